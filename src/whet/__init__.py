@@ -1,0 +1,1 @@
+"""Sharpen any AI agent with reinforcement learning."""

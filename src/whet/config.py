@@ -1,0 +1,157 @@
+"""The one typed run config. No heavy imports, no side effects; validators check, they never set.
+
+Last wins among defaults, the TOML file and flags. The resolved config is saved with the run.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from whet.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A part of the config: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class EngineConfig(Section):
+    """Sample with the Hugging Face model in this process."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_context: Annotated[int, Field(ge=16)] | None = None
+    """Longest prompt plus answer in tokens; the model's own limit if absent."""
+    kv_tokens: Annotated[int, Field(ge=1024)] = 65_536
+    """How many tokens of key-value cache to hold: bounds memory and the batch in flight."""
+
+
+class TrainerConfig(Section):
+    """Train the same weights in this process."""
+
+    weights: Literal["lora", "full"] = "lora"
+    lora_rank: Annotated[int, Field(ge=1)] = 16
+    lora_alpha: Annotated[int, Field(ge=1)] = 32
+    micro_batch_tokens: Annotated[int, Field(ge=64)] = 2048
+    """Tokens in one forward and backward pass; shared prefixes count once."""
+
+
+class AdamConfig(Section):
+    """AdamW."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class LossConfig(Section):
+    """The policy loss, named as Tinker names it where both exist."""
+
+    name: Literal["ppo", "importance_sampling"] = "ppo"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    normalise: Literal["token", "rollout"] = "token"
+    """`token`: every sampled token of the step weighs the same; `rollout`: every rollout does."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become credit."""
+
+    name: Literal["grpo"] = "grpo"
+    divide_by_std: bool = False
+    """Divide by the group's standard deviation, as the GRPO paper does."""
+
+
+class RunnerConfig(Section):
+    """How agents are run."""
+
+    concurrency: Annotated[int, Field(ge=1)] = 64
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """The limit of one attempt."""
+    max_attempts: Annotated[int, Field(ge=1)] = 2
+    """How often a rollout is tried when its agent raises or its worker dies."""
+
+
+class GatewayConfig(Section):
+    """The endpoint agents talk to."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 takes any free port."""
+
+
+class EvaluationConfig(Section):
+    """The comparison of base and trained model on held-out tasks."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Of the sampled half; the other half is greedy."""
+    bootstrap: Annotated[int, Field(ge=100)] = 10_000
+    """Resamples behind the 95 % interval."""
+
+
+class RunConfig(Section):
+    """Everything a run depends on, besides the agent and its tasks."""
+
+    model: str = "tiny"
+    """`tiny`, `smollm2`, or a Hugging Face model folder."""
+    dir: Path = Path(".whet")
+    """Runs live in `<dir>/runs/<name>`."""
+    name: str | None = None
+    """Of the run; made from the date if absent."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of task order and new weights. Samples are never seeded by it."""
+    steps: Annotated[int, Field(ge=0)] = 20
+    tasks_per_step: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts of each task in a step."""
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    adam: AdamConfig = AdamConfig()
+    loss: LossConfig = LossConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    runner: RunnerConfig = RunnerConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+
+def merge(base: Mapping[str, JsonValue], over: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`base` with the leaves of `over` put in their places."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        merged[key] = merge(below, value) if both else value
+    return merged
+
+
+def read_toml(path: Path) -> dict[str, JsonValue]:
+    """The keys a TOML file sets. Raises ConfigError if there is no such file or it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
+
+
+def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
+    """The config these values make; the first thing wrong with them as one ConfigError."""
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from error
+
+
+def explain(error: ValidationError) -> str:
+    """The first fault pydantic found, in one line that names the key."""
+    fault = error.errors()[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"unknown config key {key!r}: `whet train --help` lists the keys"
+    return f"config key {key!r}: {fault['msg'].lower()}, found {fault['input']!r}"

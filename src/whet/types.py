@@ -1,0 +1,354 @@
+"""The nouns: one word, one meaning. Everything that is stored or crosses a part is defined here.
+
+    task          what the user's dataset holds; any JSON
+    rollout       a task to run, in a group, with a mode and limits
+    attempt       one execution of a rollout, under a lease
+    call          one model request of an attempt
+    generation    the exact tokens a call sampled, with log-probabilities and policy versions
+    reward        a number an agent gave, with a key
+    trajectory    an attempt read back for learning
+    row           one token sequence with its sampled spans and their credit: all a trainer sees
+    policy        a set of weights with a version
+
+Values are frozen, refuse unknown fields, and check themselves.
+"""
+
+import hashlib
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal, NewType, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    model_validator,
+)
+
+AttemptId = NewType("AttemptId", str)
+CallId = NewType("CallId", str)
+GenerationId = NewType("GenerationId", str)
+"""`<call id>.<choice index>`."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+
+
+def _url_safe(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{name!r} is no rollout id: expected 1 to 128 letters, digits, '.', '_' or '-'"
+        )
+    return name
+
+
+RolloutId = Annotated[str, AfterValidator(_url_safe)]
+"""Travels in URL paths, so it is made of characters that need no quoting."""
+
+
+class Value(BaseModel):
+    """A stored value: immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+# --------------------------------------------------------------------------- work to do
+
+
+class Mode(StrEnum):
+    """What a rollout is for. Only `TRAIN` is ever learned from."""
+
+    TRAIN = "train"
+    VAL = "val"
+    TEST = "test"
+
+
+class Status(StrEnum):
+    """Where a rollout, or an attempt, stands."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+MOVES: Mapping[Status, frozenset[Status]] = {
+    Status.QUEUED: frozenset({Status.RUNNING}),
+    Status.RUNNING: frozenset({Status.QUEUED, Status.SUCCEEDED, Status.FAILED}),
+    Status.SUCCEEDED: frozenset(),
+    Status.FAILED: frozenset(),
+}
+"""Every legal change of a rollout. `RUNNING -> QUEUED` is an attempt that will be tried again."""
+
+TERMINAL = frozenset(status for status, moves in MOVES.items() if not moves)
+
+
+class FailureKind(StrEnum):
+    """Why an attempt failed: one vocabulary for runner, store and reports."""
+
+    AGENT = "agent"
+    """The agent raised."""
+    TIMEOUT = "timeout"
+    """The attempt outlived its limit."""
+    REWARD = "reward"
+    """The agent gave no usable reward."""
+    WORKER_LOST = "worker_lost"
+    """The lease ran out: the worker died or lost touch."""
+
+
+RETRIED = frozenset({FailureKind.AGENT, FailureKind.WORKER_LOST})
+"""Failures that a new attempt may mend, until the rollout's `max_attempts` are used."""
+
+
+class SamplingOverride(Value):
+    """What a rollout forces on its calls, whatever the agent asked for."""
+
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class Rollout(Value):
+    """A task to run. The id is the caller's, so enqueueing twice is harmless."""
+
+    id: RolloutId
+    task: JsonValue
+    group: str
+    """Rollouts of one group are compared with each other."""
+    mode: Mode = Mode.TRAIN
+    sampling: SamplingOverride = SamplingOverride()
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    max_attempts: Annotated[int, Field(ge=1)] = 2
+
+
+class Attempt(Value):
+    """One execution of a rollout, owned by one worker until its lease ends."""
+
+    id: AttemptId
+    rollout: Rollout
+    number: int
+    """1 for the first."""
+
+
+class Failure(Value):
+    """Why an attempt failed, in one line."""
+
+    kind: FailureKind
+    message: str
+
+
+class Outcome(Value):
+    """How an attempt ended: with a reward, or with a failure."""
+
+    reward: FiniteFloat | None = None
+    failure: Failure | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.reward is None) == (self.failure is None):
+            raise ValueError("an outcome has either a reward or a failure")
+        return self
+
+    @property
+    def status(self) -> Status:
+        return Status.FAILED if self.failure else Status.SUCCEEDED
+
+
+class Reward(Value):
+    """A number an agent gave while it ran."""
+
+    value: FiniteFloat
+    key: str = "reward"
+
+
+class Endpoint(Value):
+    """What an agent needs to reach its model: the two settings every SDK has, and the name."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+# --------------------------------------------------------------------------- what was sampled
+
+
+class Sampling(Value):
+    """How to sample one continuation."""
+
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0 is off."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """`None` samples until the model stops or its context is full."""
+    stop: tuple[str, ...] = ()
+    """Sampling ends once the text contains one of these; the tokens keep it."""
+    stop_ids: tuple[int, ...] = ()
+    """Sampling ends with one of these ids, which is kept as the last token."""
+    seed: int | None = None
+    """There is no default seed: equal requests give different samples."""
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some tokens as they leave the engine. The last piece of a generation has a stop reason."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of `tokens`, under the distribution they were sampled from."""
+    version: int
+    """Of the weights that sampled them."""
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each token the likeliest ids with their log-probabilities, if asked for."""
+    stop: StopReason | None = None
+
+
+class Generation(Value):
+    """What one choice of a call sampled: exact tokens, never text encoded again."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of `tokens`, under the distribution they were sampled from."""
+    versions: tuple[int, ...]
+    """Of the weights that sampled each token."""
+    stop: StopReason
+    sampling: Sampling
+    message: dict[str, JsonValue]
+    """The assistant message the agent was given, in canonical form."""
+
+    @model_validator(mode="after")
+    def _one_of_each_per_token(self) -> Self:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"{len(self.tokens)} tokens but {len(self.logprobs)} logprobs "
+                f"and {len(self.versions)} versions"
+            )
+        return self
+
+
+class Call(Value):
+    """One model request of an attempt.
+
+    The prompt the engine saw is the parent generation's whole sequence followed by `context`;
+    storing only the difference keeps a conversation of T turns at O(T).
+    """
+
+    id: CallId
+    attempt: AttemptId
+    parent: GenerationId | None
+    """The generation this request continues, or None where the conversation begins."""
+    root: str
+    """Digest of what the whole conversation hangs on: policy, tools, template arguments."""
+    messages: tuple[dict[str, JsonValue], ...]
+    """The canonical messages after the parent's."""
+    context: tuple[int, ...]
+    """The tokens after the parent's: rendered, never sampled."""
+    prompt_length: int
+    prompt_digest: str
+    """Of the ids the engine was given; rows are proven against it."""
+    generations: tuple[Generation, ...]
+    created: float
+    """Seconds since the epoch."""
+
+    def generation_id(self, index: int) -> GenerationId:
+        return GenerationId(f"{self.id}.{index}")
+
+
+def digest_tokens(
+    tokens: Sequence[int], after: hashlib.blake2b | None = None
+) -> hashlib.blake2b:
+    """The running digest of `tokens` after those of `after`, which is left as it was."""
+    digest = after.copy() if after else hashlib.blake2b(digest_size=16)
+    digest.update(array("i", tokens).tobytes())
+    return digest
+
+
+# --------------------------------------------------------------------------- what is learned
+
+
+class Trajectory(Value):
+    """A succeeded attempt read back for learning: its calls in order, and its reward."""
+
+    attempt: Attempt
+    calls: tuple[Call, ...]
+    rewards: tuple[Reward, ...]
+    reward: FiniteFloat
+
+
+Group = Sequence[Trajectory]
+"""The trajectories of one group: the same task, tried several times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """A trajectory and what each of its generations is worth."""
+
+    trajectory: Trajectory
+    advantages: Mapping[GenerationId, float]
+    """A generation that is absent is context and is not trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSpan:
+    """The part of a row that one generation sampled."""
+
+    generation: GenerationId
+    start: int
+    """Index of the first sampled token in the row."""
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    advantages: tuple[float, ...]
+    """Per token."""
+    weight: float
+    """What one token of this span counts in the loss; the losses themselves are plain sums."""
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One token sequence, proven to be what the engine saw and sampled. All a trainer sees."""
+
+    tokens: tuple[int, ...]
+    spans: tuple[SampledSpan, ...]
+    """In order, without overlap. Tokens outside them are context."""
+    rollout: str
+    group: str
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(len(span.logprobs) for span in self.spans)
+
+
+Metrics = Mapping[str, float]
+
+
+class StepRecord(Value):
+    """A training step that is done: written in one transaction with what it consumed."""
+
+    step: int
+    """0 for the first."""
+    version: int
+    """Of the policy after the step."""
+    checkpoint: str
+    """Folder name under the run's `checkpoints/`."""
+    consumed: tuple[str, ...]
+    """The rollouts this step learned from, or found nothing to learn in."""
+    metrics: dict[str, float]
+
