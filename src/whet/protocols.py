@@ -99,9 +99,11 @@ class Engine(Protocol):
     """Samples tokens from the current policy. Knows tokens, not text."""
 
     def generate(
-        self, prompt: Sequence[int], sampling: Sampling
+        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
     ) -> AsyncGenerator[Piece]:
-        """Sample one continuation, piece by piece; closing the generator stops the sampling.
+        """Sample one continuation: as it grows if `stream`, else in one piece at the end.
+
+        Closing the generator stops the sampling.
 
         Raises:
             PromptTooLong: the prompt leaves no room to sample.
@@ -143,6 +145,10 @@ class Trainer(Protocol):
 
     async def restore(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises TrainerError if it does not fit the model."""
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """Write the weights as other tools load them: a PEFT adapter or a model folder."""
         ...
 
 

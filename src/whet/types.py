@@ -207,8 +207,8 @@ class Piece:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Of `tokens`, under the distribution they were sampled from."""
-    version: int
-    """Of the weights that sampled them."""
+    versions: tuple[int, ...]
+    """Of the weights that sampled each of them."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each token the likeliest ids with their log-probabilities, if asked for."""
     stop: StopReason | None = None

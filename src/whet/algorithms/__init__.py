@@ -1,0 +1,1 @@
+"""Algorithms: give credit. One file each, no torch."""

@@ -1,0 +1,1 @@
+"""Trainers: change the weights of a policy."""

@@ -1,0 +1,66 @@
+"""A demo agent: it answers arithmetic word problems, with a calculator if it thinks of it.
+
+Written as any user of the `openai` package would write it. Nothing in it knows about training.
+"""
+
+import json
+import re
+import ssl
+from typing import Any
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai.types.chat import ChatCompletionMessageToolCallUnion
+
+from whet.demos.problems import CALCULATOR, SYSTEM, Task, calculate, problems
+from whet.types import Endpoint
+
+__all__ = ["CALCULATOR", "SYSTEM", "calculate", "problems", "solve"]
+
+TLS = ssl.create_default_context()  # reading the certificates takes 25 ms, so not per client
+TURNS = 3
+NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?")
+
+
+async def solve(task: Task, llm: Endpoint) -> float:
+    """Answer the question of `task`; 1.0 if the answer is right, else 0.0."""
+    messages: list[Any] = [  # Any: the SDK's own replies are appended as they are
+        {"role": "system", "content": SYSTEM},
+        *task.get("examples", []),
+        {"role": "user", "content": task["question"]},
+    ]
+    async with AsyncOpenAI(
+        base_url=llm.base_url,
+        api_key=llm.api_key,
+        max_retries=0,
+        http_client=DefaultAsyncHttpxClient(verify=TLS),
+    ) as client:
+        for _ in range(TURNS):
+            reply = await client.chat.completions.create(
+                model=llm.model,
+                messages=messages,
+                tools=[CALCULATOR],  # pyright: ignore[reportArgumentType]  # plain JSON will do
+                max_tokens=64,
+            )
+            message = reply.choices[0].message
+            if not message.tool_calls:
+                return float(_last_number(message.content or "") == task["answer"])
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls:
+                result = _use_tool(call)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return 0.0
+
+
+def _use_tool(call: ChatCompletionMessageToolCallUnion) -> str:
+    if call.type != "function" or call.function.name != "calculator":
+        return "error: unknown tool"
+    try:
+        expression = json.loads(call.function.arguments)["expression"]
+    except (ValueError, TypeError, KeyError):
+        return "error: expected an expression"
+    return calculate(str(expression))
+
+
+def _last_number(text: str) -> float | None:
+    found = NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None

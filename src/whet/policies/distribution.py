@@ -1,0 +1,60 @@
+"""The distribution tokens are sampled from: one definition for the sampler and the trainer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """How the logits of some positions are shaped, one entry for each position."""
+
+    temperature_N: Tensor
+    """0 is greedy, whose log-probabilities are those at temperature 1."""
+    top_p_N: Tensor
+    top_k_N: Tensor
+    truncates: bool
+    """Whether any position uses top-p or top-k; the sort is skipped otherwise."""
+
+    @classmethod
+    def of(
+        cls, settings: Sequence[tuple[float, float, int]], device: torch.device | str
+    ) -> "Shaping":
+        """From (temperature, top_p, top_k) of each position."""
+        temperature, top_p, top_k = zip(*settings, strict=True)
+        return cls(
+            torch.tensor(temperature, dtype=torch.float32, device=device),
+            torch.tensor(top_p, dtype=torch.float32, device=device),
+            torch.tensor(top_k, device=device),
+            any(p < 1 for p in top_p) or any(k > 0 for k in top_k),
+        )
+
+
+def log_probs(logits_NV: Tensor, shaping: Shaping) -> Tensor:
+    """Log-probabilities in fp32 of the distribution that is really sampled.
+
+    Tokens cut off by top-k or top-p get minus infinity, and the rest is normalised again.
+    """
+    temperature_N1 = shaping.temperature_N.masked_fill(shaping.temperature_N == 0, 1.0)[:, None]
+    logp_NV = torch.log_softmax(logits_NV.float() / temperature_N1, dim=-1)
+    if not shaping.truncates:
+        return logp_NV
+    kept_NV = _kept(logp_NV.detach(), shaping)
+    return torch.log_softmax(logp_NV.masked_fill(~kept_NV, float("-inf")), dim=-1)
+
+
+def _kept(logp_NV: Tensor, shaping: Shaping) -> Tensor:
+    """Which tokens survive: the k likeliest, then the fewest of those that hold top-p mass."""
+    vocabulary = logp_NV.shape[1]
+    order_NV = logp_NV.argsort(dim=-1, descending=True, stable=True)
+    sorted_NV = logp_NV.gather(1, order_NV)
+    rank_V = torch.arange(vocabulary, device=logp_NV.device)
+    k_N1 = shaping.top_k_N.masked_fill(shaping.top_k_N == 0, vocabulary)[:, None]
+    in_k_NV = rank_V[None, :] < k_N1
+    mass_NV = torch.softmax(sorted_NV.masked_fill(~in_k_NV, float("-inf")), dim=-1)
+    before_NV = mass_NV.cumsum(dim=-1) - mass_NV
+    kept_sorted_NV = in_k_NV & (before_NV < shaping.top_p_N[:, None])
+    kept_sorted_NV[:, 0] = True
+    return torch.zeros_like(kept_sorted_NV).scatter(1, order_NV, kept_sorted_NV)

@@ -1,0 +1,125 @@
+"""Trajectories become rows: one token sequence a conversation, every sampled token proven.
+
+The calls of an attempt form a forest: a call continues one generation, or begins a conversation.
+Each path from a beginning to a generation nobody continued is one row. A generation on several
+paths is trained in the first and is context in the others, so it trains once.
+
+Proof: a call stored the digest of the ids its engine was given. A row's own prefix must have
+that digest, or the generation is not trained and counts as unproven.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from whet.types import Call, Credit, Generation, GenerationId, Row, SampledSpan, digest_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What credits became."""
+
+    rows: tuple[Row, ...]
+    unproven: tuple[GenerationId, ...]
+    """Generations with credit whose context could not be proven; they are not trained."""
+
+
+class _Turn(NamedTuple):
+    """A generation with the call it answers."""
+
+    id: GenerationId
+    call: Call
+    generation: Generation
+
+
+def build_rows(credits: Sequence[Credit]) -> Rows:
+    """The rows of several credited trajectories; each sampled token weighs 1."""
+    rows: list[Row] = []
+    unproven: list[GenerationId] = []
+    for credit in credits:
+        trained: set[GenerationId] = set()
+        for path in _paths(credit.trajectory.calls):
+            row, failed = _row(path, credit, trained)
+            unproven += failed
+            if row.spans:
+                rows.append(row)
+    return Rows(tuple(rows), tuple(unproven))
+
+
+def normalise(rows: Sequence[Row], how: Literal["token", "rollout"]) -> list[Row]:
+    """Give spans the weights that make the sum over tokens a mean.
+
+    `token`: over all sampled tokens. `rollout`: over each rollout's tokens, then over rollouts,
+    so that one that yields several rows, or longer ones, weighs as much as any other.
+    """
+    tokens: dict[str, int] = {}
+    for row in rows:
+        tokens[row.rollout] = tokens.get(row.rollout, 0) + row.trained_tokens
+    everything = sum(tokens.values())
+
+    def weight(row: Row) -> float:
+        return 1 / everything if how == "token" else 1 / (len(tokens) * tokens[row.rollout])
+
+    return [
+        replace(row, spans=tuple(replace(span, weight=weight(row)) for span in row.spans))
+        for row in rows
+    ]
+
+
+def _paths(calls: Sequence[Call]) -> list[list[_Turn]]:
+    """Every way from a conversation's beginning to a generation that nobody continued."""
+    continued = {call.parent for call in calls}
+    turns: dict[GenerationId, _Turn] = {}
+    for call in calls:
+        for index, generation in enumerate(call.generations):
+            turns[call.generation_id(index)] = _Turn(call.generation_id(index), call, generation)
+    paths: list[list[_Turn]] = []
+    for id, turn in turns.items():
+        if id in continued:
+            continue
+        path = [turn]
+        while (parent := path[-1].call.parent) is not None:
+            path.append(turns[parent])
+        paths.append(path[::-1])
+    return paths
+
+
+def _row(
+    path: Sequence[_Turn], credit: Credit, trained: set[GenerationId]
+) -> tuple[Row, list[GenerationId]]:
+    tokens: list[int] = []
+    spans: list[SampledSpan] = []
+    failed: list[GenerationId] = []
+    digest: hashlib.blake2b | None = None
+    for id, call, generation in path:
+        tokens += call.context
+        digest = digest_tokens(call.context, digest)
+        advantage = credit.advantages.get(id)
+        if advantage is not None and id not in trained:
+            trained.add(id)
+            proven = (call.prompt_length, call.prompt_digest) == (len(tokens), digest.hexdigest())
+            if proven:
+                spans.append(_span(id, len(tokens), generation, advantage))
+            else:
+                failed.append(id)
+        tokens += generation.tokens
+        digest = digest_tokens(generation.tokens, digest)
+    rollout = credit.trajectory.attempt.rollout
+    return Row(tuple(tokens), tuple(spans), rollout.id, rollout.group), failed
+
+
+def _span(
+    id: GenerationId, start: int, generation: Generation, advantage: float
+) -> SampledSpan:
+    return SampledSpan(
+        generation=id,
+        start=start,
+        logprobs=generation.logprobs,
+        versions=generation.versions,
+        advantages=(advantage,) * len(generation.tokens),
+        weight=1.0,
+        temperature=generation.sampling.temperature,
+        top_p=generation.sampling.top_p,
+        top_k=generation.sampling.top_k,
+    )
