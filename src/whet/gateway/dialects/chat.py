@@ -1,0 +1,153 @@
+"""OpenAI Chat Completions, with vLLM's `return_token_ids`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+
+from whet.errors import RequestError
+from whet.gateway.messages import Message, Role, ToolCall
+from whet.gateway.service import Ask
+from whet.types import Sampling
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+class _Lenient(BaseModel):
+    """Part of a message: SDKs echo fields of their own, which mean nothing to a model."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Text(_Lenient):
+    type: Literal["text"]
+    text: str
+
+
+class _Function(_Lenient):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Lenient):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(_Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Text] | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def canonical(self) -> Message:
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
+        calls = self.tool_calls or []
+        return Message(
+            ROLES[self.role],
+            text,
+            tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls),
+            self.tool_call_id or "",
+        )
+
+
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: dict[str, JsonValue]
+
+
+class ChatRequest(BaseModel):
+    """What we honour. A field that is missing here, or a value outside its type, is a 400."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    response_format: _TextFormat | None = None
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    # Said for the provider's bookkeeping; they change nothing a model could see.
+    user: str | None = None
+    metadata: dict[str, JsonValue] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def ask(self) -> Ask:
+        """In canonical form."""
+        tools = tuple(tool.model_dump() for tool in self.tools or [])
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Ask(
+            messages=tuple(message.canonical() for message in self.messages),
+            tools=tools,
+            sampling=Sampling(
+                temperature=1.0 if self.temperature is None else self.temperature,
+                top_p=self.top_p or 1.0,
+                top_k=max(0, self.top_k or 0),
+                max_tokens=self.max_completion_tokens or self.max_tokens,
+                stop=tuple(stop for stop in stops if stop),
+                seed=self.seed,
+                top_logprobs=self.top_logprobs or 0,
+            ),
+            n=self.n or 1,
+            stream=bool(self.stream),
+            calls_tools=bool(tools) and self.tool_choice != "none",
+        )
+
+
+_REQUEST = TypeAdapter(ChatRequest)
+
+
+def parse(body: bytes) -> ChatRequest:
+    """A request from the wire. Raises RequestError that names the field at fault."""
+    try:
+        return _REQUEST.validate_json(body)
+    except ValidationError as error:
+        raise RequestError(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    fault: dict[str, Any] = dict(error.errors(include_url=False)[0])
+    # Where the union of content types failed, the loc names the branch; agents know no branches.
+    where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
+    if fault["type"] == "json_invalid":
+        return f"the body is not JSON: {fault['ctx']['error']}"
+    if fault["type"] == "extra_forbidden":
+        return f"the field {where!r} is not supported"
+    return f"{where}: {str(fault['msg'])[:300].lower()}"

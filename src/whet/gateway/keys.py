@@ -1,0 +1,27 @@
+"""API keys that name the attempt they were made for, and cannot be made by anyone else."""
+
+import hashlib
+import hmac
+
+from whet.types import AttemptId
+
+PREFIX = "whet-"
+MAC_LENGTH = 32
+
+
+def mint(attempt: AttemptId, secret: bytes) -> str:
+    """The API key of an attempt."""
+    return f"{PREFIX}{attempt}-{_mac(attempt, secret)}"
+
+
+def read(key: str, secret: bytes) -> AttemptId | None:
+    """The attempt a key was minted for, or None if it was not minted with this secret."""
+    body, _, mac = key.removeprefix(PREFIX).rpartition("-")
+    genuine = key.startswith(PREFIX) and hmac.compare_digest(
+        mac.encode(), _mac(body, secret).encode()
+    )
+    return AttemptId(body) if genuine else None
+
+
+def _mac(attempt: str, secret: bytes) -> str:
+    return hmac.new(secret, attempt.encode(), hashlib.sha256).hexdigest()[:MAC_LENGTH]

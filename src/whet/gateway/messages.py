@@ -1,0 +1,108 @@
+"""The one canonical form of a conversation, whatever wire format it came in.
+
+SDKs echo earlier turns back re-serialised: other white space in arguments, null for "", parts for
+strings. Canonical messages of equal meaning are equal here; bytes are never compared.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from pydantic import JsonValue
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call the model made."""
+
+    id: str
+    """Minted by the gateway and unique, so an echo of it names its turn."""
+    name: str
+    arguments: str
+    """The text the model wrote; JSON if the call parsed."""
+
+    def same_as(self, echo: "ToolCall") -> bool:
+        """Whether `echo` is this call come back. Arguments that are no JSON go by the id alone."""
+        if self.id != echo.id:
+            return False
+        mine = _parsed(self.arguments)
+        return not isinstance(mine, dict) or mine == _parsed(echo.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+    def same_as(self, echo: "Message") -> bool:
+        """Whether `echo` is this message come back from an SDK."""
+        if self.role != echo.role or self.tool_call_id != echo.tool_call_id:
+            return False
+        if len(self.tool_calls) != len(echo.tool_calls):
+            return False
+        pairs = zip(self.tool_calls, echo.tool_calls, strict=True)
+        if not all(mine.same_as(theirs) for mine, theirs in pairs):
+            return False
+        # Some SDKs drop the text beside tool calls; the calls' ids name the turn all the same.
+        dropped = bool(self.tool_calls) and not echo.content
+        return dropped or self.content == echo.content
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """For the store."""
+        value: dict[str, JsonValue] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            value["tool_calls"] = [
+                {"id": c.id, "name": c.name, "arguments": c.arguments} for c in self.tool_calls
+            ]
+        if self.tool_call_id:
+            value["tool_call_id"] = self.tool_call_id
+        return value
+
+    @classmethod
+    def from_json(cls, value: dict[str, JsonValue]) -> "Message":
+        calls = cast(list[dict[str, str]], value.get("tool_calls", []))
+        return cls(
+            role=cast(Role, value["role"]),
+            content=str(value["content"]),
+            tool_calls=tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in calls),
+            tool_call_id=str(value.get("tool_call_id", "")),
+        )
+
+    def for_template(self) -> dict[str, JsonValue]:
+        """As Hugging Face chat templates expect it: arguments as an object where they are one."""
+        value: dict[str, JsonValue] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            value["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.tool_call_id:
+            value["tool_call_id"] = self.tool_call_id
+        return value
+
+
+def all_same(mine: Sequence[Message], echo: Sequence[Message]) -> bool:
+    """Whether one run of messages is the echo of another."""
+    return len(mine) == len(echo) and all(
+        m.same_as(e) for m, e in zip(mine, echo, strict=True)
+    )
+
+
+def _call_for_template(call: ToolCall) -> dict[str, JsonValue]:
+    arguments = _parsed(call.arguments)
+    function: dict[str, JsonValue] = {
+        "name": call.name,
+        "arguments": arguments if isinstance(arguments, dict) else call.arguments,
+    }
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _parsed(text: str) -> JsonValue:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

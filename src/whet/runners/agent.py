@@ -1,0 +1,91 @@
+"""What an agent is: anything callable with a task and a model endpoint, that gives a reward."""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from numbers import Real
+from typing import Any, TypeVar
+
+from whet.errors import BadReward, ConfigError
+from whet.types import Reward
+
+Agent = Callable[..., Any]
+"""`(task, llm) -> reward`, async or not. Any: the task is the user's own JSON, and the result is
+checked when it comes."""
+
+A = TypeVar("A", bound=Agent)
+
+emitted: ContextVar[list[Reward] | None] = ContextVar("emitted", default=None)
+"""The rewards of the attempt that is running here."""
+
+
+def rollout(agent: A) -> A:
+    """Mark a function as an agent: it takes `(task, llm)` and gives a reward.
+
+    Raises:
+        ConfigError: it cannot be called that way.
+    """
+    check_agent(agent)
+    return agent
+
+
+def check_agent(agent: object) -> None:
+    """Refuse what cannot be run as an agent, before anything is started."""
+    if not callable(agent):
+        raise ConfigError(f"an agent is a function (task, llm); found {type(agent).__name__!r}")
+    try:
+        inspect.signature(agent).bind("task", "llm")
+    except TypeError as error:
+        raise ConfigError(
+            f"an agent takes (task, llm); {_name(agent)!r} takes {inspect.signature(agent)}"
+        ) from error
+    except ValueError:
+        return  # A callable written in C shows no signature; calling it will tell.
+
+
+def emit_reward(value: float, key: str = "reward") -> None:
+    """Give the running attempt a reward; the last one named `reward` counts if none is returned.
+
+    Raises:
+        BadReward: the value is not a finite number.
+    """
+    rewards = emitted.get()
+    if rewards is None:
+        raise ConfigError("emit_reward works inside an agent that whet is running")
+    rewards.append(Reward(value=finite(value), key=key))
+
+
+def final_reward(returned: object, rewards: list[Reward]) -> float:
+    """What an attempt earned: what the agent returned, or the last reward it emitted."""
+    if returned is not None:
+        return finite(returned)
+    last = next((r.value for r in reversed(rewards) if r.key == "reward"), None)
+    if last is None:
+        raise BadReward("no reward: return a number, or call whet.emit_reward(...)")
+    return last
+
+
+def finite(value: object) -> float:
+    """A reward as a float. Raises BadReward for anything that is not a finite number."""
+    if not isinstance(value, Real):
+        raise BadReward(f"a reward is a number; found {type(value).__name__} {value!r:.80}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise BadReward(f"a reward is a finite number; found {number}")
+    return number
+
+
+def is_async(agent: Agent) -> bool:
+    """Whether calling the agent gives something to await."""
+    call = agent if inspect.isroutine(agent) else getattr(type(agent), "__call__", agent)
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)
+
+
+async def awaited(result: Awaitable[object] | object) -> object:
+    """The result itself, whether the agent gave it or a promise of it."""
+    return await result if inspect.isawaitable(result) else result
+
+
+def _name(agent: Agent) -> str:
+    return getattr(agent, "__name__", type(agent).__name__)

@@ -1,0 +1,230 @@
+"""Calls and rewards of attempts: written once, read back in few queries.
+
+What is read was checked when it was written, so it is built without being checked again.
+"""
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from whet.errors import NotFound, StoreError, boundary
+from whet.store.packing import (
+    pack_floats,
+    pack_ints,
+    pack_runs,
+    to_json,
+    unpack_floats,
+    unpack_ints,
+    unpack_runs,
+)
+from whet.store.queue import parse_rollout, running_attempt
+from whet.types import Attempt, AttemptId, Call, Generation, Reward, Sampling, Trajectory
+
+APPEND_CALL = """
+INSERT INTO call
+    (attempt, id, parent, root, messages, context, prompt_length, prompt_digest, created)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (id) DO NOTHING
+RETURNING seq
+"""
+
+APPEND_GENERATION = """
+INSERT INTO generation (call, stop, sampling, message, versions, tokens, logprobs)
+VALUES (?, ?, ?, ?, ?, ?, ?)
+"""
+
+# Each order is that of an index: sorting rows with BLOBs would cost more than reading them.
+CALLS = """
+SELECT call.attempt, attempt.id, call.seq, call.id, call.parent, call.root, call.messages,
+    call.context, call.prompt_length, call.prompt_digest, call.created
+FROM call JOIN attempt ON attempt.seq = call.attempt
+WHERE call.attempt IN (SELECT value FROM json_each(?))
+ORDER BY call.attempt, call.seq
+"""
+
+GENERATIONS = """
+SELECT call, stop, sampling, message, versions, tokens, logprobs FROM generation
+WHERE call IN (SELECT seq FROM call WHERE attempt IN (SELECT value FROM json_each(?)))
+ORDER BY call, seq
+"""
+
+REWARDS = """
+SELECT attempt, value, key FROM reward
+WHERE attempt IN (SELECT value FROM json_each(?))
+ORDER BY attempt, seq
+"""
+
+SUCCEEDED = """
+SELECT rollout.body, attempt.seq, attempt.id, attempt.number, attempt.reward
+FROM json_each(?) AS asked
+JOIN rollout ON rollout.id = asked.value
+JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
+WHERE rollout.status = 'succeeded'
+ORDER BY asked.key
+"""
+
+FAILED = """
+SELECT rollout.id, attempt.failure
+FROM json_each(?) AS asked
+JOIN rollout ON rollout.id = asked.value
+JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
+WHERE rollout.status = 'failed'
+"""
+
+COUNTS = """
+SELECT
+    (SELECT count(*) FROM rollout) AS rollouts,
+    (SELECT count(*) FROM attempt) AS attempts,
+    (SELECT count(*) FROM call) AS calls,
+    (SELECT count(*) FROM generation) AS generations,
+    (SELECT coalesce(sum(length(tokens)), 0) / 4 FROM generation) AS sampled_tokens
+"""
+
+
+class PackedCall(NamedTuple):
+    """A call as the tables hold it."""
+
+    attempt: AttemptId
+    row: tuple[str | int | float | bytes | None, ...]
+    generations: list[tuple[str | bytes, ...]]
+
+
+def pack_call(call: Call) -> PackedCall:
+    """Everything that can be done before the writer's turn."""
+    with boundary(StoreError, f"call {call.id!r} cannot be stored"):
+        return PackedCall(
+            call.attempt,
+            (
+                call.id,
+                call.parent,
+                call.root,
+                to_json(call.messages),
+                pack_ints(call.context),
+                call.prompt_length,
+                call.prompt_digest,
+                call.created,
+            ),
+            [
+                (
+                    generation.stop,
+                    to_json(generation.sampling),
+                    to_json(generation.message),
+                    pack_runs(generation.versions),
+                    pack_ints(generation.tokens),
+                    pack_floats(generation.logprobs),
+                )
+                for generation in call.generations
+            ],
+        )
+
+
+def append(db: sqlite3.Connection, call: PackedCall) -> None:
+    """Write a call with its generations; one that is known already stays as it is."""
+    attempt = running_attempt(db, call.attempt)
+    row = db.execute(APPEND_CALL, (attempt, *call.row)).fetchone()
+    if row is not None:
+        db.executemany(
+            APPEND_GENERATION, [(row[0], *generation) for generation in call.generations]
+        )
+
+
+def emit(db: sqlite3.Connection, attempt: AttemptId, reward: Reward) -> None:
+    """Write a reward."""
+    db.execute(
+        "INSERT INTO reward (attempt, value, key) VALUES (?, ?, ?)",
+        (running_attempt(db, attempt), reward.value, reward.key),
+    )
+
+
+def read_attempt(db: sqlite3.Connection, attempt: AttemptId) -> Attempt:
+    """A running attempt."""
+    seq = running_attempt(db, attempt)
+    number, body = db.execute(
+        "SELECT attempt.number, rollout.body"
+        " FROM attempt JOIN rollout ON rollout.seq = attempt.rollout WHERE attempt.seq = ?",
+        (seq,),
+    ).fetchone()
+    return Attempt(id=attempt, rollout=parse_rollout(body), number=number)
+
+
+def read_calls(db: sqlite3.Connection, attempt: AttemptId) -> list[Call]:
+    """The calls of one attempt, running or ended."""
+    row = db.execute("SELECT seq FROM attempt WHERE id = ?", (attempt,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no attempt {attempt!r}")
+    return _calls(db, row)[row[0]]
+
+
+def read_trajectories(db: sqlite3.Connection, rollouts: Sequence[str]) -> list[Trajectory]:
+    """The succeeded among the rollouts, in the order asked."""
+    rows = db.execute(SUCCEEDED, (to_json(list(rollouts)),)).fetchall()
+    attempts = list(dict.fromkeys(row[1] for row in rows))
+    calls = _calls(db, attempts)
+    rewards = defaultdict[int, list[Reward]](list)
+    for seq, value, key in db.execute(REWARDS, (to_json(attempts),)):
+        rewards[seq].append(Reward.model_construct(value=value, key=key))
+    return [
+        Trajectory.model_construct(
+            attempt=Attempt.model_construct(id=id_, rollout=parse_rollout(body), number=number),
+            calls=tuple(calls[seq]),
+            rewards=tuple(rewards[seq]),
+            reward=reward,
+        )
+        for body, seq, id_, number, reward in rows
+    ]
+
+
+def read_failures(db: sqlite3.Connection, rollouts: Sequence[str]) -> dict[str, str]:
+    """`kind: message` of the failed among the rollouts."""
+    rows: Iterable[tuple[str, str]] = db.execute(FAILED, (to_json(list(rollouts)),))
+    failures = ((rollout, json.loads(failure)) for rollout, failure in rows)
+    return {rollout: f"{failure['kind']}: {failure['message']}" for rollout, failure in failures}
+
+
+def read_counts(db: sqlite3.Connection) -> dict[str, int]:
+    """How much there is of everything."""
+    cursor = db.execute(COUNTS)
+    return dict(zip((name for name, *_ in cursor.description), cursor.fetchone(), strict=True))
+
+
+def _calls(db: sqlite3.Connection, attempts: Sequence[int]) -> dict[int, list[Call]]:
+    """The calls of these attempts by attempt, in the order they were recorded."""
+    asked = (to_json(list(attempts)),)
+    generations = defaultdict[int, list[Generation]](list)
+    for call, stop, sampling, message, versions, tokens, logprobs in db.execute(GENERATIONS, asked):
+        generations[call].append(
+            Generation.model_construct(
+                tokens=unpack_ints(tokens),
+                logprobs=unpack_floats(logprobs),
+                versions=unpack_runs(versions),
+                stop=stop,
+                sampling=_sampling(sampling),
+                message=json.loads(message),
+            )
+        )
+    calls: dict[int, list[Call]] = {attempt: [] for attempt in attempts}
+    for seq, attempt, call, id_, parent, root, messages, context, *rest in db.execute(CALLS, asked):
+        prompt_length, prompt_digest, created = rest
+        calls[seq].append(
+            Call.model_construct(
+                id=id_,
+                attempt=attempt,
+                parent=parent,
+                root=root,
+                messages=tuple(json.loads(messages)),
+                context=unpack_ints(context),
+                prompt_length=prompt_length,
+                prompt_digest=prompt_digest,
+                generations=tuple(generations[call]),
+                created=created,
+            )
+        )
+    return calls
+
+
+@lru_cache(1024)
+def _sampling(text: str) -> Sampling:
+    return Sampling.model_validate(json.loads(text))

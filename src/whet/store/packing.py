@@ -1,0 +1,48 @@
+"""Numbers as little-endian BLOBs and values as JSON text, both read back exactly as they were."""
+
+import json
+import struct
+from collections.abc import Sequence
+from itertools import chain, groupby
+
+from pydantic import BaseModel, JsonValue
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """Four bytes each, as `digest_tokens` counts them; a larger number is a struct.error."""
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def unpack_ints(blob: bytes) -> tuple[int, ...]:
+    """What `pack_ints` was given."""
+    return struct.unpack(f"<{len(blob) // 4}i", blob)
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Eight bytes each: training compares with the very number that was sampled."""
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def unpack_floats(blob: bytes) -> tuple[float, ...]:
+    """What `pack_floats` was given."""
+    return struct.unpack(f"<{len(blob) // 8}d", blob)
+
+
+def pack_runs(values: Sequence[int]) -> bytes:
+    """Pairs of a value and how often it repeats: most generations have a single version."""
+    runs = [(value, len(list(run))) for value, run in groupby(values)]
+    return struct.pack(f"<{2 * len(runs)}q", *chain.from_iterable(runs))
+
+
+def unpack_runs(blob: bytes) -> tuple[int, ...]:
+    """What `pack_runs` was given."""
+    values: tuple[int, ...] = ()
+    for value, length in struct.iter_unpack("<qq", blob):
+        values += (value,) * length
+    return values
+
+
+def to_json(value: BaseModel | JsonValue | Sequence[JsonValue]) -> str:
+    """JSON in ASCII. Keeps what pydantic's own loses: infinities and lone surrogates."""
+    plain = value.model_dump() if isinstance(value, BaseModel) else value
+    return json.dumps(plain, separators=(",", ":"))

@@ -1,0 +1,163 @@
+"""The tables, as migrations: a file knows its version, and opening it brings it up to date."""
+
+import sqlite3
+from pathlib import Path
+
+from whet.errors import StoreError
+
+FIRST = (
+    """
+    CREATE TABLE rollout (
+        seq INTEGER PRIMARY KEY,      -- order of insertion
+        id TEXT NOT NULL UNIQUE,
+        body TEXT NOT NULL,
+        status TEXT NOT NULL,
+        attempts INTEGER NOT NULL,    -- number of the latest
+        tries_left INTEGER NOT NULL,  -- attempts that may still be started
+        lease_until REAL              -- of the running attempt
+    )
+    """,
+    "CREATE INDEX rollout_open ON rollout (seq) WHERE status IN ('queued', 'running')",
+    "CREATE INDEX rollout_lease ON rollout (lease_until) WHERE status = 'running'",
+    """
+    CREATE TABLE attempt (
+        seq INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        rollout INTEGER NOT NULL REFERENCES rollout (seq),
+        number INTEGER NOT NULL,
+        worker TEXT NOT NULL,
+        status TEXT NOT NULL,
+        reward REAL,                  -- of a succeeded one
+        failure TEXT,                 -- of a failed one
+        started REAL NOT NULL,
+        ended REAL
+    )
+    """,
+    "CREATE INDEX attempt_rollout ON attempt (rollout, number)",
+    """
+    CREATE TABLE call (
+        seq INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        attempt INTEGER NOT NULL REFERENCES attempt (seq),
+        parent TEXT,
+        root TEXT NOT NULL,
+        messages TEXT NOT NULL,
+        context BLOB NOT NULL,        -- int32 each
+        prompt_length INTEGER NOT NULL,
+        prompt_digest TEXT NOT NULL,
+        created REAL NOT NULL
+    )
+    """,
+    "CREATE INDEX call_attempt ON call (attempt)",
+    """
+    CREATE TABLE generation (
+        seq INTEGER PRIMARY KEY,
+        call INTEGER NOT NULL REFERENCES call (seq),
+        stop TEXT NOT NULL,
+        sampling TEXT NOT NULL,
+        message TEXT NOT NULL,
+        versions BLOB NOT NULL,       -- int64 pairs: version, how many tokens
+        tokens BLOB NOT NULL,         -- int32 each
+        logprobs BLOB NOT NULL        -- float64 each
+    )
+    """,
+    "CREATE INDEX generation_call ON generation (call)",
+    """
+    CREATE TABLE reward (
+        seq INTEGER PRIMARY KEY,
+        attempt INTEGER NOT NULL REFERENCES attempt (seq),
+        key TEXT NOT NULL,
+        value REAL NOT NULL
+    )
+    """,
+    "CREATE INDEX reward_attempt ON reward (attempt)",
+    """
+    CREATE TABLE late_report (        -- outcomes that came after the attempt's end; never trained
+        seq INTEGER PRIMARY KEY,
+        attempt INTEGER NOT NULL REFERENCES attempt (seq),
+        outcome TEXT NOT NULL,
+        reported REAL NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE step (
+        step INTEGER PRIMARY KEY,
+        version INTEGER NOT NULL,
+        checkpoint TEXT NOT NULL,
+        metrics TEXT NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE consumed (
+        rollout TEXT PRIMARY KEY REFERENCES rollout (id),
+        step INTEGER NOT NULL REFERENCES step (step),
+        position INTEGER NOT NULL
+    )
+    """,
+    "CREATE INDEX consumed_step ON consumed (step, position)",
+)
+
+MIGRATIONS = (FIRST,)
+"""The statements that lead from one version to the next; a released one is never edited."""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection without implicit transactions, that may be handed to another thread."""
+    db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+    db.execute("PRAGMA foreign_keys = ON")
+    return db
+
+
+def open_file(path: Path) -> sqlite3.Connection:
+    """A writable connection to a file that is up to date; the file is made if there is none.
+
+    Raises:
+        StoreError: it cannot be opened, is not ours, or was written by a newer whet.
+    """
+    db = None
+    try:
+        db = connect(path)
+        _prepare(db, path)
+    except (sqlite3.Error, StoreError) as error:
+        if db is not None:
+            db.close()
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"cannot open the store {str(path)!r}: {error}") from error
+    return db
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise StoreError(
+            f"cannot open the store {str(path)!r}: its file system has no shared memory;"
+            " use a local disk"
+        )
+    # A commit is on disk when it returns, power cut or not: what an agent was told is kept.
+    # Group commit shares one fsync among all who wait.
+    db.execute("PRAGMA synchronous = FULL")
+    migrate(db, path)
+
+
+def migrate(db: sqlite3.Connection, path: Path) -> None:
+    """Bring the tables up to date, in one transaction."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version > len(MIGRATIONS):
+            raise StoreError(
+                f"the store {str(path)!r} has schema version {version}, this whet knows"
+                f" {len(MIGRATIONS)}: upgrade whet"
+            )
+        if version == 0 and tables:
+            raise StoreError(f"{str(path)!r} is a database, but not a store of whet")
+        for statements in MIGRATIONS[version:]:
+            for statement in statements:
+                db.execute(statement)
+        db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")

@@ -1,0 +1,367 @@
+"""What the SQLite store promises beyond the contract: its file, its threads, its failures."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import anyio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from whet.errors import LeaseLost, StoreError
+from whet.store.packing import (
+    pack_floats,
+    pack_ints,
+    pack_runs,
+    unpack_floats,
+    unpack_ints,
+    unpack_runs,
+)
+from whet.store.schema import MIGRATIONS
+from whet.store.sqlite import SQLiteStore
+from whet.types import (
+    Attempt,
+    AttemptId,
+    Call,
+    CallId,
+    Generation,
+    Outcome,
+    Reward,
+    Rollout,
+    Sampling,
+    StepRecord,
+)
+
+pytestmark = pytest.mark.anyio
+
+MINUTE = 60.0
+WON = Outcome(reward=1.0)
+INT32 = st.integers(-(2**31), 2**31 - 1)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.db"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncGenerator[SQLiteStore]:
+    async with SQLiteStore(path) as store:
+        yield store
+
+
+def rollouts(*ids: str) -> list[Rollout]:
+    return [Rollout(id=id_, task=id_, group="g") for id_ in ids]
+
+
+def call(attempt: AttemptId, name: str, tokens: tuple[int, ...] = (4, 5)) -> Call:
+    return Call(
+        id=CallId(name),
+        attempt=attempt,
+        parent=None,
+        root="root",
+        messages=(),
+        context=(1, 2, 3),
+        prompt_length=3,
+        prompt_digest="digest",
+        generations=(
+            Generation(
+                tokens=tokens,
+                logprobs=(-0.5,) * len(tokens),
+                versions=(1,) * len(tokens),
+                stop="stop",
+                sampling=Sampling(),
+                message={},
+            ),
+        ),
+        created=0.0,
+    )
+
+
+async def claim(store: SQLiteStore) -> Attempt:
+    attempt = await store.claim("w", lease_s=MINUTE, wait_s=0)
+    assert attempt is not None
+    return attempt
+
+
+# ------------------------------------------------------------------ the file
+
+
+async def test_a_file_that_was_never_closed_has_everything(store: SQLiteStore, path: Path) -> None:
+    await store.enqueue(rollouts("a", "b", "c"))
+    a, b = await claim(store), await claim(store)
+    await store.append(call(a.id, "first"))
+    await store.emit(a.id, Reward(value=0.5))
+    await store.finish(a.id, WON)
+    record = StepRecord(step=0, version=1, checkpoint="c", consumed=("a",), metrics={"x": 1.5})
+    await store.commit(record)
+
+    async with SQLiteStore(path) as reopened:
+        assert await reopened.steps() == [record]
+        assert await reopened.trajectories(["a"]) == await store.trajectories(["a"])
+        assert await reopened.attempt(b.id) == b
+        assert await reopened.counts() == await store.counts()
+        assert await reopened.release_workers() == 1
+        assert [(await claim(reopened)).id for _ in range(2)] == ["b.2", "c.1"]
+
+
+APPEND_FOREVER = """
+import sys, anyio
+from test_sqlite import call, claim, rollouts
+from whet.store.sqlite import SQLiteStore
+
+async def append(store, attempt, lane):
+    for n in range(1_000_000):
+        await store.append(call(attempt.id, f"{lane}-{n}"))
+        sys.stdout.write(f"{lane}-{n}\\n")
+        sys.stdout.flush()
+
+async def main():
+    store = SQLiteStore(sys.argv[1])
+    await store.enqueue(rollouts("a"))
+    attempt = await claim(store)
+    async with anyio.create_task_group() as group:
+        for lane in range(4):
+            group.start_soon(append, store, attempt, lane)
+
+anyio.run(main)
+"""
+
+
+async def test_a_killed_process_has_lost_no_call_it_was_told_of(path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", APPEND_FOREVER, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    with process:
+        assert process.stdout is not None
+        acknowledged = [process.stdout.readline() for _ in range(200)]
+        process.send_signal(signal.SIGKILL)
+        acknowledged += process.stdout.readlines()
+    assert process.returncode == -signal.SIGKILL
+
+    async with SQLiteStore(path) as store:
+        recorded = await store.calls(AttemptId("a.1"))
+    names = {name.removesuffix("\n") for name in acknowledged if name.endswith("\n")}
+    assert len(names) >= 200
+    assert names <= {recorded_call.id for recorded_call in recorded}
+    assert all(len(recorded_call.generations) == 1 for recorded_call in recorded)
+
+
+async def test_a_file_knows_its_version(store: SQLiteStore, path: Path) -> None:
+    db = sqlite3.connect(path)
+    assert db.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+    assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    db.close()
+
+
+def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreError, match="schema version 99.*upgrade whet"):
+        SQLiteStore(path)
+
+
+def test_a_foreign_database_is_refused_and_left_alone(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(StoreError, match="not a store of whet"):
+        SQLiteStore(path)
+    assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+    db.close()
+
+
+def test_a_file_that_is_no_database_is_refused_in_one_line(path: Path) -> None:
+    path.write_text("not a database at all, but long enough to look at" * 100)
+    with pytest.raises(StoreError, match=r"cannot open the store .*not a database") as caught:
+        SQLiteStore(path)
+    assert "\n" not in str(caught.value)
+    assert "not a database at all" in path.read_text()
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot open the store"):
+        SQLiteStore(tmp_path / "nowhere" / "store.db")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="cannot open the store"):
+        SQLiteStore(tmp_path / "store.db")
+
+
+def test_a_file_system_without_shared_memory_is_refused() -> None:
+    with pytest.raises(StoreError, match="use a local disk"):
+        SQLiteStore(":memory:")
+
+
+async def test_a_late_report_is_kept(store: SQLiteStore, path: Path) -> None:
+    await store.enqueue(rollouts("a"))
+    attempt = await claim(store)
+    await store.finish(attempt.id, Outcome(reward=0.0))
+    with pytest.raises(LeaseLost):
+        await store.finish(attempt.id, WON)
+    db = sqlite3.connect(path)
+    [(kept,)] = db.execute("SELECT outcome FROM late_report").fetchall()
+    db.close()
+    assert Outcome.model_validate_json(kept) == WON
+
+
+# ------------------------------------------------------------------ threads
+
+
+async def test_a_failing_change_does_not_undo_its_neighbours(store: SQLiteStore) -> None:
+    await store.enqueue(rollouts("a"))
+    attempt = await claim(store)
+    refused: list[int] = []
+
+    async def append(n: int) -> None:
+        try:
+            await store.append(call(attempt.id if n % 2 else AttemptId("nobody.1"), f"c{n}"))
+        except StoreError:
+            refused.append(n)
+
+    async with anyio.create_task_group() as group:
+        for n in range(20):
+            group.start_soon(append, n)
+
+    assert sorted(refused) == list(range(0, 20, 2))
+    recorded = await store.calls(attempt.id)
+    assert [c.id for c in recorded] == [f"c{n}" for n in range(1, 20, 2)]
+
+
+async def test_a_value_that_does_not_fit_is_refused(store: SQLiteStore) -> None:
+    await store.enqueue(rollouts("a"))
+    attempt = await claim(store)
+    with pytest.raises(StoreError, match="'huge' cannot be stored"):
+        await store.append(call(attempt.id, "huge", tokens=(2**31,)))
+    assert await store.calls(attempt.id) == []
+
+
+async def test_a_full_disk_is_an_error_and_later_writes_go_on(
+    store: SQLiteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.enqueue(rollouts("a"))
+    attempt = await claim(store)
+    pages = await store._write(  # pyright: ignore[reportPrivateUsage]
+        lambda db: db.execute("PRAGMA page_count").fetchone()[0]
+    )
+
+    def limit(db: sqlite3.Connection, most: int) -> None:
+        db.execute(f"PRAGMA max_page_count = {most}")
+
+    await store._write(lambda db: limit(db, pages + 2))  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(StoreError, match="full"):
+        await store.append(call(attempt.id, "big", tokens=(1,) * 100_000))
+    await store._write(lambda db: limit(db, 10_000))  # pyright: ignore[reportPrivateUsage]
+    await store.append(call(attempt.id, "big", tokens=(1,) * 100_000))
+    assert [c.id for c in await store.calls(attempt.id)] == ["big"]
+
+
+async def test_several_event_loops_in_several_threads_share_a_store(store: SQLiteStore) -> None:
+    """One loop hands out work, three do it: each is woken by the others' writes."""
+    done: list[str] = []
+
+    async def work() -> None:
+        while attempt := await store.claim("w", lease_s=MINUTE, wait_s=MINUTE):
+            if attempt.rollout.task == "stop":
+                await store.finish(attempt.id, WON)
+                return
+            for n in range(3):
+                await store.append(call(attempt.id, f"{attempt.id}-{n}"))
+            assert len(await store.calls(attempt.id)) == 3
+            await store.finish(attempt.id, WON)
+            done.append(attempt.rollout.id)
+
+    async def crew() -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(work)
+
+    threads = [threading.Thread(target=anyio.run, args=(crew,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    ids = [f"r{n}" for n in range(60)]
+    with anyio.fail_after(20):
+        for start in range(0, 60, 20):
+            await store.enqueue(rollouts(*ids[start : start + 20]))
+            await store.wait(ids[start : start + 20])
+        stops = [Rollout(id=f"stop{n}", task="stop", group="g") for n in range(12)]
+        await store.enqueue(stops)
+        await store.wait([stop.id for stop in stops])
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+    assert sorted(done) == sorted(ids)
+    assert len(await store.trajectories(ids)) == 60
+    assert (await store.counts())["calls"] == 180
+
+
+# ------------------------------------------------------------------ exactness
+
+
+@given(st.lists(INT32))
+def test_ints_are_unpacked_as_they_were_packed(values: list[int]) -> None:
+    assert unpack_ints(pack_ints(values)) == tuple(values)
+
+
+@given(st.lists(st.floats(allow_nan=True)))
+def test_floats_are_unpacked_bit_for_bit(values: list[float]) -> None:
+    packed = pack_floats(values)
+    assert pack_floats(unpack_floats(packed)) == packed
+    assert list(map(repr, unpack_floats(packed))) == list(map(repr, values))
+
+
+@given(st.lists(st.integers(0, 3)) | st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_runs_are_unpacked_as_they_were_packed(values: list[int]) -> None:
+    assert unpack_runs(pack_runs(values)) == tuple(values)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    sampled=st.lists(st.tuples(INT32, st.floats(allow_nan=False), st.integers(0, 5)), max_size=50),
+    context=st.lists(INT32, max_size=20),
+    message=st.dictionaries(st.text(), st.text() | st.floats(allow_nan=False) | st.none()),
+)
+async def test_a_call_survives_the_disk_exactly(
+    store: SQLiteStore,
+    sampled: list[tuple[int, float, int]],
+    context: list[int],
+    message: dict[str, str | float | None],
+) -> None:
+    counts = await store.counts()
+    await store.enqueue(rollouts(f"r{counts['rollouts']}"))
+    attempt = await claim(store)
+    generation = Generation(
+        tokens=tuple(token for token, _, _ in sampled),
+        logprobs=tuple(logprob for _, logprob, _ in sampled),
+        versions=tuple(version for _, _, version in sampled),
+        stop="length",
+        sampling=Sampling(seed=counts["rollouts"]),
+        message=dict(message),
+    )
+    written = call(attempt.id, f"c-{attempt.id}").model_copy(
+        update={"generations": (generation,), "context": tuple(context), "messages": (message,)}
+    )
+    await store.append(written)
+    assert await store.calls(attempt.id) == [written]
