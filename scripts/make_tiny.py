@@ -42,8 +42,8 @@ README = """\
 A language model of {parameters:,} parameters that ships with `whet`, so that its demo and its tests
 train a real model on any CPU, without a download. It is good for nothing else.
 
-- Llama architecture, {layers} layers of width {width}, float32. {vocabulary:,} byte-level BPE tokens,
-  one for each digit. {context:,} positions, of which training used {longest}.
+- Llama architecture, {layers} layers of width {width}, float32. {vocabulary:,} byte-level BPE
+  tokens, one for each digit. {context:,} positions, of which training used {longest}.
 - Chat template: ChatML, with tools as JSON in the system message and
   `<tool_call>\\n{{"name": ..., "arguments": {{...}}}}\\n</tool_call>` as the call.
 - Made by `scripts/make_tiny.py` in {steps:,} steps from {dialogues:,} generated dialogues, with the
@@ -56,7 +56,7 @@ train a real model on any CPU, without a download. It is good for nothing else.
 ## What it can do
 
 Right answers through the protocol of `whet.demos.arithmetic` on {count} problems of the test split,
-whose numbers are in no problem of the training data. Sampled: at temperature 1, {samples} times each.
+whose numbers are in no problem of the training data. Sampled: at temperature 1, {samples} times.
 
 | kind | greedy | sampled |
 | --- | --- | --- |

@@ -237,7 +237,7 @@ def demo(rng: random.Random) -> Dialogue:
 def demo_after_others(rng: random.Random) -> Dialogue:
     """The same after a worked example, or later in a conversation."""
     messages: list[Message] = [{"role": "system", "content": SYSTEM}]
-    for _ in range(rng.choice([1, 1, 2])):
+    for _ in range(rng.choices([1, 2, 4, 7], [60, 25, 10, 5])[0]):
         habit = "right" if rng.random() < 0.6 else None
         messages += exchange(CALCULATOR, rng, habit)
     return Dialogue([*messages, *exchange(CALCULATOR, rng)], [CALCULATOR])

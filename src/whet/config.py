@@ -76,6 +76,8 @@ class RunnerConfig(Section):
     """The limit of one attempt."""
     max_attempts: Annotated[int, Field(ge=1)] = 2
     """How often a rollout is tried when its agent raises or its worker dies."""
+    temperature: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Forced on training rollouts; what the agent asks for if absent."""
 
 
 class GatewayConfig(Section):

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import anyio
 import pytest
+from anyio.abc import TaskStatus
+from anyio.lowlevel import checkpoint
 
 from whet.errors import LeaseLost, NotFound, StoreError
 from whet.protocols import AttemptLog, RolloutQueue, StepLog
@@ -176,7 +178,7 @@ async def test_an_empty_batch_is_no_work(store: Store) -> None:
 async def test_a_waiting_claim_is_woken_by_new_work(store: Store) -> None:
     claimed: list[Attempt | None] = []
 
-    async def worker(task_status: anyio.abc.TaskStatus[None]) -> None:
+    async def worker(task_status: TaskStatus[None]) -> None:
         task_status.started()
         claimed.append(await store.claim("w", lease_s=MINUTE, wait_s=MINUTE))
 
@@ -216,7 +218,7 @@ async def test_a_cancelled_claim_takes_nothing(store: Store) -> None:
     for _ in range(20):
         async with anyio.create_task_group() as group:
             group.start_soon(claim, store)
-            await anyio.lowlevel.checkpoint()
+            await checkpoint()
             group.cancel_scope.cancel()
     with anyio.fail_after(5):
         attempt = await store.claim("w", lease_s=MINUTE, wait_s=MINUTE)

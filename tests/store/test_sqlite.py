@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ anyio.run(main)
 """
 
 
-async def test_a_killed_process_has_lost_no_call_it_was_told_of(path: Path) -> None:
+def names_acknowledged_before_the_kill(path: Path) -> set[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", APPEND_FOREVER, str(path)],
         stdout=subprocess.PIPE,
@@ -148,14 +149,17 @@ async def test_a_killed_process_has_lost_no_call_it_was_told_of(path: Path) -> N
     )
     with process:
         assert process.stdout is not None
-        acknowledged = [process.stdout.readline() for _ in range(200)]
+        lines = [process.stdout.readline() for _ in range(200)]
         process.send_signal(signal.SIGKILL)
-        acknowledged += process.stdout.readlines()
+        lines += process.stdout.readlines()
     assert process.returncode == -signal.SIGKILL
+    return {line.removesuffix("\n") for line in lines if line.endswith("\n")}
 
+
+async def test_a_killed_process_has_lost_no_call_it_was_told_of(path: Path) -> None:
+    names = names_acknowledged_before_the_kill(path)
     async with SQLiteStore(path) as store:
         recorded = await store.calls(AttemptId("a.1"))
-    names = {name.removesuffix("\n") for name in acknowledged if name.endswith("\n")}
     assert len(names) >= 200
     assert names <= {recorded_call.id for recorded_call in recorded}
     assert all(len(recorded_call.generations) == 1 for recorded_call in recorded)
@@ -172,7 +176,7 @@ def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(StoreError, match="schema version 99.*upgrade whet"):
+    with pytest.raises(StoreError, match=r"schema version 99.*upgrade whet"):
         SQLiteStore(path)
 
 
@@ -271,6 +275,31 @@ async def test_a_full_disk_is_an_error_and_later_writes_go_on(
     await store._write(lambda db: limit(db, 10_000))  # pyright: ignore[reportPrivateUsage]
     await store.append(call(attempt.id, "big", tokens=(1,) * 100_000))
     assert [c.id for c in await store.calls(attempt.id)] == ["big"]
+
+
+async def test_a_claim_cancelled_during_its_commit_is_undone(path: Path) -> None:
+    armed, inside, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def clock() -> float:
+        if armed.is_set():
+            inside.set()
+            go_on.wait(5)
+        return 0.0
+
+    async with SQLiteStore(path, clock=clock) as store:
+        await store.enqueue([Rollout(id="a", task=None, group="g", max_attempts=1)])
+        armed.set()
+        async with anyio.create_task_group() as group:
+            group.start_soon(claim, store)
+            await to_thread.run_sync(inside.wait, 5)
+            group.cancel_scope.cancel()
+        armed.clear()
+        go_on.set()
+        with anyio.fail_after(5):
+            attempt = await store.claim("w", lease_s=MINUTE, wait_s=MINUTE)
+        assert attempt is not None
+        assert attempt.id == "a.1"
+        assert (await store.counts())["attempts"] == 1
 
 
 async def test_several_event_loops_in_several_threads_share_a_store(store: SQLiteStore) -> None:

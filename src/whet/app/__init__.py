@@ -1,0 +1,1 @@
+"""The composition root: where the parts meet, and what users start."""

