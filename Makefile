@@ -1,0 +1,44 @@
+# Everything runs in .venv, which the first target makes: only Python >= 3.11, git and make needed.
+# `make demo ARGS="--steps 3"` passes arguments on; PYTHON=/path/to/python chooses the interpreter.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+
+demo: $(READY) ## train a small model on this machine, in minutes
+	@$(BIN)/whet demo $(ARGS)
+
+test: $(READY) ## run the core suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+fix: $(READY) ## repair what lint and format can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## run every benchmark, or one: make bench BENCH=bench/demo_seeds.py
+	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+
+clean: ## remove the environment and caches; runs in .whet stay
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+BENCH ?= $(wildcard bench/*.py)
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "whet needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
