@@ -104,7 +104,7 @@ class RunConfig(Section):
     """`tiny`, `smollm2`, or a Hugging Face model folder."""
     dir: Path = Path(".whet")
     """Runs live in `<dir>/runs/<name>`."""
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
     """Of the run; made from the date if absent."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of task order and new weights. Samples are never seeded by it."""
@@ -127,8 +127,9 @@ def merge(base: Mapping[str, JsonValue], over: Mapping[str, JsonValue]) -> dict[
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = merge(below, value) if both else value
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = merge(below, value)
+        merged[key] = value
     return merged
 
 

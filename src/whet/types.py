@@ -265,9 +265,7 @@ class Call(Value):
         return GenerationId(f"{self.id}.{index}")
 
 
-def digest_tokens(
-    tokens: Sequence[int], after: hashlib.blake2b | None = None
-) -> hashlib.blake2b:
+def digest_tokens(tokens: Sequence[int], after: hashlib.blake2b | None = None) -> hashlib.blake2b:
     """The running digest of `tokens` after those of `after`, which is left as it was."""
     digest = after.copy() if after else hashlib.blake2b(digest_size=16)
     digest.update(array("i", tokens).tobytes())
@@ -351,4 +349,3 @@ class StepRecord(Value):
     consumed: tuple[str, ...]
     """The rollouts this step learned from, or found nothing to learn in."""
     metrics: dict[str, float]
-

@@ -5,18 +5,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
-import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.display import ConsoleDisplay
+from whet.app.console import stopped, work
 from whet.app.folder import RunFolder
-from whet.app.report import draw_picture, print_report
 from whet.app.tasks import load_tasks
-from whet.app.training import Result, run_training
-from whet.config import RunConfig, resolve
+from whet.app.training import Result
+from whet.config import resolve
 from whet.runners.agent import Agent, check_agent
 
 Tasks = str | Path | Sequence[JsonValue]
@@ -34,45 +31,46 @@ def train(
     """Train the model behind an agent on tasks; `settings` are keys of the config.
 
     With `held_out` tasks the base and the trained model are compared on them. `resume` continues
-    the run that `name` names.
+    the run that `name` names, or the newest.
 
     Raises:
         ConfigError: something the caller can mend; nothing was started.
     """
     check_agent(agent)
-    config = resolve(settings)
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []
-    folder = _folder(config, resume=resume)
-    console = Console(quiet=quiet)
-    with ConsoleDisplay(console) as display:
-        result = anyio.run(run_training, agent, train_on, compare_on, folder, display)
-    draw_picture(result, folder.picture)
-    print_report(console, result)
-    return result
+    folder = _folder(settings, resume=resume)
+    return work(agent, train_on, compare_on, folder, Console(quiet=quiet))
 
 
-def train_command(agent: object, values: dict[str, JsonValue], args: argparse.Namespace) -> int:
+def train_command(
+    agent: Agent,
+    tasks: Sequence[JsonValue],
+    held_out: Sequence[JsonValue],
+    values: dict[str, JsonValue],
+    args: argparse.Namespace,
+) -> int:
     """`whet train`."""
-    check_agent(agent)
     if args.resume:
         values = values | {"name": args.resume}
-    result = train(
-        cast(Agent, agent),
-        args.tasks,
-        held_out=args.held_out,
-        resume=args.resume is not None,
-        quiet=args.quiet or args.json,
-        **values,
-    )
+    folder = _folder(values, resume=args.resume is not None)
+    try:
+        result = work(agent, tasks, held_out, folder, Console(quiet=args.quiet, stderr=args.json))
+    except KeyboardInterrupt:
+        given = f" --held-out {args.held_out}" if args.held_out else ""
+        return stopped(f"whet train {args.agent} --tasks {args.tasks}{given}", folder)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     return 0
 
 
-def _folder(config: RunConfig, *, resume: bool) -> RunFolder:
+def _folder(values: dict[str, JsonValue], *, resume: bool) -> RunFolder:
+    config = resolve(values)
     if not resume:
         return RunFolder.create(config, "train")
     if config.name is None:
-        return RunFolder.latest(config.dir, "train")
-    return RunFolder(config.dir / "runs" / config.name)
+        folder = RunFolder.latest(config.dir, "train")
+    else:
+        folder = RunFolder(config.dir / "runs" / config.name)
+    folder.resume(values)
+    return folder

@@ -3,15 +3,18 @@
 import argparse
 import importlib
 import importlib.util
-import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from whet.app.flags import OneLineParser, add_config_flags, config_values
+from whet.app.tasks import load_tasks
 from whet.config import merge, read_toml, resolve
-from whet.errors import ConfigError, MissingExtra, WhetError
+from whet.errors import ConfigError, MissingExtra, WhetError, boundary
+from whet.runners.agent import check_agent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,14 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo = commands.add_parser("demo", help="train a small model on this machine, in minutes")
     demo.add_argument("demo", nargs="?", choices=["arithmetic", "hello"], default="arithmetic")
-    demo.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        default=None,
-        metavar="RUN",
-        help="continue the newest run of this demo, or the named one",
-    )
+    _add_resume_flag(demo, "continue the newest run of this demo, or the named one")
     _add_output_flags(demo)
     add_config_flags(demo)
     demo.set_defaults(run=_demo)
@@ -54,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--tasks", required=True, help="training tasks, one JSON value a line")
     train.add_argument("--held-out", default=None, help="tasks to evaluate on before and after")
     train.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
-    train.add_argument("--resume", default=None, metavar="RUN", help="continue the named run")
+    _add_resume_flag(train, "continue the newest run of `whet train`, or the named one")
     _add_output_flags(train)
     add_config_flags(train)
     train.set_defaults(run=_train)
@@ -69,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_resume_flag(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--resume", nargs="?", const="", default=None, metavar="RUN", help=help)
+
+
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.add_argument(
@@ -77,16 +77,21 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    values = config_values(args)
+    resolve(values)  # what is wrong with the flags is said before the heavy imports
     run_demo = _with_extra("whet.app.demo", "run_demo")
-    return run_demo(args, config_values(args))
+    return run_demo(args, values)
 
 
 def _train(args: argparse.Namespace) -> int:
-    train_command = _with_extra("whet.app.api", "train_command")
-    values = read_toml(Path(args.config)) if args.config else {}
-    values = merge(values, config_values(args))
+    values = merge(read_toml(Path(args.config)) if args.config else {}, config_values(args))
     resolve(values)
-    return train_command(load_agent(args.agent), values, args)
+    agent = load_agent(args.agent)
+    check_agent(agent)
+    tasks = load_tasks(args.tasks)
+    held_out = load_tasks(args.held_out) if args.held_out else []
+    train_command = _with_extra("whet.app.api", "train_command")
+    return train_command(agent, tasks, held_out, values, args)
 
 
 def _get_model(args: argparse.Namespace) -> int:
@@ -106,33 +111,44 @@ def _list_models(args: argparse.Namespace) -> int:
 
 
 def load_agent(spec: str) -> object:
-    """The function that `module:function` or `file.py:function` names."""
+    """The function that `module:function` or `file.py:function` names.
+
+    Raises:
+        ConfigError: there is none, or its module cannot be imported.
+    """
     place, colon, name = spec.rpartition(":")
     if not colon:
         raise ConfigError(f"an agent is named module:function or file.py:function; found {spec!r}")
-    try:
-        if place.endswith(".py"):
-            found = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert found is not None
-            assert found.loader is not None
-            module = importlib.util.module_from_spec(found)
-            sys.modules[found.name] = module
-            found.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")
-            module = importlib.import_module(place)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"cannot import the agent {spec!r}: {error}") from error
+    with boundary(ConfigError, f"cannot import the agent {spec!r}"):
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     if name not in vars(module):
         raise ConfigError(f"{place!r} has no {name!r}")
     return vars(module)[name]
 
 
-def _with_extra(module: str, name: str):
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _import_file(file: Path) -> ModuleType:
+    sys.path.insert(0, str(file.parent))
+    # Not the file's own name: an agent in `json.py` must not stand in for the real module.
+    found = importlib.util.spec_from_file_location(f"whet_agent_{file.stem}", file)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def _with_extra(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that needs the `local` extra. Any: it is imported by name."""
     try:
         return vars(importlib.import_module(module))[name]
-    except ImportError as error:
-        raise MissingExtra.of("this command", "local") from error
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(f"this command ({error})", "local") from error
 
 
 def _say(text: str) -> None:

@@ -3,22 +3,17 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.display import ConsoleDisplay, SilentDisplay
+from whet.app.console import stopped, work
 from whet.app.folder import RunFolder
-from whet.app.report import draw_picture, print_report
-from whet.app.training import Result, run_training
+from whet.app.training import Result
 from whet.config import RunConfig, merge, resolve
 from whet.demos import arithmetic, hello, problems
-from whet.errors import ConfigError
 from whet.runners.agent import Agent
 
 TEST_SEED = 1
@@ -45,7 +40,8 @@ def _problems(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
 
 def _identities(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
     train = hello.identities("train", 512, config.seed)
-    return [*train], [*hello.identities("test", 100, TEST_SEED)]
+    test = hello.identities("test", 100, TEST_SEED)
+    return [{**task} for task in train], [{**task} for task in test]
 
 
 DEMOS = {
@@ -94,19 +90,16 @@ def run_demo(args: argparse.Namespace, flags: dict[str, JsonValue]) -> int:
     # With --json, stdout is for the one line; everything for people goes to stderr.
     console = Console(quiet=args.quiet, stderr=args.json)
     folder = _folder(args, demo, flags)
-    config = folder.config()
-    tasks, held_out = demo.tasks(config)
-    console.print(f"[bold]whet demo {args.demo}[/]: {config.model} on this machine, {folder.path}")
-    display = SilentDisplay() if args.quiet else ConsoleDisplay(console)
     try:
-        with display if isinstance(display, ConsoleDisplay) else nullcontext():
-            result = anyio.run(run_training, demo.agent, tasks, held_out, folder, display)
+        config = folder.config()
+        tasks, held_out = demo.tasks(config)
+        console.print(
+            f"[bold]whet demo {args.demo}[/]: {config.model} on this machine, {folder.path}"
+        )
+        result = work(demo.agent, tasks, held_out, folder, console)
+        _print_next(console, result, args.demo)
     except KeyboardInterrupt:
-        console.print(f"\nstopped; nothing is lost. Continue: whet demo {args.demo} --resume")
-        return 130
-    draw_picture(result, folder.picture)
-    print_report(console, result)
-    _print_next(console, result, args.demo, config)
+        return stopped(f"whet demo {args.demo}", folder)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     return 0
@@ -114,21 +107,21 @@ def run_demo(args: argparse.Namespace, flags: dict[str, JsonValue]) -> int:
 
 def _folder(args: argparse.Namespace, demo: Demo, flags: dict[str, JsonValue]) -> RunFolder:
     kind = f"demo-{args.demo}"
-    directory = Path(str(flags.get("dir", ".whet")))
     if args.resume is not None:
-        others = sorted(set(flags) - {"dir", "name"})
-        if others:
-            raise ConfigError(f"a resumed run keeps its config: leave out --{others[0]}")
-        if args.resume:
-            return RunFolder(directory / "runs" / args.resume)
-        return RunFolder.latest(directory, kind)
+        directory = resolve(flags).dir
+        named = directory / "runs" / args.resume
+        folder = RunFolder(named) if args.resume else RunFolder.latest(directory, kind)
+        folder.resume(flags)
+        return folder
     model = str(flags.get("model", next(iter(demo.settings))))
     settings = demo.settings.get(model, demo.settings["smollm2"])
     return RunFolder.create(resolve(merge({"model": model} | settings, flags)), kind)
 
 
-def _print_next(console: Console, result: Result, name: str, config: RunConfig) -> None:
+def _print_next(console: Console, result: Result, name: str) -> None:
     console.print(f"took {result.seconds:.0f} s; the run lives in {result.run}")
     console.print(f"picture: {result.run / 'curve.png'}   model: {result.run / 'model'}")
     other = "hello" if name == "arithmetic" else "arithmetic"
-    console.print(f"next: whet demo {other}, or your own: whet train my_agent.py:solve --tasks x.jsonl")
+    console.print(
+        f"next: whet demo {other}, or your own: whet train my_agent.py:solve --tasks x.jsonl"
+    )

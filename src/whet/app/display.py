@@ -1,6 +1,5 @@
 """What a person sees while a run works."""
 
-import time
 from types import TracebackType
 
 from rich.console import Console
@@ -10,22 +9,6 @@ from rich.table import Table
 
 from whet.app.training import Display
 from whet.types import Attempt, Outcome, StepRecord
-
-
-class SilentDisplay(Display):
-    """Says nothing."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def phase(self, name: str, rollouts: int) -> None:
-        pass
-
-    def outcome(self, attempt: Attempt, outcome: Outcome) -> None:
-        pass
-
-    def step(self, record: StepRecord, steps: int) -> None:
-        pass
 
 
 class ConsoleDisplay(Display):
@@ -45,8 +28,6 @@ class ConsoleDisplay(Display):
         )
         self._task = self._bar.add_task("starting", total=None, left="")
         self._live = Live(self._bar, console=console, refresh_per_second=8, transient=True)
-        self._began = time.monotonic()
-        self._first_step: int | None = None
         self._left = ""
         self._header = False
 
@@ -78,9 +59,8 @@ class ConsoleDisplay(Display):
     def step(self, record: StepRecord, steps: int) -> None:
         if not self._header:
             self._header = True
-            self.note(f"{'step':>9} {'reward':>7} {'solved':>20}  {'tokens':>7} {'seconds':>8}  left")
-        if self._first_step is None:
-            self._first_step, self._began = record.step, time.monotonic()
+            names = f"{'step':>9} {'reward':>7} {'solved':>20}"
+            self.note(f"{names}  {'tokens':>7} {'seconds':>8}  left")
         metrics = record.metrics
         seconds = metrics["collect_seconds"] + metrics["train_seconds"]
         left = (steps - record.step - 1) * seconds

@@ -24,9 +24,7 @@ class Scores:
         return sum(score is None for score in (*self.greedy, *self.sampled))
 
 
-def evaluation_rollouts(
-    when: str, tasks: Sequence[JsonValue], config: RunConfig
-) -> list[Rollout]:
+def evaluation_rollouts(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> list[Rollout]:
     """One greedy and one sampled rollout of every task. Their ids make a repeat a look-up."""
     ways = {"greedy": 0.0, "sampled": config.evaluation.temperature}
     return [
@@ -44,9 +42,7 @@ def evaluation_rollouts(
     ]
 
 
-async def evaluate(
-    rollouts: Sequence[Rollout], *, collector: Collector, log: AttemptLog
-) -> Scores:
+async def evaluate(rollouts: Sequence[Rollout], *, collector: Collector, log: AttemptLog) -> Scores:
     """Run evaluation rollouts, or find them done, and read their scores."""
     await collector.collect(rollouts)
     ids = [rollout.id for rollout in rollouts]
@@ -74,9 +70,7 @@ def gain_interval(
     Paired: a task is drawn with both its scores, so what is hard for both does not blur the gain.
     Tasks that failed on either side are left out.
     """
-    gains = [
-        b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None
-    ]
+    gains = [b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None]
     if not gains:
         return (0.0, 0.0)
     draw = random.Random(seed)

@@ -19,11 +19,16 @@ def print_report(console: Console, result: Result) -> None:
         table = Table(title="held-out accuracy", title_justify="left")
         for column in ("", "base", "trained", "gain"):
             table.add_column(column, justify="right" if column else "left")
-        for way in ("greedy", "sampled"):
-            base = mean(getattr(result.before, way))
-            trained = mean(getattr(result.after, way))
-            low, high = result.gain_ci95
-            between = f"  [{100 * low:+.0f}, {100 * high:+.0f}]" if way == "greedy" else ""
+        low, high = result.gain_ci95
+        for way, base, trained, between in (
+            (
+                "greedy",
+                mean(result.before.greedy),
+                mean(result.after.greedy),
+                f"  [{100 * low:+.0f}, {100 * high:+.0f}]",
+            ),
+            ("sampled", mean(result.before.sampled), mean(result.after.sampled), ""),
+        ):
             gain = f"{100 * (trained - base):+.1f} points{between}"
             table.add_row(way, f"{base:.1%}", f"{trained:.1%}", gain)
         console.print(table)

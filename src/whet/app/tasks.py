@@ -19,18 +19,13 @@ def load_tasks(source: str | Path | Sequence[JsonValue]) -> list[JsonValue]:
     Raises:
         ConfigError: no such file, a line that is not JSON, or no tasks at all.
     """
-    if isinstance(source, (str, Path)):
-        tasks = _read_jsonl(Path(source))
-    else:
-        tasks = list(source)
+    tasks = _read_jsonl(Path(source)) if isinstance(source, (str, Path)) else list(source)
     if not tasks:
         raise ConfigError("there are no tasks: give at least one")
     return tasks
 
 
-def training_plan(
-    tasks: Sequence[JsonValue], config: RunConfig
-) -> Callable[[int], list[Rollout]]:
+def training_plan(tasks: Sequence[JsonValue], config: RunConfig) -> Callable[[int], list[Rollout]]:
     """What each step runs: every task once an epoch, in an order the seed decides.
 
     A pure function of the step, so a resumed run asks for the same rollouts by the same ids.

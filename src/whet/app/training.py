@@ -99,9 +99,8 @@ async def run_training(
 ) -> Result:
     """Do what is left of a run. Whatever the store has already is not done again."""
     began = time.monotonic()
-    async with open_run(
-        agent, folder, on_outcome=display.outcome, progress=display.note
-    ) as run:
+    folder.keep_tasks(tasks, held_out)
+    async with open_run(agent, folder, on_outcome=display.outcome, progress=display.note) as run:
         before = await _evaluation("before", held_out, run, display)
         await _steps(tasks, run, display)
         after = await _evaluation("after", held_out, run, display)
@@ -155,9 +154,7 @@ def _forget_others(checkpoints: Path, keep: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _interval(
-    before: Scores | None, after: Scores | None, run: Run
-) -> tuple[float, float] | None:
+def _interval(before: Scores | None, after: Scores | None, run: Run) -> tuple[float, float] | None:
     if before is None or after is None:
         return None
     return gain_interval(before.greedy, after.greedy, resamples=run.config.evaluation.bootstrap)

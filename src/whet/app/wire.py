@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from anyio import create_task_group
@@ -55,47 +55,64 @@ async def open_run(
     check_agent(agent)
     config = folder.config()
     model = resolve_model(config.model, progress=progress)
-    with folder.owned():
-        async with SQLiteStore(folder.store) as store:
-            # This process owns the run, so whoever held a lease before is dead.
-            await store.release_workers()
-            template = ChatTemplate(model)
-            policy = LocalPolicy(
-                model, config.trainer, device=config.engine.device, seed=config.seed
-            )
-            cores = os.cpu_count() or 1
-            engine = LocalEngine(policy, config.engine, template.decode, threads=cores)
-            service = Service(
-                engine=engine, log=store, renderer=Renderer(template), policy=POLICY
-            )
-            secret = folder.secret()
-            server = GatewayServer(build_app(service, store, secret), config.gateway)
+    cores = os.cpu_count() or 1
+    async with AsyncExitStack() as stack:
+        stack.enter_context(folder.owned())
+        store = await stack.enter_async_context(SQLiteStore(folder.store))
+        # This process owns the run, so whoever held a lease before is dead.
+        await store.release_workers()
+        policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
+        trainer = LocalTrainer(policy, threads=cores)
+        # Before anybody samples: what a kill left in the queue runs as soon as there is a runner.
+        if done := await store.steps():
+            await trainer.restore(folder.checkpoints / done[-1].checkpoint)
+        template = ChatTemplate(model)
+        engine = LocalEngine(policy, config.engine, template.decode, threads=cores)
+        stack.push_async_callback(engine.close)
+        service = Service(engine=engine, log=store, renderer=Renderer(template), policy=POLICY)
+        secret = folder.secret()
+        server = GatewayServer(build_app(service, store, secret), config.gateway)
+        stack.callback(server.close)
+        # Ahead of the server, which waits for its requests: none is left without an answer.
+        stack.push_async_callback(engine.close)
+        runner = LocalRunner(
+            agent,
+            config.runner,
+            queue=store,
+            log=store,
+            endpoint=lambda attempt: _endpoint(attempt, server.url, secret),
+            on_outcome=on_outcome,
+        )
+        run = Run(
+            config=config,
+            folder=folder,
+            store=store,
+            collector=QueueCollector(queue=store, log=store),
+            algorithm=GRPO(config.algorithm),
+            trainer=trainer,
+        )
+        async with _at_work(runner):
+            yield run
 
-            def endpoint(attempt: Attempt) -> Endpoint:
-                path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
-                key = keys.mint(attempt.id, secret)
-                return Endpoint(base_url=server.url + path, api_key=key, model=POLICY)
 
-            runner = LocalRunner(
-                agent,
-                config.runner,
-                queue=store,
-                log=store,
-                endpoint=endpoint,
-                on_outcome=on_outcome,
-            )
-            try:
-                async with create_task_group() as tasks:
-                    tasks.start_soon(runner.run)
-                    yield Run(
-                        config=config,
-                        folder=folder,
-                        store=store,
-                        collector=QueueCollector(queue=store, log=store),
-                        algorithm=GRPO(config.algorithm),
-                        trainer=LocalTrainer(policy, threads=cores),
-                    )
-                    tasks.cancel_scope.cancel()
-            finally:
-                await engine.close()
-                server.close()
+@asynccontextmanager
+async def _at_work(runner: LocalRunner) -> AsyncGenerator[None]:
+    """Have the runner claim rollouts until the block ends; a failure of either is raised as is."""
+    try:
+        async with create_task_group() as tasks:
+            tasks.start_soon(runner.run)
+            yield
+            tasks.cancel_scope.cancel()
+    except ExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error
+
+
+def _endpoint(attempt: Attempt, url: str, secret: bytes) -> Endpoint:
+    """Where an attempt reaches its model: path and key both name it."""
+    path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
+    return Endpoint(base_url=url + path, api_key=keys.mint(attempt.id, secret), model=POLICY)

@@ -1,0 +1,43 @@
+"""A run in the terminal: watched while it works, reported when it is done."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+import anyio
+from pydantic import JsonValue
+from rich.console import Console
+
+from whet.app.display import ConsoleDisplay
+from whet.app.folder import RunFolder
+from whet.app.report import draw_picture, print_report
+from whet.app.training import Result, run_training
+from whet.config import RunConfig
+from whet.runners.agent import Agent
+
+
+def work(
+    agent: Agent,
+    tasks: Sequence[JsonValue],
+    held_out: Sequence[JsonValue],
+    folder: RunFolder,
+    console: Console,
+) -> Result:
+    """Do what is left of a run, and say what it came to."""
+    with ConsoleDisplay(console) as display:
+        result = anyio.run(run_training, agent, tasks, held_out, folder, display)
+    draw_picture(result, folder.picture)
+    print_report(console, result)
+    return result
+
+
+def stopped(command: str, folder: RunFolder) -> int:
+    """Tell how to continue after Ctrl-C; the exit code is the one shells give it."""
+    default = RunConfig.model_fields["dir"].default
+    directory = folder.path.parent.parent
+    where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"
+    sys.stderr.write(
+        f"whet: stopped, nothing is lost; continue with: {command} --resume {folder.path.name}"
+        f"{where}\n"
+    )
+    return 130
