@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from whet.config import TrainerConfig
 from whet.errors import ConfigError, boundary
@@ -27,6 +28,7 @@ class LocalPolicy:
         self.device = torch.device(_pick_device(device))
         self.version = 0
         self.lock = threading.RLock()
+        disable_progress_bar()  # a library draws none; whoever shows progress does it in app/
         with boundary(ConfigError, f"cannot load the model in {str(folder)!r}"):
             hf_config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder))
             _refuse_partial_attention(hf_config)
