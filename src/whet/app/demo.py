@@ -94,7 +94,8 @@ def run_demo(args: argparse.Namespace, flags: dict[str, JsonValue]) -> int:
         config = folder.config()
         tasks, held_out = demo.tasks(config)
         console.print(
-            f"[bold]whet demo {args.demo}[/]: {config.model} on this machine, {folder.path}"
+            f"[bold]whet demo {args.demo}[/]: {config.model} on this machine, {folder.path}",
+            soft_wrap=True,
         )
         result = work(demo.agent, tasks, held_out, folder, console)
         _print_next(console, result, args.demo)
@@ -119,9 +120,10 @@ def _folder(args: argparse.Namespace, demo: Demo, flags: dict[str, JsonValue]) -
 
 
 def _print_next(console: Console, result: Result, name: str) -> None:
-    console.print(f"took {result.seconds:.0f} s; the run lives in {result.run}")
-    console.print(f"picture: {result.run / 'curve.png'}   model: {result.run / 'model'}")
     other = "hello" if name == "arithmetic" else "arithmetic"
-    console.print(
-        f"next: whet demo {other}, or your own: whet train my_agent.py:solve --tasks x.jsonl"
-    )
+    for line in (
+        f"took {result.seconds:.0f} s; the run lives in {result.run}",
+        f"picture: {result.run / 'curve.png'}   model: {result.run / 'model'}",
+        f"next: whet demo {other}, or your own: whet train my_agent.py:solve --tasks x.jsonl",
+    ):
+        console.print(line, soft_wrap=True)

@@ -4,6 +4,7 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from anyio import create_task_group
 
@@ -109,7 +110,9 @@ async def _at_work(runner: LocalRunner) -> AsyncGenerator[None]:
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
     error = group.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error
+    if isinstance(error, ExceptionGroup):
+        return _first(cast(ExceptionGroup[Exception], error))
+    return error
 
 
 def _endpoint(attempt: Attempt, url: str, secret: bytes) -> Endpoint:

@@ -1,0 +1,222 @@
+"""The shape of the code as tables: what may import what, how long things get, what is never used.
+
+A limit with waivers is not a limit: there are none here.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "whet"
+FILES = sorted(SRC.rglob("*.py"))
+
+SHARED = {"types", "errors", "config", "protocols"}
+PUBLIC = {"types", ""}
+"""What a user's own agent may import; "" is `import whet`."""
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "types": set(),
+    "errors": set(),
+    "config": {"errors"},
+    "protocols": {"types", "config"},
+    "rows": {"types"},
+    "algorithms": {"types", "protocols", "config"},
+    "runners": SHARED,
+    "gateway": SHARED,
+    "store": SHARED,
+    "policies": SHARED,
+    "trainers": SHARED | {"policies"},
+    "engines": SHARED | {"policies"},
+    "loop": SHARED | {"rows"},
+    "demos": PUBLIC,
+    "app": SHARED
+    | {"rows", "loop", "algorithms", "runners", "gateway", "store", "policies", "trainers"}
+    | {"engines", "demos", ""},
+    # The package itself: its lazy names come from app, and only when they are asked for.
+    "": {"config", "errors", "runners", "types"},
+}
+"""Parts never import each other; they meet in app. `policies` is what the local engine and the
+local trainer share: one copy of weights."""
+
+FENCES: dict[str, set[str]] = {
+    "torch": {"trainers", "engines", "policies"},
+    "transformers": {"policies", "engines"},
+    "peft": {"policies"},
+    "safetensors": {"policies", "trainers"},
+    "numpy": {"engines", "policies", "trainers"},
+    "tokenizers": {"gateway", "policies"},
+    "jinja2": {"gateway"},
+    "starlette": {"gateway", "app"},
+    "uvicorn": {"gateway", "app"},
+    "openai": {"demos"},
+    "rich": {"app"},
+    "matplotlib": {"app"},
+    "argparse": {"app"},
+    "sqlite3": {"store"},
+}
+"""Where a library may be imported at all."""
+
+BANNED = {"unittest", "pickle", "marshal", "shelve", "requests"}
+BANNED_CALLS = {"eval", "exec", "print", "breakpoint", "__import__"}
+MAX_FILE, MAX_FUNCTION = 500, 60
+
+
+class Import(NamedTuple):
+    """A module that a file imports, and whether that happens when the file is imported."""
+
+    module: str
+    eager: bool
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(SRC).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def part_of_module(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path) -> list[Import]:
+    return list(_imports(parse(path).body, eager=True))
+
+
+def _imports(body: list[ast.stmt], *, eager: bool) -> Iterator[Import]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield Import(name.name, eager)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            for name in node.names:
+                whole = f"{node.module}.{name.name}"
+                yield Import(whole if is_module(whole) else node.module, eager)
+        else:
+            later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            below = [child for child in ast.walk(node) if isinstance(child, ast.stmt)][1:]
+            direct = [child for child in below if isinstance(child, (ast.Import, ast.ImportFrom))]
+            yield from _imports([*direct], eager=eager and not later and not typing)
+
+
+def is_module(name: str) -> bool:
+    path = SRC.parent / name.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def ours(path: Path) -> set[str]:
+    modules = {i.module for i in imports(path) if i.eager or path != SRC / "__init__.py"}
+    return {part_of_module(m) for m in modules if m == "whet" or m.startswith("whet.")}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(SRC))
+
+
+each_file = pytest.mark.parametrize("path", FILES, ids=named)
+
+
+def test_every_part_has_a_row_in_the_table() -> None:
+    assert {part_of(path) for path in FILES} == set(MAY_IMPORT)
+
+
+@each_file
+def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
+    part = part_of(path)
+    assert ours(path) - {part} <= MAY_IMPORT[part]
+
+
+@each_file
+def test_nobody_imports_app_but_the_lazy_names_of_the_package(path: Path) -> None:
+    if part_of(path) == "app":
+        return
+    of_app = [i for i in imports(path) if i.module.startswith("whet.app")]
+    assert not of_app or path == SRC / "__init__.py"
+    assert not any(i.eager for i in of_app)
+
+
+@each_file
+def test_a_heavy_library_stays_behind_its_fence(path: Path) -> None:
+    roots = {i.module.split(".")[0] for i in imports(path)}
+    outside = {root for root in roots & set(FENCES) if part_of(path) not in FENCES[root]}
+    assert not outside
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    def module(path: Path) -> str:
+        parts = path.relative_to(SRC.parent).with_suffix("").parts
+        return ".".join(parts).removesuffix(".__init__")
+
+    graph = {module(path): {i.module for i in imports(path) if i.eager} for path in FILES}
+    # Importing `whet.x` runs `whet/__init__.py` first, which is why that one is light.
+    known = set(graph) - {"whet"}
+    edges = {name: found & known for name, found in graph.items()}
+    TopologicalSorter(edges).prepare()  # raises CycleError
+
+
+@each_file
+def test_a_file_fits_in_500_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_FILE
+
+
+@each_file
+def test_a_function_fits_on_a_screen(path: Path) -> None:
+    long = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(parse(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION
+    }
+    assert not long
+
+
+@each_file
+def test_every_module_and_class_says_what_it_is(path: Path) -> None:
+    tree = parse(path)
+    silent = [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert ast.get_docstring(tree), "the module has no docstring"
+    assert not silent
+
+
+@each_file
+def test_nothing_banned_is_used(path: Path) -> None:
+    calls = {
+        node.func.id
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    roots = {i.module.split(".")[0] for i in imports(path)}
+    assert not calls & BANNED_CALLS
+    assert not roots & BANNED
+
+
+def test_the_checks_see_what_they_should(tmp_path: Path) -> None:
+    file = tmp_path / "planted.py"
+    file.write_text(
+        "import whet.store.sqlite\n"
+        "from whet.gateway import keys\n"
+        "if TYPE_CHECKING:\n    from whet.app.api import train\n"
+        "def late():\n    import torch\n"
+    )
+    assert imports(file) == [
+        Import("whet.store.sqlite", eager=True),
+        Import("whet.gateway.keys", eager=True),
+        Import("whet.app.api", eager=False),
+        Import("torch", eager=False),
+    ]

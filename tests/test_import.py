@@ -1,0 +1,54 @@
+"""A cold start is light: what is heavy is imported when it is first needed."""
+
+import subprocess
+import sys
+import time
+
+HEAVY = ("torch", "transformers", "peft", "starlette", "uvicorn", "openai", "matplotlib", "numpy")
+LOADED = f"import sys; sys.exit(', '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def import_seconds() -> float:
+    """What `-X importtime` says of a fresh process; its last line is of `whet`."""
+    done = run("-X", "importtime", "-c", "import whet")
+    micros, name = done.stderr.splitlines()[-1].split("|")[1:]
+    assert name.strip() == "whet"
+    return int(micros) / 1e6
+
+
+def test_importing_whet_takes_less_than_300_ms() -> None:
+    # The best of five: a busy machine makes any one of them slow.
+    assert min(import_seconds() for _ in range(5)) < 0.3
+
+
+def test_importing_whet_imports_nothing_heavy() -> None:
+    assert run("-c", f"import whet; {LOADED}").stderr == ""
+
+
+def test_the_demo_agents_helpers_are_light_too() -> None:
+    assert run("-c", f"import whet.demos.problems; {LOADED}").stderr == ""
+
+
+def test_help_comes_within_a_second_and_without_torch() -> None:
+    def help_seconds() -> float:
+        began = time.monotonic()
+        done = run("-c", "from whet.app.cli import main; main(['--help'])")
+        assert done.returncode == 0
+        assert "demo" in done.stdout
+        return time.monotonic() - began
+
+    assert min(help_seconds() for _ in range(5)) < 1.0
+    quiet = "import contextlib, whet.app.cli as c\nwith contextlib.suppress(SystemExit):"
+    assert run("-c", f"{quiet} c.main(['demo', '--help'])\n{LOADED}").stderr == ""
+
+
+def test_listing_models_needs_no_torch() -> None:
+    done = run("-c", f"import whet.app.cli as c; c.main(['models']); {LOADED}")
+    assert done.stderr == ""
+    assert "smollm2" in done.stdout

@@ -1,0 +1,58 @@
+"""The public API, frozen. A change here is a change for users: say so in the changelog."""
+
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+import whet
+from whet import errors
+
+SIGNATURES = {
+    "ConfigError": None,
+    "Endpoint": "(*, base_url: str, api_key: str, model: str) -> None",
+    "Result": "(run: pathlib.Path, steps: tuple[whet.types.StepRecord, ...], "
+    "before: whet.app.evaluation.Scores | None, after: whet.app.evaluation.Scores | None, "
+    "gain_ci95: tuple[float, float] | None, seconds: float) -> None",
+    "RunConfig": None,
+    "WhetError": None,
+    "emit_reward": "(value: float, key: str = 'reward') -> None",
+    "rollout": "(agent: ~A) -> ~A",
+    "train": "(agent: collections.abc.Callable[..., typing.Any], "
+    "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], *, "
+    "held_out: str | pathlib.Path | collections.abc.Sequence[JsonValue] | None = None, "
+    "resume: bool = False, quiet: bool = False, **settings: JsonValue) -> "
+    "whet.app.training.Result",
+}
+"""None: an exception, or the config, whose keys docs/configuration.md lists."""
+
+
+def test_the_exported_names_are_these_and_at_most_20() -> None:
+    assert sorted(whet.__all__) == sorted(SIGNATURES)
+    assert len(whet.__all__) <= 20
+
+
+@pytest.mark.parametrize("name", [name for name, text in SIGNATURES.items() if text])
+def test_a_signature_stays_as_it_is(name: str) -> None:
+    found = str(inspect.signature(getattr(whet, name)))
+    assert found.replace("'JsonValue'", "JsonValue") == SIGNATURES[name]
+
+
+def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        whet.trian  # noqa: B018 - the attribute access is the test
+
+
+def test_the_package_is_typed_for_its_users() -> None:
+    assert (Path(whet.__file__).parent / "py.typed").exists()
+
+
+def test_every_error_survives_pickling() -> None:
+    kinds = [k for k in vars(errors).values() if isinstance(k, type)]
+    ours = [kind for kind in kinds if issubclass(kind, errors.WhetError)]
+    assert len(ours) > 10
+    for kind in ours:
+        copy = pickle.loads(pickle.dumps(kind("why")))
+        assert type(copy) is kind
+        assert str(copy) == "why"
