@@ -16,7 +16,9 @@ from whet.errors import ConfigError
 class Section(BaseModel):
     """A part of the config: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class EngineConfig(Section):
@@ -86,6 +88,14 @@ class GatewayConfig(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes any free port."""
+    models: tuple[str, ...] = ()
+    """Further model names that agents may ask for; the same policy answers."""
+    trace_header: str = "trace_id"
+    """The request header that may name the attempt, besides the URL and the API key."""
+    allow_unattributed: bool = False
+    """Serve calls that name no attempt, with the gateway's own key; they are never recorded."""
+    keep_thinking: bool = False
+    """Continue from stored turns with their thinking even where the template would drop it."""
 
 
 class EvaluationConfig(Section):

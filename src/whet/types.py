@@ -195,6 +195,9 @@ class Sampling(Value):
     seed: int | None = None
     """There is no default seed: equal requests give different samples."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    grammar: str | None = None
+    """A JSON schema the text must follow, as JSON text. Log-probabilities are then those of the
+    masked distribution, which no trainer can reproduce: constrained generations are context."""
 
 
 StopReason = Literal["stop", "length"]
@@ -237,6 +240,43 @@ class Generation(Value):
         return self
 
 
+class Fork(StrEnum):
+    """Why a call does not simply continue the newest turn of its attempt's conversation."""
+
+    NEW_CONVERSATION = "new_conversation"
+    """It begins differently: a sub-agent, a side call."""
+    RESAMPLED = "resampled"
+    """The same prompt once more."""
+    BRANCH = "branch"
+    """A turn that was continued before is continued in another way."""
+    OTHER_TOOLS = "other_tools"
+    """The same messages under other tools or another model name: another prompt from the start."""
+    EDITED_HISTORY = "edited_history"
+    """An earlier turn came back changed, left out or summed up."""
+    THINKING_DROPPED = "thinking_dropped"
+    """The template leaves out earlier thinking from here on."""
+    TEMPLATE = "template"
+    """The template cannot be continued turn by turn: every call is rendered whole."""
+
+
+class Origin(Value):
+    """Where a call came from, and how its prompt came about."""
+
+    dialect: str = "chat"
+    """The wire format it came in."""
+    model: str = ""
+    """The name the agent asked for."""
+    agent: str = ""
+    """Which of several agents in the attempt asked, if it said so."""
+    request: str = ""
+    """Digest of the request: a retry of it is answered from this call."""
+    fork: Fork | None = None
+    lossy: bool = False
+    """An earlier turn came back without its text or thinking; its sampled tokens stand."""
+    shown: dict[str, JsonValue] = {}
+    """What the wire format needs to show the call again."""
+
+
 class Call(Value):
     """One model request of an attempt.
 
@@ -260,6 +300,7 @@ class Call(Value):
     generations: tuple[Generation, ...]
     created: float
     """Seconds since the epoch."""
+    origin: Origin = Origin()
 
     def generation_id(self, index: int) -> GenerationId:
         return GenerationId(f"{self.id}.{index}")

@@ -1,7 +1,9 @@
 """Command-line flags for every key of the config: `--adam.lr 1e-4` sets `lr` of `[adam]`."""
 
 import argparse
-from collections.abc import Iterator
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from pydantic import BaseModel, JsonValue
@@ -13,7 +15,21 @@ PREFIX = "config:"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Says what is wrong in one line, and takes no shortened flag: a new key would change it."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it has overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        # Before argparse: it takes the value of an unknown flag for something else, and complains
+        # of that instead.
+        for argument in sys.argv[1:] if args is None else args:
+            flag = argument.split("=")[0]
+            if self._subparsers and not flag.startswith("-"):
+                break  # the rest is for a command
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+                self.error(f"unknown flag {flag}" + (f", perhaps {close[0]}" if close else ""))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")

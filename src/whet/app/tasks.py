@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 from pydantic import JsonValue
 
@@ -58,6 +58,10 @@ def _nth_task(tasks: Sequence[JsonValue], number: int, seed: int) -> JsonValue:
     return tasks[order[place]]
 
 
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON value")
+
+
 def _read_jsonl(path: Path) -> list[JsonValue]:
     try:
         lines = path.read_text().splitlines()
@@ -69,7 +73,7 @@ def _read_jsonl(path: Path) -> list[JsonValue]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                tasks.append(cast(JsonValue, json.loads(line)))
+                tasks.append(cast(JsonValue, json.loads(line, parse_constant=_refuse)))
             except ValueError as error:
                 raise ConfigError(
                     f"{str(path)!r} line {number} is not JSON ({error}); found {line[:60]!r}"

@@ -70,9 +70,14 @@ async def open_run(
         template = ChatTemplate(model)
         engine = LocalEngine(policy, config.engine, template.decode, threads=cores)
         stack.push_async_callback(engine.close)
-        service = Service(engine=engine, log=store, renderer=Renderer(template), policy=POLICY)
+        service = Service(
+            engine=engine,
+            log=store,
+            renderer=Renderer(template),
+            models=(POLICY, *config.gateway.models),
+        )
         secret = folder.secret()
-        server = GatewayServer(build_app(service, store, secret), config.gateway)
+        server = GatewayServer(build_app(service, store, secret, config.gateway), config.gateway)
         stack.callback(server.close)
         # Ahead of the server, which waits for its requests: none is left without an answer.
         stack.push_async_callback(engine.close)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from whet.gateway.messages import Message, all_same
-from whet.types import Call, Generation, GenerationId
+from whet.types import Call, CallId, Fork, Generation, GenerationId
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,15 @@ class Found:
     """The deepest stored turn the request continues."""
     rest: Sequence[Message]
     """The messages after it."""
+    lossy: bool = False
+    """Whether a turn on the way came back without some of its text."""
 
 
 class Graph:
     """The calls of one attempt."""
 
     def __init__(self, calls: Sequence[Call] = ()) -> None:
+        self.calls: dict[CallId, Call] = {}
         self._turns: dict[GenerationId, Turn] = {}
         self._after: dict[GenerationId | None, list[Turn]] = {}
         for call in calls:
@@ -45,6 +48,7 @@ class Graph:
 
     def add(self, call: Call) -> None:
         """Make the call's turns something to continue from."""
+        self.calls[call.id] = call
         context = tuple(Message.from_json(m) for m in call.messages)
         for index, generation in enumerate(call.generations):
             message = Message.from_json(generation.message)
@@ -57,25 +61,70 @@ class Graph:
         best = Found(None, messages)
         # Newest first: of two turns that read the same, the later is the one being continued.
         open_ends = [
-            (turn, messages) for turn in self._after.get(None, []) if turn.call.root == root
+            (turn, messages, False) for turn in self._after.get(None, []) if turn.call.root == root
         ]
         while open_ends:
-            turn, rest = open_ends.pop()
+            turn, rest, lossy = open_ends.pop()
             end = len(turn.context)
             if len(rest) <= end or not all_same(turn.context, rest[:end]):
                 continue
             if not turn.message.same_as(rest[end]):
                 continue
+            lossy = lossy or turn.message.lost_in(rest[end])
             after = rest[end + 1 :]
             if best.turn is None or len(after) < len(best.rest):
-                best = Found(turn, after)
-            open_ends += [(t, after) for t in self._after.get(turn.id, [])]
+                best = Found(turn, after, lossy)
+            open_ends += [(t, after, lossy) for t in self._after.get(turn.id, [])]
         return best
 
-    def tokens(self, turn: Turn | None) -> list[int]:
-        """The whole stored sequence up to the end of a turn."""
+    def find_tokens(self, ids: Sequence[int]) -> Turn | None:
+        """The longest stored sequence that raw prompt ids continue."""
+        best, length = None, 0
+        for turn in self._turns.values():
+            size = turn.call.prompt_length + len(turn.generation.tokens)
+            if length < size <= len(ids) and self.tokens(turn) == list(ids[:size]):
+                best, length = turn, size
+        return best
+
+    def fork(self, found: Found, root: str) -> Fork | None:
+        """Why a request is not simply the next of the attempt, or None if it is."""
+        if not self._turns:
+            return None
+        siblings = self._after.get(found.turn.id if found.turn else None, [])
+        peers = [turn for turn in siblings if found.turn or turn.call.root == root]
+        if any(all_same(turn.context, found.rest) for turn in peers):
+            return Fork.RESAMPLED
+        if found.turn is not None:
+            edited = any(message.role == "assistant" for message in found.rest)
+            return Fork.EDITED_HISTORY if edited else Fork.BRANCH if peers else None
+        if any(
+            all_same(turn.context, found.rest[: len(turn.context)])
+            for turn in siblings
+            if turn.call.root != root
+        ):
+            return Fork.OTHER_TOOLS
+        begun = any(turn.context[0].same_as(found.rest[0]) for turn in peers if turn.context)
+        return Fork.EDITED_HISTORY if begun else Fork.NEW_CONVERSATION
+
+    def turn(self, id: GenerationId) -> Turn:
+        """A turn by its id."""
+        return self._turns[id]
+
+    def path(self, turn: Turn | None) -> list[Turn]:
+        """The turns from the beginning of a conversation to this one."""
         path: list[Turn] = []
         while turn is not None:
             path.append(turn)
             turn = self._turns[turn.call.parent] if turn.call.parent else None
-        return [id for t in reversed(path) for id in (*t.call.context, *t.generation.tokens)]
+        return path[::-1]
+
+    def tokens(self, turn: Turn | None) -> list[int]:
+        """The whole stored sequence up to the end of a turn."""
+        return [id for t in self.path(turn) for id in (*t.call.context, *t.generation.tokens)]
+
+    def messages(self, call: CallId, choice: int = 0) -> list[Message]:
+        """The whole conversation through a choice of a call; empty if the call is not known."""
+        if call not in self.calls:
+            return []
+        turn = self._turns[self.calls[call].generation_id(choice)]
+        return [m for t in self.path(turn) for m in (*t.context, t.message)]

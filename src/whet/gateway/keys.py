@@ -8,9 +8,12 @@ from whet.types import AttemptId
 PREFIX = "whet-"
 MAC_LENGTH = 32
 
+ANY = AttemptId("*")
+"""What the gateway's own key names: the attempt is then told by URL, header or baggage."""
+
 
 def mint(attempt: AttemptId, secret: bytes) -> str:
-    """The API key of an attempt."""
+    """The API key of an attempt, or of the gateway itself."""
     return f"{PREFIX}{attempt}-{_mac(attempt, secret)}"
 
 

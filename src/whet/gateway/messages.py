@@ -40,6 +40,7 @@ class Message:
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
+    reasoning: str = ""
 
     def same_as(self, echo: "Message") -> bool:
         """Whether `echo` is this message come back from an SDK."""
@@ -51,8 +52,14 @@ class Message:
         if not all(mine.same_as(theirs) for mine, theirs in pairs):
             return False
         # Some SDKs drop the text beside tool calls; the calls' ids name the turn all the same.
+        # Most drop reasoning.
         dropped = bool(self.tool_calls) and not echo.content
-        return dropped or self.content == echo.content
+        reasoned = not echo.reasoning or self.reasoning == echo.reasoning
+        return reasoned and (dropped or self.content == echo.content)
+
+    def lost_in(self, echo: "Message") -> bool:
+        """Whether `echo`, which is this message come back, lacks some of its text."""
+        return self.content != echo.content or self.reasoning != echo.reasoning
 
     def to_json(self) -> dict[str, JsonValue]:
         """For the store."""
@@ -63,6 +70,8 @@ class Message:
             ]
         if self.tool_call_id:
             value["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            value["reasoning"] = self.reasoning
         return value
 
     @classmethod
@@ -73,6 +82,7 @@ class Message:
             content=str(value["content"]),
             tool_calls=tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in calls),
             tool_call_id=str(value.get("tool_call_id", "")),
+            reasoning=str(value.get("reasoning", "")),
         )
 
     def for_template(self) -> dict[str, JsonValue]:
@@ -82,14 +92,14 @@ class Message:
             value["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
         if self.tool_call_id:
             value["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            value["reasoning_content"] = self.reasoning
         return value
 
 
 def all_same(mine: Sequence[Message], echo: Sequence[Message]) -> bool:
     """Whether one run of messages is the echo of another."""
-    return len(mine) == len(echo) and all(
-        m.same_as(e) for m, e in zip(mine, echo, strict=True)
-    )
+    return len(mine) == len(echo) and all(m.same_as(e) for m, e in zip(mine, echo, strict=True))
 
 
 def _call_for_template(call: ToolCall) -> dict[str, JsonValue]:

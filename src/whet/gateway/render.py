@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from whet.errors import RequestError
+from whet.gateway.graph import Turn
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.template import ChatTemplate
+from whet.types import Fork
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ class Renderer:
             logger.warning("the chat template cannot be continued turn by turn: one row per call")
         closing = () if self.close_id is None else (self.close_id,)
         self.stop_ids = tuple(dict.fromkeys((*template.eos_ids, *closing)))
+
+    def refuses(self, path: Sequence[Turn], rest: Sequence[Message]) -> Fork | None:
+        """Why a conversation may not be continued from these stored turns, or None if it may."""
+        return None if self.incremental else Fork.TEMPLATE
 
     def whole(self, messages: Sequence[Message], tools: Sequence[JsonValue]) -> list[int]:
         """The prompt of a conversation, from its beginning."""

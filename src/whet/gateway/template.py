@@ -25,7 +25,7 @@ class ChatTemplate:
 
     def __init__(self, folder: Path) -> None:
         with boundary(ConfigError, f"cannot load the tokenizer in {str(folder)!r}"):
-            self._tokenizer = cast(Tokenizer, Tokenizer.from_file(str(folder / "tokenizer.json")))
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             config = json.loads((folder / "tokenizer_config.json").read_text())
             sources = _template_sources(folder, config)
             if "default" not in sources:
@@ -111,8 +111,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    functions: dict[str, object] = {"raise_exception": _raise, "strftime_now": _now}
+    cast(dict[str, object], environment.globals).update(functions)
     return environment
 
 
@@ -126,6 +126,10 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _raise(message: str) -> NoReturn:

@@ -1,11 +1,19 @@
-"""Sampled ids to the text an agent sees, whole or as it grows."""
+"""Sampled ids to the message an agent sees, whole or as it grows."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from whet.gateway.messages import Message
 from whet.gateway.render import Renderer
 from whet.gateway.toolcalls import OPEN, parse
 from whet.types import Sampling
+
+
+class Delta(NamedTuple):
+    """Some more of a message."""
+
+    content: str = ""
+    reasoning: str = ""
 
 
 def read_message(
@@ -20,7 +28,7 @@ def read_message(
 
 
 class TextStream:
-    """The content of a generation as it grows.
+    """A message as it grows.
 
     What may turn out to be a tool call or a stop string is kept back; `finish` gives the rest
     once the whole message is known, so that a streamed reply reads like the whole one.
@@ -34,7 +42,7 @@ class TextStream:
         self._held = ""
         self._sent = 0
 
-    def feed(self, ids: Sequence[int]) -> str:
+    def feed(self, ids: Sequence[int]) -> Delta:
         """Take new ids; returns the text that may go out now."""
         self._ids += [id for id in ids if id not in self._renderer.stop_ids]
         decode = self._renderer.template.decode
@@ -43,17 +51,17 @@ class TextStream:
         anchor = decode(self._ids[max(0, self._from - 4) : self._from])
         text = decode(self._ids[max(0, self._from - 4) :])
         if text.endswith("\ufffd"):
-            return ""
+            return Delta()
         self._from = len(self._ids)
         self._held += text[len(anchor) :]
         ready = self._held[: self._hold_from()]
         self._held = self._held[len(ready) :]
         self._sent += len(ready)
-        return ready
+        return Delta(ready)
 
-    def finish(self, content: str) -> str:
-        """What is left to send of the whole content."""
-        return content[self._sent :]
+    def finish(self, message: Message) -> Delta:
+        """What is left to send of the whole message."""
+        return Delta(message.content[self._sent :])
 
     def _hold_from(self) -> int:
         """Where a marker starts or may start; white space before it is kept back with it."""

@@ -21,12 +21,13 @@ from whet.store.packing import (
     unpack_runs,
 )
 from whet.store.queue import parse_rollout, running_attempt
-from whet.types import Attempt, AttemptId, Call, Generation, Reward, Sampling, Trajectory
+from whet.types import Attempt, AttemptId, Call, Generation, Origin, Reward, Sampling, Trajectory
 
 APPEND_CALL = """
 INSERT INTO call
-    (attempt, id, parent, root, messages, context, prompt_length, prompt_digest, created)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+    (attempt, id, parent, root, messages, context, prompt_length, prompt_digest, created,
+     origin)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (id) DO NOTHING
 RETURNING seq
 """
@@ -39,7 +40,8 @@ VALUES (?, ?, ?, ?, ?, ?, ?)
 # Each order is that of an index: sorting rows with BLOBs would cost more than reading them.
 CALLS = """
 SELECT call.attempt, attempt.id, call.seq, call.id, call.parent, call.root, call.messages,
-    call.context, call.prompt_length, call.prompt_digest, call.created
+    call.context, call.prompt_length, call.prompt_digest, call.created,
+    call.origin
 FROM call JOIN attempt ON attempt.seq = call.attempt
 WHERE call.attempt IN (SELECT value FROM json_each(?))
 ORDER BY call.attempt, call.seq
@@ -106,6 +108,7 @@ def pack_call(call: Call) -> PackedCall:
                 call.prompt_length,
                 call.prompt_digest,
                 call.created,
+                to_json(call.origin),
             ),
             [
                 (
@@ -207,7 +210,7 @@ def _calls(db: sqlite3.Connection, attempts: Sequence[int]) -> dict[int, list[Ca
         )
     calls: dict[int, list[Call]] = {attempt: [] for attempt in attempts}
     for seq, attempt, call, id_, parent, root, messages, context, *rest in db.execute(CALLS, asked):
-        prompt_length, prompt_digest, created = rest
+        prompt_length, prompt_digest, created, origin = rest
         calls[seq].append(
             Call.model_construct(
                 id=id_,
@@ -220,6 +223,7 @@ def _calls(db: sqlite3.Connection, attempts: Sequence[int]) -> dict[int, list[Ca
                 prompt_digest=prompt_digest,
                 generations=tuple(generations[call]),
                 created=created,
+                origin=Origin.model_validate_json(origin),
             )
         )
     return calls

@@ -45,7 +45,8 @@ FIRST = (
         context BLOB NOT NULL,        -- int32 each
         prompt_length INTEGER NOT NULL,
         prompt_digest TEXT NOT NULL,
-        created REAL NOT NULL
+        created REAL NOT NULL,
+        origin TEXT NOT NULL
     )
     """,
     "CREATE INDEX call_attempt ON call (attempt)",

@@ -1,12 +1,16 @@
 """OpenAI Chat Completions, with vLLM's `return_token_ids`."""
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
-from whet.errors import RequestError
+from whet.gateway.dialects.chat_reply import ChatReply
+from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
+from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, Role, ToolCall
-from whet.gateway.service import Ask
+from whet.gateway.service import Ask, Prompt
+from whet.gateway.template import ChatTemplate
 from whet.types import Sampling
 
 ROLES: dict[str, Role] = {
@@ -109,8 +113,7 @@ class ChatRequest(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def ask(self) -> Ask:
-        """In canonical form."""
+    def ask(self, graph: Graph) -> Ask:
         tools = tuple(tool.model_dump() for tool in self.tools or [])
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Ask(
@@ -130,24 +133,38 @@ class ChatRequest(BaseModel):
             calls_tools=bool(tools) and self.tool_choice != "none",
         )
 
+    def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
+        return ChatReply(
+            prompt,
+            template,
+            model=self.model,
+            logprobs=bool(self.logprobs),
+            token_ids=bool(self.return_token_ids),
+            usage=bool(self.stream_options and self.stream_options.include_usage),
+        )
+
 
 _REQUEST = TypeAdapter(ChatRequest)
 
 
-def parse(body: bytes) -> ChatRequest:
-    """A request from the wire. Raises RequestError that names the field at fault."""
-    try:
-        return _REQUEST.validate_json(body)
-    except ValidationError as error:
-        raise RequestError(_explain(error)) from error
+class ChatDialect(Dialect):
+    """`/v1/chat/completions`."""
+
+    name = "chat"
+    path = "/chat/completions"
+
+    def parse(self, body: bytes) -> Asked:
+        return validate(_REQUEST, body)
+
+    def error(self, told: Told) -> Json:
+        return openai_error(told)
+
+    def error_event(self, told: Told) -> bytes:
+        return b"data: " + json.dumps(openai_error(told)).encode() + b"\n\n"
 
 
-def _explain(error: ValidationError) -> str:
-    fault: dict[str, Any] = dict(error.errors(include_url=False)[0])
-    # Where the union of content types failed, the loc names the branch; agents know no branches.
-    where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
-    if fault["type"] == "json_invalid":
-        return f"the body is not JSON: {fault['ctx']['error']}"
-    if fault["type"] == "extra_forbidden":
-        return f"the field {where!r} is not supported"
-    return f"{where}: {str(fault['msg'])[:300].lower()}"
+def openai_error(told: Told) -> Json:
+    """An error as OpenAI's APIs tell it."""
+    kind = "invalid_request_error" if told.status < 500 else "server_error"
+    error: Json = {"message": told.message, "type": kind, "param": None, "code": told.code}
+    return {"error": error}

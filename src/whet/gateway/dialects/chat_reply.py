@@ -5,42 +5,37 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from whet.gateway.dialects.chat import ChatRequest
+from whet.gateway.dialects.dialect import Json, Reply
 from whet.gateway.messages import Message
-from whet.gateway.render import Renderer
 from whet.gateway.service import Prompt
-from whet.gateway.text import TextStream
+from whet.gateway.template import ChatTemplate
+from whet.gateway.text import Delta
 from whet.types import Call, Generation, Piece
-
-Json = dict[str, JsonValue]
 
 DONE = b"data: [DONE]\n\n"
 
 
-class ChatReply:
-    """The answer to one request: fed with pieces as they are sampled, then with the call."""
+class ChatReply(Reply):
+    """A chat completion, or its chunks."""
 
-    def __init__(self, request: ChatRequest, prompt: Prompt, renderer: Renderer, model: str) -> None:
-        self._request = request
+    def __init__(
+        self,
+        prompt: Prompt,
+        template: ChatTemplate,
+        *,
+        model: str,
+        logprobs: bool,
+        token_ids: bool,
+        usage: bool,
+    ) -> None:
         self._prompt = prompt
-        self._renderer = renderer
+        self._template = template
         self._model = model
-        self._tops: list[list[tuple[tuple[int, float], ...]]] = [
-            [] for _ in range(prompt.ask.n)
-        ]
-        self._streams = [
-            TextStream(renderer, prompt.sampling, tools=prompt.ask.calls_tools)
-            for _ in range(prompt.ask.n)
-        ]
+        self._wants_logprobs = logprobs
+        self._wants_ids = token_ids
+        self._wants_usage = usage
 
-    # ------------------------------------------------------------- whole
-
-    def keep(self, index: int, piece: Piece) -> None:
-        """Remember what the record has no place for: the likeliest other tokens."""
-        self._tops[index] += piece.top
-
-    def whole(self, call: Call) -> Json:
-        """The reply to a request that does not stream."""
+    def whole(self, call: Call, tops: Sequence[Sequence[tuple[tuple[int, float], ...]]]) -> Json:
         choices: list[JsonValue] = []
         for index, generation in enumerate(call.generations):
             message = Message.from_json(generation.message)
@@ -48,54 +43,47 @@ class ChatReply:
                 "index": index,
                 "message": _wire_message(message),
                 "finish_reason": _finish_reason(generation, message),
-                "logprobs": self._logprobs(
-                    generation.tokens, generation.logprobs, self._tops[index]
-                ),
+                "logprobs": self._logprobs(generation.tokens, generation.logprobs, tops[index]),
             }
-            if self._request.return_token_ids:
+            if self._wants_ids:
                 choice["token_ids"] = list(generation.tokens)
             choices.append(choice)
-        reply = self._frame("chat.completion", choices) | {"usage": self._usage(call)}
-        if self._request.return_token_ids:
+        reply = self._frame("chat.completion", choices)
+        reply["usage"] = self._usage(call)
+        if self._wants_ids:
             reply["prompt_token_ids"] = list(self._prompt.tokens)
         return reply
 
     # ------------------------------------------------------------- streamed
 
     def first(self) -> bytes:
-        """The event that opens the stream."""
         choices: list[JsonValue] = [
             {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             for i in range(self._prompt.ask.n)
         ]
         event = self._frame("chat.completion.chunk", choices)
-        if self._request.return_token_ids:
+        if self._wants_ids:
             event["prompt_token_ids"] = list(self._prompt.tokens)
         return _sse(event)
 
-    def piece(self, index: int, piece: Piece) -> bytes:
-        """The event for some tokens; empty if there is nothing to say yet."""
-        text = self._streams[index].feed(piece.tokens)
+    def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
         choice: Json = {
             "index": index,
-            "delta": {"content": text} if text else {},
+            "delta": _wire_delta(delta),
             "logprobs": self._logprobs(piece.tokens, piece.logprobs, piece.top),
             "finish_reason": None,
         }
-        if self._request.return_token_ids:
+        if self._wants_ids:
             choice["token_ids"] = list(piece.tokens)
-        elif not text and not self._request.logprobs:
+        elif not any(delta) and not self._wants_logprobs:
             return b""
         return _sse(self._frame("chat.completion.chunk", [choice]))
 
-    def last(self, call: Call) -> bytes:
-        """The events that end the stream; they may go out once the call is recorded."""
+    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
         events: list[bytes] = []
         for index, generation in enumerate(call.generations):
             message = Message.from_json(generation.message)
-            delta: Json = {}
-            if rest := self._streams[index].finish(message.content):
-                delta["content"] = rest
+            delta = _wire_delta(rest[index])
             if message.tool_calls:
                 calls = _wire_calls(message)
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
@@ -108,9 +96,9 @@ class ChatReply:
                 "finish_reason": _finish_reason(generation, message),
             }
             events.append(_sse(self._frame("chat.completion.chunk", [end])))
-        options = self._request.stream_options
-        if options and options.include_usage:
-            usage = self._frame("chat.completion.chunk", []) | {"usage": self._usage(call)}
+        if self._wants_usage:
+            usage = self._frame("chat.completion.chunk", [])
+            usage["usage"] = self._usage(call)
             events.append(_sse(usage))
         return b"".join([*events, DONE])
 
@@ -139,24 +127,42 @@ class ChatReply:
         logprobs: Sequence[float],
         tops: Sequence[tuple[tuple[int, float], ...]],
     ) -> Json | None:
-        if not self._request.logprobs:
+        if not self._wants_logprobs:
             return None
         content: list[JsonValue] = []
         for at, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             others: list[JsonValue] = [
                 self._token(id, value) for id, value in (tops[at] if tops else ())
             ]
-            content.append(self._token(token, logprob) | {"top_logprobs": others})
+            entry = self._token(token, logprob)
+            entry["top_logprobs"] = others
+            content.append(entry)
         return {"content": content, "refusal": None}
 
     def _token(self, id: int, logprob: float) -> Json:
-        text = self._renderer.template.token_text(id)
+        text = self._template.token_text(id)
         # JSON has no minus infinity; OpenAI's floor for it is -9999.
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
 
+def _wire_delta(delta: Delta) -> Json:
+    wire: Json = {}
+    if delta.reasoning:
+        wire |= _wire_reasoning(delta.reasoning)
+    if delta.content:
+        wire["content"] = delta.content
+    return wire
+
+
+def _wire_reasoning(text: str) -> Json:
+    """Under both names in use: vLLM says `reasoning`, most agents read `reasoning_content`."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
 def _wire_message(message: Message) -> Json:
     wire: Json = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        wire |= _wire_reasoning(message.reasoning)
     if message.tool_calls:
         wire["content"] = message.content or None
         wire["tool_calls"] = [*_wire_calls(message)]

@@ -1,0 +1,104 @@
+"""The seam between the gateway and a wire format: one class a format, everything else generic."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+
+from whet.errors import RequestError
+from whet.gateway.graph import Graph
+from whet.gateway.service import Ask, Prompt
+from whet.gateway.template import ChatTemplate
+from whet.gateway.text import Delta
+from whet.types import Call, Piece
+
+Json = dict[str, JsonValue]
+T = TypeVar("T", bound=BaseModel)
+
+
+class Told(NamedTuple):
+    """An error as every format tells it: an HTTP status, a code and a sentence."""
+
+    status: int
+    code: str
+    message: str
+
+
+class Reply(Protocol):
+    """The answer to one request. A streamed one is first, piece..., last; else it is whole."""
+
+    def whole(self, call: Call, tops: Sequence[Sequence[tuple[tuple[int, float], ...]]]) -> Json:
+        """The reply to a request that does not stream; `tops` are each choice's likeliest ids."""
+        ...
+
+    def first(self) -> bytes:
+        """The events that open the stream."""
+        ...
+
+    def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
+        """The events for some tokens of a choice; empty if there is nothing to say yet."""
+        ...
+
+    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
+        """The events that end the stream; `rest` is what each choice still has to say.
+
+        They go out once the call is recorded.
+        """
+        ...
+
+
+class Asked(Protocol):
+    """A request as a wire format understood it."""
+
+    @property
+    def model(self) -> str:
+        """The name the agent asked for."""
+        ...
+
+    def ask(self, graph: Graph) -> Ask:
+        """In canonical form; earlier turns a request only names are looked up in the graph.
+
+        Raises:
+            RequestError: names the field that cannot be honoured.
+            NotFound: an earlier turn it names is not there.
+        """
+        ...
+
+    def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
+        """The answer to be given."""
+        ...
+
+
+class Dialect(Protocol):
+    """A wire format."""
+
+    name: str
+    path: str
+    """Behind `/v1`."""
+
+    def parse(self, body: bytes) -> Asked:
+        """Understand a request. Raises RequestError that names the field at fault."""
+        ...
+
+    def error(self, told: Told) -> Json:
+        """The body of an error reply."""
+        ...
+
+    def error_event(self, told: Told) -> bytes:
+        """The event that tells of an error once a stream has begun."""
+        ...
+
+
+def validate(adapter: TypeAdapter[T], body: bytes) -> T:
+    """A request from the wire. Raises RequestError that names the first field at fault."""
+    try:
+        return adapter.validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    # Where a union failed, the place names the branch; agents know no branches.
+    where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
+    if fault["type"] == "json_invalid":
+        raise RequestError(f"the body is not JSON: {fault.get('ctx', {}).get('error', '')}")
+    if fault["type"] == "extra_forbidden":
+        raise RequestError(f"the field {where!r} is not supported")
+    raise RequestError(f"{where}: {fault['msg'][:300].lower()}")
