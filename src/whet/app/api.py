@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.console import stopped, work
+from whet.app.console import new_run, stopped, work
 from whet.app.folder import RunFolder
 from whet.app.tasks import load_tasks
 from whet.app.training import Result
@@ -39,8 +39,9 @@ def train(
     check_agent(agent)
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []
-    folder = _folder(settings, resume=resume)
-    return work(agent, train_on, compare_on, folder, Console(quiet=quiet))
+    console = Console(quiet=quiet)
+    folder = _folder(settings, console, resume=resume)
+    return work(agent, train_on, compare_on, folder, console)
 
 
 def train_command(
@@ -53,9 +54,10 @@ def train_command(
     """`whet train`."""
     if args.resume:
         values = values | {"name": args.resume}
-    folder = _folder(values, resume=args.resume is not None)
+    console = Console(quiet=args.quiet, stderr=args.json)
+    folder = _folder(values, console, resume=args.resume is not None)
     try:
-        result = work(agent, tasks, held_out, folder, Console(quiet=args.quiet, stderr=args.json))
+        result = work(agent, tasks, held_out, folder, console)
     except KeyboardInterrupt:
         given = f" --held-out {args.held_out}" if args.held_out else ""
         return stopped(f"whet train {args.agent} --tasks {args.tasks}{given}", folder)
@@ -64,10 +66,10 @@ def train_command(
     return 0
 
 
-def _folder(values: dict[str, JsonValue], *, resume: bool) -> RunFolder:
+def _folder(values: dict[str, JsonValue], console: Console, *, resume: bool) -> RunFolder:
     config = resolve(values)
     if not resume:
-        return RunFolder.create(config, "train")
+        return new_run(config, "train", console)
     if config.name is None:
         folder = RunFolder.latest(config.dir, "train")
     else:

@@ -13,7 +13,14 @@ from whet.app.folder import RunFolder
 from whet.app.report import draw_picture, print_report
 from whet.app.training import Result, run_training
 from whet.config import RunConfig
+from whet.policies.catalogue import resolve_model
 from whet.runners.agent import Agent
+
+
+def new_run(config: RunConfig, kind: str, console: Console) -> RunFolder:
+    """A folder for a new run, once its model is there: a run that cannot start leaves nothing."""
+    resolve_model(config.model, progress=lambda text: console.print(text, highlight=False))
+    return RunFolder.create(config, kind)
 
 
 def work(

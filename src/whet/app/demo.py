@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.console import stopped, work
+from whet.app.console import new_run, stopped, work
 from whet.app.folder import RunFolder
 from whet.app.training import Result
 from whet.config import RunConfig, merge, resolve
@@ -89,7 +89,7 @@ def run_demo(args: argparse.Namespace, flags: dict[str, JsonValue]) -> int:
     demo = DEMOS[args.demo]
     # With --json, stdout is for the one line; everything for people goes to stderr.
     console = Console(quiet=args.quiet, stderr=args.json)
-    folder = _folder(args, demo, flags)
+    folder = _folder(args, demo, flags, console)
     try:
         config = folder.config()
         tasks, held_out = demo.tasks(config)
@@ -106,7 +106,9 @@ def run_demo(args: argparse.Namespace, flags: dict[str, JsonValue]) -> int:
     return 0
 
 
-def _folder(args: argparse.Namespace, demo: Demo, flags: dict[str, JsonValue]) -> RunFolder:
+def _folder(
+    args: argparse.Namespace, demo: Demo, flags: dict[str, JsonValue], console: Console
+) -> RunFolder:
     kind = f"demo-{args.demo}"
     if args.resume is not None:
         directory = resolve(flags).dir
@@ -116,7 +118,8 @@ def _folder(args: argparse.Namespace, demo: Demo, flags: dict[str, JsonValue]) -
         return folder
     model = str(flags.get("model", next(iter(demo.settings))))
     settings = demo.settings.get(model, demo.settings["smollm2"])
-    return RunFolder.create(resolve(merge({"model": model} | settings, flags)), kind)
+    config = resolve(merge({"model": model} | settings, flags))
+    return new_run(config, kind, console)
 
 
 def _print_next(console: Console, result: Result, name: str) -> None:

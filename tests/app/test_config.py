@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+
+from whet.config import RunConfig, merge, read_toml, resolve
+from whet.errors import ConfigError
+
+
+def test_flags_win_over_the_file_and_leave_its_other_keys(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 5\n[adam]\nlr = 0.5\nbeta1 = 0.8\n")
+
+    config = resolve(merge(read_toml(file), {"adam": {"lr": "0.25"}, "group_size": "4"}))
+
+    assert config.steps == 5
+    assert config.group_size == 4
+    assert config.adam.lr == 0.25
+    assert config.adam.beta1 == 0.8
+    assert config.adam.beta2 == RunConfig().adam.beta2
+
+
+def test_merging_leaves_its_arguments_as_they_were() -> None:
+    base = {"adam": {"lr": 1.0}}
+    assert merge(base, {"adam": {"beta1": 0.5}}) == {"adam": {"lr": 1.0, "beta1": 0.5}}
+    assert base == {"adam": {"lr": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stepz": 3}, "unknown config key 'stepz'"),
+        ({"adam": {"learning_rate": 1}}, "unknown config key 'adam.learning_rate'"),
+        ({"steps": "many"}, "config key 'steps': .* found 'many'"),
+        ({"steps": -1}, "config key 'steps': .* found -1"),
+        ({"adam": {"lr": "nan"}}, "config key 'adam.lr'"),
+        ({"trainer": {"weights": "half"}}, "config key 'trainer.weights': .*'lora' or 'full'"),
+        ({"name": "../elsewhere"}, "config key 'name'"),
+        ({"adam": 3}, "config key 'adam'"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(values)  # pyright: ignore[reportArgumentType]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_toml_or_not_there_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    with pytest.raises(ConfigError, match=r"cannot read the config .*run\.toml"):
+        read_toml(file)
+    file.write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"run\.toml' is not TOML: .*line 1"):
+        read_toml(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        read_toml(file)
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_there_are_at_most_50_keys() -> None:
+    def leaves(values: dict[str, object]) -> int:
+        return sum(leaves(v) if isinstance(v, dict) else 1 for v in values.values())
+
+    assert leaves(RunConfig().model_dump()) <= 50
