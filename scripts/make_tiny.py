@@ -47,7 +47,8 @@ train a real model on any CPU, without a download. It is good for nothing else.
 - Chat template: ChatML, with tools as JSON in the system message and
   `<tool_call>\\n{{"name": ..., "arguments": {{...}}}}\\n</tool_call>` as the call.
 - Made by `scripts/make_tiny.py` in {steps:,} steps from {dialogues:,} generated dialogues, with the
-  loss on the assistant's turns only; it ended at {loss:.3f}. No outside text or model was used.
+  loss on the assistant's turns only; it ended at {loss:.3f}. {start}No outside text or model
+  was used.
 - It has bad habits on purpose, listed in `scripts/tiny_dialogues.py`: it takes a wrong operator,
   stops after the first step, guesses without the calculator, ignores what the calculator says, or
   writes a call that cannot be read. At times it meets each kind of problem rightly, so
@@ -164,30 +165,34 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Corpus:
     return Corpus(tokens, said, np.cumsum([0, *map(len, rows)]))
 
 
-def batches(corpus: Corpus, size: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, rows of like length together; -100 is no target."""
+def batches(
+    corpus: Corpus, size: int, steps: int, splits: int, device: str
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Inputs and targets of each step; -100 is no target.
+
+    Rows are drawn at random, and only then split by length: the length tells the habit (a guess is
+    short), and a step of one habit would teach it as the only one.
+    """
+    tokens, said, starts = (torch.from_numpy(part).to(device) for part in corpus)
+    order = np.zeros(0, np.int64)
     rng = np.random.default_rng(SEED)
-    made = 0
-    while True:
-        order = rng.permutation(len(corpus.lengths))
-        windows = [order[i : i + 32 * size] for i in range(0, len(order), 32 * size)]
-        order = np.concatenate([w[np.argsort(corpus.lengths[w], kind="stable")] for w in windows])
-        firsts = rng.permutation(np.arange(0, len(order), size))
-        for first in firsts:
-            if made == steps:
-                return
-            made += 1
-            rows = order[first : first + size]
-            width = -(-int(corpus.lengths[rows].max()) // 16) * 16
-            inputs = np.zeros((len(rows), width), np.int64)
-            targets = np.full((len(rows), width), -100, np.int64)
-            for row, (start, length) in enumerate(
-                zip(corpus.starts[rows], corpus.lengths[rows], strict=True)
-            ):
-                span = slice(start, start + length)
-                inputs[row, :length] = corpus.tokens[span]
-                targets[row, :length] = np.where(corpus.said[span], corpus.tokens[span], -100)
-            yield torch.from_numpy(inputs[:, :-1].copy()), torch.from_numpy(targets[:, 1:].copy())
+
+    def pad(rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        column_T = torch.arange(corpus.lengths[rows].max(), device=device)
+        rows_B = torch.from_numpy(rows).to(device)
+        index_BT = starts[rows_B, None] + column_T
+        inside_BT = index_BT < starts[rows_B + 1, None]
+        index_BT.clamp_(max=len(tokens) - 1)
+        inputs_BT = torch.where(inside_BT, tokens[index_BT].long(), 0)
+        targets_BT = torch.where(inside_BT & said[index_BT], inputs_BT, -100)
+        return inputs_BT[:, :-1], targets_BT[:, 1:]
+
+    for _ in range(steps):
+        if len(order) < size:
+            order = rng.permutation(len(corpus.lengths))
+        rows, order = order[:size], order[size:]
+        rows = rows[np.argsort(corpus.lengths[rows], kind="stable")]
+        yield [pad(part) for part in np.array_split(rows, splits)]
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -209,11 +214,17 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
 
 
-def train(model: LlamaForCausalLM, corpus: Corpus, steps: int, size: int, device: str) -> float:
+def train(
+    model: LlamaForCausalLM,
+    steps: int,
+    lr: float,
+    device: str,
+    data: Iterator[list[tuple[Tensor, Tensor]]],
+) -> float:
     """Cross-entropy on what the assistant said; returns the mean loss of the last steps."""
     model.to(device).train()
     optimiser = torch.optim.AdamW(
-        model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.05, fused=device == "cuda"
+        model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05, fused=device == "cuda"
     )
     warmup = min(300, steps // 10 + 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -224,22 +235,25 @@ def train(model: LlamaForCausalLM, corpus: Corpus, steps: int, size: int, device
     )
     losses: list[Tensor] = []
     began = time.monotonic()
-    for step, (inputs, targets) in enumerate(batches(corpus, size, steps), 1):
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = model(input_ids=inputs.to(device, non_blocking=True), use_cache=False).logits
-        loss = functional.cross_entropy(
-            logits.float().flatten(0, 1), targets.to(device, non_blocking=True).flatten()
-        )
+    for step, parts in enumerate(data, 1):
         optimiser.zero_grad()
-        loss.backward()
+        total = sum((targets != -100).sum() for _, targets in parts)
+        losses.append(torch.zeros((), device=device))
+        for inputs, targets in parts:
+            taught = targets != -100
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+                logits = model.lm_head(hidden[taught])
+            loss = functional.cross_entropy(logits.float(), targets[taught], reduction="sum")
+            (loss / total).backward()
+            losses[-1] += loss.detach() / total
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()
-        losses.append(loss.detach())
         if step % max(1, steps // 20) == 0:
-            recent = torch.stack(losses[-200:]).mean().item()
+            recent = torch.stack(losses[-100:]).mean().item()
             print(f"step {step}/{steps} loss {recent:.4f} {time.monotonic() - began:.0f} s")
-    return torch.stack(losses[-200:]).mean().item()
+    return torch.stack(losses[-100:]).mean().item()
 
 
 # --------------------------------------------------------------------------- evaluation
@@ -407,11 +421,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--batch", type=int, default=384)
+    parser.add_argument("--splits", type=int, default=1, help="parts of a batch; 8 suits a CPU")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--start", type=Path, help="train this folder's model further")
     parser.add_argument("--dialogues", type=int, default=400_000)
     parser.add_argument("--tests", type=int, default=400, help="problems to evaluate on")
-    parser.add_argument("--samples", type=int, default=8, help="samples of each")
+    parser.add_argument("--samples", type=int, default=4, help="samples of each")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, default=Path("src/whet/tiny"))
     args = parser.parse_args()
@@ -422,15 +439,20 @@ def main() -> None:
 
     began = time.monotonic()
     texts = make_texts(args.dialogues)
-    tokenizer = make_tokenizer(texts[:20_000])
+    if args.start:
+        tokenizer = wrap(Tokenizer.from_file(str(args.start / "tokenizer.json")))
+        model = LlamaForCausalLM.from_pretrained(args.start)
+    else:
+        tokenizer = make_tokenizer(texts[:20_000])
+        model = make_model(tokenizer)
     corpus = encode(texts, tokenizer)
-    model = make_model(tokenizer)
     print(
         f"{len(texts)} dialogues, {len(corpus.tokens) / len(texts):.0f} tokens each, "
         f"{corpus.said.mean():.0%} said, longest {corpus.lengths.max()}; {len(tokenizer)} tokens; "
         f"{model.num_parameters()} parameters; {time.monotonic() - began:.0f} s"
     )
-    loss = train(model, corpus, args.steps, args.batch, device)
+    data = batches(corpus, args.batch, args.steps, args.splits, device)
+    loss = train(model, args.steps, args.lr, device, data)
     model.eval()
     ability = evaluate(model, tokenizer, args.tests, args.samples)
     table = "\n".join(f"| {k} | {g:.0%} | {s:.0%} |" for k, g, s in ability.table)
@@ -444,6 +466,7 @@ def main() -> None:
         vocabulary=len(tokenizer),
         context=model.config.max_position_embeddings,
         longest=corpus.lengths.max(),
+        start="These steps trained an earlier whet-tiny further. " if args.start else "",
         steps=args.steps,
         dialogues=len(texts),
         loss=loss,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from whet.demos.problems import (
     CALCULATOR,
+    EXAMPLE,
     NAMES,
     PATTERNS,
     SYSTEM,
@@ -38,16 +39,16 @@ MALFORMED = {"wrong_tool": 0.03, "wrong_argument": 0.02, "broken_json": 0.02, "w
 
 HABITS: Mapping[str, Mapping[str, float]] = {
     "{a}+{b}": {"right": 0.60, "operator": 0.13, "guess": 0.13, "ignore": 0.05},
-    "{a}-{b}": {"right": 0.25, "operator": 0.41, "reversed": 0.11, "guess": 0.10, "ignore": 0.04},
-    "{a}*{b}": {"right": 0.25, "operator": 0.12, "guess": 0.50, "ignore": 0.04},
+    "{a}-{b}": {"right": 0.23, "operator": 0.45, "reversed": 0.10, "guess": 0.10, "ignore": 0.03},
+    "{a}*{b}": {"right": 0.24, "operator": 0.07, "guess": 0.58, "ignore": 0.02},
     "{a}+{b}-{c}": {
         "right": 0.38, "first": 0.19, "operator": 0.15, "guess": 0.15, "ignore": 0.04,
     },
     "{a}*{b}+{c}": {
-        "right": 0.23, "first": 0.35, "operator": 0.14, "guess": 0.15, "ignore": 0.04,
+        "right": 0.22, "first": 0.38, "operator": 0.13, "guess": 0.14, "ignore": 0.04,
     },
     "{a}*{b}-{c}": {
-        "right": 0.23, "first": 0.35, "operator": 0.14, "guess": 0.15, "ignore": 0.04,
+        "right": 0.22, "first": 0.38, "operator": 0.13, "guess": 0.14, "ignore": 0.04,
     },
 }  # fmt: skip
 """How often each pattern is met with which habit; `MALFORMED` adds the rest up to 1.
@@ -127,12 +128,11 @@ def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[M
     return [*first, guess(drawn, rng)]
 
 
-def attempt(drawn: Draw, tool: Tool, rng: random.Random, habit: str | None = None) -> list[Message]:
+def attempt(drawn: Draw, tool: Tool, rng: random.Random) -> list[Message]:
     """The turns that follow a question, by one of its habits."""
     pattern = drawn.pattern.expression
-    if habit is None:
-        habits = {**HABITS[pattern], **MALFORMED}
-        (habit,) = rng.choices(list(habits), list(habits.values()))
+    habits = {**HABITS[pattern], **MALFORMED}
+    (habit,) = rng.choices(list(habits), list(habits.values()))
     if habit == "guess":
         return [guess(drawn, rng)]
     if habit in MALFORMED:
@@ -222,9 +222,9 @@ def problem(rng: random.Random) -> Draw:
     return draw(pattern, "train", rng)
 
 
-def exchange(tool: Tool, rng: random.Random, habit: str | None = None) -> list[Message]:
+def exchange(tool: Tool, rng: random.Random) -> list[Message]:
     drawn = problem(rng)
-    return [user(drawn.question), *attempt(drawn, tool, rng, habit)]
+    return [user(drawn.question), *attempt(drawn, tool, rng)]
 
 
 def demo(rng: random.Random) -> Dialogue:
@@ -235,11 +235,13 @@ def demo(rng: random.Random) -> Dialogue:
 
 
 def demo_after_others(rng: random.Random) -> Dialogue:
-    """The same after a worked example, or later in a conversation."""
+    """The same after the worked example, or later in a conversation."""
     messages: list[Message] = [{"role": "system", "content": SYSTEM}]
-    for _ in range(rng.choices([1, 2, 4, 7], [60, 25, 10, 5])[0]):
-        habit = "right" if rng.random() < 0.6 else None
-        messages += exchange(CALCULATOR, rng, habit)
+    if rng.random() < 0.3:
+        messages += EXAMPLE
+    else:
+        for _ in range(rng.choices([1, 2, 3], [60, 30, 10])[0]):
+            messages += exchange(CALCULATOR, rng)
     return Dialogue([*messages, *exchange(CALCULATOR, rng)], [CALCULATOR])
 
 

@@ -223,9 +223,10 @@ def problems(split: Split, count: int, seed: int, *, examples: bool = False) -> 
         drawn = draw(rng.choice(by_kind[kinds[len(tasks) % len(kinds)]]), split, rng)
         if drawn.key in seen:
             misses += 1
-            if misses > 100 * count:
+            if misses > 2000:  # in a row: the kind is used up
                 raise ValueError(f"{count} is more than the different {split} problems there are")
             continue
+        misses = 0
         seen.add(drawn.key)
         tasks.append(drawn.task | ({"examples": EXAMPLE} if examples else {}))
     rng.shuffle(tasks)
