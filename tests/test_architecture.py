@@ -50,6 +50,7 @@ FENCES: dict[str, set[str]] = {
     "numpy": {"engines", "policies", "trainers"},
     "tokenizers": {"gateway", "policies"},
     "jinja2": {"gateway"},
+    "llguidance": {"engines"},
     "starlette": {"gateway", "app"},
     "uvicorn": {"gateway", "app"},
     "openai": {"demos"},

@@ -107,6 +107,7 @@ class Engine(Protocol):
 
         Raises:
             PromptTooLong: the prompt leaves no room to sample.
+            RequestError: it cannot sample in this way, such as by a grammar.
             EngineError: anything else; another attempt may succeed.
         """
         ...

@@ -196,8 +196,10 @@ class Sampling(Value):
     """There is no default seed: equal requests give different samples."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     grammar: str | None = None
-    """A JSON schema the text must follow, as JSON text. Log-probabilities are then those of the
-    masked distribution, which no trainer can reproduce: constrained generations are context."""
+    """What the text must follow: Lark text in llguidance's dialect, where `%json {...}` is a JSON
+    schema. A stop id may come exactly where the text is complete. Log-probabilities are then those
+    of the masked distribution, which no trainer can reproduce: constrained generations are context.
+    An engine that cannot constrain refuses."""
 
 
 StopReason = Literal["stop", "length"]

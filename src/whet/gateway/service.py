@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from anyio import Event, Lock, create_task_group
 from pydantic import JsonValue
 
+from whet.gateway.constraint import Constraint
 from whet.gateway.graph import Graph, Turn
 from whet.gateway.messages import Message
 from whet.gateway.render import Renderer
@@ -49,6 +50,8 @@ class Ask:
     stream: bool = False
     calls_tools: bool = False
     """Whether tool calls in the text are looked for."""
+    constraint: Constraint | None = None
+    """What the answer must be, if it is not free."""
     shown: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     """What the wire format needs to show the call again."""
 
@@ -143,7 +146,7 @@ class Service:
             call=CallId(secrets.token_hex(12)),
             attempt=source.attempt.id if source.attempt else None,
             ask=ask,
-            sampling=self._sampling(ask.sampling, forced),
+            sampling=self._sampling(ask, forced),
             tokens=(*stored, *context),
             root=root,
             parent=turn.id if turn else None,
@@ -245,10 +248,12 @@ class Service:
         closed = turn.generation.tokens[-1] in self.renderer.stop_ids
         return self.renderer.tail(rest, ask.tools, closed=closed)
 
-    def _sampling(self, asked: Sampling, forced: SamplingOverride) -> Sampling:
+    def _sampling(self, ask: Ask, forced: SamplingOverride) -> Sampling:
         update = forced.model_dump(exclude_none=True)
-        stop_ids = tuple(dict.fromkeys((*asked.stop_ids, *self.renderer.stop_ids)))
-        return asked.model_copy(update={**update, "stop_ids": stop_ids})
+        update["stop_ids"] = tuple(dict.fromkeys((*ask.sampling.stop_ids, *self.renderer.stop_ids)))
+        if ask.constraint is not None:
+            update["grammar"] = ask.constraint.grammar(self.renderer.template.encode)
+        return ask.sampling.model_copy(update=update)
 
     def _root(self, model: str, tools: Sequence[JsonValue]) -> str:
         key = json.dumps([model, list(tools)], sort_keys=True)

@@ -1,10 +1,12 @@
 """OpenAI Chat Completions, with vLLM's `return_token_ids`."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
+from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
 from whet.gateway.dialects.chat_reply import ChatReply
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
 from whet.gateway.graph import Graph
@@ -73,6 +75,36 @@ class _TextFormat(BaseModel):
     type: Literal["text"]
 
 
+class _ObjectFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["json_object"]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    description: str | None = None
+    definition: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class _SchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["json_schema"]
+    json_schema: _Schema
+
+
+class _Named(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+
+
+class _NamedChoice(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: _Named
+
+
 class _Tool(BaseModel):
     model_config = ConfigDict(extra="allow")
     type: Literal["function"]
@@ -87,7 +119,7 @@ class ChatRequest(BaseModel):
     model: str
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedChoice | None = None
     parallel_tool_calls: Literal[True] | None = None
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
@@ -102,7 +134,9 @@ class ChatRequest(BaseModel):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
-    response_format: _TextFormat | None = None
+    response_format: Annotated[
+        _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
+    ] = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
     # Said for the provider's bookkeeping; they change nothing a model could see.
@@ -131,7 +165,18 @@ class ChatRequest(BaseModel):
             n=self.n or 1,
             stream=bool(self.stream),
             calls_tools=bool(tools) and self.tool_choice != "none",
+            constraint=self._constraint(tools),
         )
+
+    def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
+        schema: Schema | None = None
+        if isinstance(self.response_format, _ObjectFormat):
+            schema = ANY_OBJECT
+        elif isinstance(self.response_format, _SchemaFormat):
+            schema = self.response_format.json_schema.definition or ANY_OBJECT
+        if isinstance(self.tool_choice, _NamedChoice):
+            return constraint(tools, named=self.tool_choice.function.name)
+        return constraint(tools, choice=self.tool_choice or "auto", schema=schema)
 
     def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
         return ChatReply(
