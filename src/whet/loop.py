@@ -77,6 +77,7 @@ def _measure(
         "rows": len(built.rows),
         "trained_rollouts": len({row.rollout for row in built.rows}),
         "unproven_rows": len(built.unproven),
+        "constrained_generations": len(built.constrained),
         "row_tokens": sum(len(row.tokens) for row in built.rows),
         "silent_groups": silent / len(groups) if groups else 0.0,
     }

@@ -23,6 +23,8 @@ class Rows:
     rows: tuple[Row, ...]
     unproven: tuple[GenerationId, ...]
     """Generations with credit whose context could not be proven; they are not trained."""
+    constrained: tuple[GenerationId, ...] = ()
+    """Those sampled under a grammar, whose log-probabilities no trainer can reproduce: context."""
 
 
 class _Turn(NamedTuple):
@@ -37,14 +39,17 @@ def build_rows(credits: Sequence[Credit]) -> Rows:
     """The rows of several credited trajectories; each sampled token weighs 1."""
     rows: list[Row] = []
     unproven: list[GenerationId] = []
+    constrained: list[GenerationId] = []
     for credit in credits:
-        trained: set[GenerationId] = set()
+        masked = _constrained(credit)
+        constrained += masked
+        trained: set[GenerationId] = set(masked)
         for path in _paths(credit.trajectory.calls):
             row, failed = _row(path, credit, trained)
             unproven += failed
             if row.spans:
                 rows.append(row)
-    return Rows(tuple(rows), tuple(unproven))
+    return Rows(tuple(rows), tuple(unproven), tuple(constrained))
 
 
 def normalise(rows: Sequence[Row], how: Literal["token", "rollout"]) -> list[Row]:
@@ -64,6 +69,16 @@ def normalise(rows: Sequence[Row], how: Literal["token", "rollout"]) -> list[Row
     return [
         replace(row, spans=tuple(replace(span, weight=weight(row)) for span in row.spans))
         for row in rows
+    ]
+
+
+def _constrained(credit: Credit) -> list[GenerationId]:
+    return [
+        call.generation_id(index)
+        for call in credit.trajectory.calls
+        for index, generation in enumerate(call.generations)
+        if generation.sampling.grammar is not None
+        and call.generation_id(index) in credit.advantages
     ]
 
 
