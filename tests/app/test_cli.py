@@ -14,7 +14,7 @@ AGENT = """
 import httpx
 
 async def solve(task, llm):
-    async with httpx.AsyncClient(base_url=llm.base_url + "/", timeout=60) as client:
+    async with httpx.AsyncClient(base_url=llm.base_url + "/", verify=False) as client:
         reply = await client.post(
             "chat/completions",
             headers={"Authorization": f"Bearer {llm.api_key}"},

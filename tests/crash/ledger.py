@@ -1,0 +1,74 @@
+"""What must be true of a finished run, however often it was killed on the way."""
+
+import sqlite3
+from collections.abc import Sequence
+
+from anyio import fail_after
+from pydantic import JsonValue
+
+from whet.algorithms.grpo import GRPO
+from whet.app.evaluation import evaluation_rollouts
+from whet.app.folder import RunFolder
+from whet.app.tasks import training_plan
+from whet.rows import build_rows
+from whet.store.sqlite import SQLiteStore
+from whet.types import Group, StepRecord, Trajectory
+
+
+async def audit(
+    folder: RunFolder, tasks: Sequence[JsonValue], held_out: Sequence[JsonValue]
+) -> list[StepRecord]:
+    """Check the store of a finished run against its plan; the steps it found."""
+    config = folder.config()
+    plan = training_plan(tasks, config)
+    async with SQLiteStore(folder.store) as store:
+        steps = await store.steps()
+        assert [step.step for step in steps] == list(range(config.steps))
+        version = 0
+        planned: list[str] = []
+        for step in steps:
+            ids = [rollout.id for rollout in plan(step.step)]
+            planned += ids
+            assert list(step.consumed) == ids, "a step consumed other rollouts than planned"
+            with fail_after(5):
+                await store.wait(ids)  # returns at once: all of them are terminal
+            trajectories = await store.trajectories(ids)
+            assert sampled_by(trajectories) <= {version}, "sampled by weights of another step"
+            check_rows(step, trajectories, GRPO(config.algorithm))
+            version = step.version
+        for when, expected in (("before", 0), ("after", version)):
+            ids = [r.id for r in evaluation_rollouts(when, held_out, config)]
+            assert sampled_by(await store.trajectories(ids)) == {expected}
+    check_tables(folder, planned)
+    return steps
+
+
+def sampled_by(trajectories: Sequence[Trajectory]) -> set[int]:
+    """The versions of the policy that sampled in these trajectories."""
+    calls = [call for trajectory in trajectories for call in trajectory.calls]
+    return {v for call in calls for generation in call.generations for v in generation.versions}
+
+
+def check_rows(step: StepRecord, trajectories: Sequence[Trajectory], algorithm: GRPO) -> None:
+    groups: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.attempt.rollout.group, []).append(trajectory)
+    ordered: list[Group] = list(groups.values())
+    built = build_rows([credit for group in ordered for credit in algorithm.credit(group)])
+    assert built.unproven == ()
+    assert step.metrics["unproven_rows"] == 0
+    assert len(built.rows) == step.metrics["rows"]
+    trained = sum(row.trained_tokens for row in built.rows)
+    assert trained == step.metrics.get("trained_tokens", 0)
+
+
+def check_tables(folder: RunFolder, planned: Sequence[str]) -> None:
+    with sqlite3.connect(folder.store) as db:
+        stored = dict(db.execute("SELECT id, status FROM rollout WHERE id LIKE 'train-%'"))
+        consumed = [id for (id,) in db.execute("SELECT rollout FROM consumed")]
+        running = db.execute("SELECT count(*) FROM attempt WHERE status = 'running'").fetchone()
+    db.close()
+    assert set(stored) == set(planned)
+    assert set(stored.values()) <= {"succeeded", "failed"}
+    assert sorted(consumed) == sorted(planned), "consumed exactly once"
+    assert running == (0,)

@@ -1,0 +1,111 @@
+"""`whet demo` killed at any moment, or stopped by Ctrl-C, goes on from its last step."""
+
+import json
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+from ledger import audit
+
+from whet.app.demo import DEMOS
+from whet.app.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+STEPS, TASKS_PER_STEP, GROUP_SIZE = 6, 4, 4
+TRAINING = STEPS * TASKS_PER_STEP * GROUP_SIZE
+SMALL = [f"--steps={STEPS}", f"--tasks-per-step={TASKS_PER_STEP}", f"--group-size={GROUP_SIZE}"]
+
+
+def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "whet.app.cli", "demo", "--dir", str(directory), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended_rollouts(store: Path) -> int:
+    """How far a run has come, read from outside."""
+    if not store.exists():
+        return 0
+    db = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
+    try:
+        ended = "SELECT count(*) FROM rollout WHERE status IN ('succeeded', 'failed')"
+        return db.execute(ended).fetchone()[0]
+    except sqlite3.OperationalError:  # its tables are being made
+        return 0
+    finally:
+        db.close()
+
+
+def wait_for(run: subprocess.Popen[str], store: Path, rollouts: int) -> None:
+    deadline = time.monotonic() + 300
+    while ended_rollouts(store) < rollouts:
+        assert run.poll() is None, run.stderr and run.stderr.read()
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.01)
+
+
+def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")  # noqa: T201 - to repeat a failure
+    draw = random.Random(seed)
+    folder = RunFolder(tmp_path / "runs" / "killed")
+    held_out = 400
+    points = [
+        draw.randrange(0, held_out),  # while the base model is evaluated, or before
+        held_out + draw.randrange(1, TRAINING),  # in training
+        held_out + draw.randrange(1, TRAINING + held_out),  # in training or after it
+    ]
+    arguments = ["--name", "killed", *SMALL]
+    for point in sorted(points):
+        run = start(tmp_path, *arguments)
+        with run:
+            wait_for(run, folder.store, point)
+            time.sleep(draw.uniform(0, 0.5))  # anywhere in a step: sampling, training, saving
+            run.kill()
+        # Killed before it was a run at all: there is nothing to resume, so it is started.
+        arguments = ["--resume", "killed"] if folder.config_file.exists() else arguments
+
+    run = start(tmp_path, *arguments, "--json")
+    out, err = run.communicate(timeout=600)
+
+    assert run.returncode == 0, err
+    told = json.loads(out.splitlines()[-1])
+    assert told["steps"] == STEPS
+    assert told["rollouts"] == TRAINING
+    assert told["unproven_rows"] == 0
+    tasks, test = DEMOS["arithmetic"].tasks(folder.config())
+    assert 2 * len(test) == held_out
+    steps = anyio.run(audit, folder, tasks, test)
+    assert sum(step.metrics["rows"] for step in steps) == told["rows"] > 0
+    assert {path.name for path in folder.checkpoints.iterdir()} == {steps[-1].checkpoint}
+
+
+@pytest.mark.parametrize("rollouts", [0, 20, 401])
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, rollouts: int) -> None:
+    folder = RunFolder(tmp_path / "runs" / "stopped")
+    run = start(tmp_path, "--name", "stopped", *SMALL)
+    with run:
+        wait_for(run, folder.store, rollouts)
+        assert run.stdout
+        assert "whet demo arithmetic" in run.stdout.readline()
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+
+    assert run.returncode == 130
+    assert err == (
+        "whet: stopped, nothing is lost; continue with: "
+        f"whet demo arithmetic --resume stopped --dir {tmp_path}\n"
+    )
+    assert "Traceback" not in out
+    with folder.owned():
+        pass  # nothing of it is left running

@@ -1,0 +1,154 @@
+"""A run that was broken off anywhere goes on as if it had not been."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+from ledger import audit
+from pydantic import JsonValue
+
+from whet.app.folder import RunFolder
+from whet.app.training import Display, Result, run_training
+from whet.config import RunConfig
+from whet.errors import ConfigError, TrainerError
+from whet.types import Attempt, Endpoint, Outcome, StepRecord
+
+TASKS: list[JsonValue] = [f"say {word}" for word in ("one", "two", "three", "four")]
+HELD_OUT: list[JsonValue] = ["say five", "say six"]
+EVALUATION = 2 * len(HELD_OUT)
+STEP = 2 * 4
+
+
+class Stop(Exception):
+    """Whatever ends a process."""
+
+
+class Breaking(Display):
+    """Breaks the run off when `when` says so of how far it has come."""
+
+    def __init__(self, when: Callable[[str, int, int], bool] = lambda *_: False) -> None:
+        self._when = when
+        self._phase = ""
+        self._outcomes = 0
+        self._steps = 0
+
+    def note(self, text: str) -> None:
+        pass
+
+    def phase(self, name: str, rollouts: int) -> None:
+        self._phase, self._outcomes = name, 0
+        self._break_off()
+
+    def outcome(self, attempt: Attempt, outcome: Outcome) -> None:
+        self._outcomes += 1
+        self._break_off()
+
+    def step(self, record: StepRecord, steps: int) -> None:
+        self._steps = record.step + 1
+        self._phase, self._outcomes = "committed", 0
+        self._break_off()
+
+    def _break_off(self) -> None:
+        if self._when(self._phase, self._steps, self._outcomes):
+            raise Stop
+
+
+async def ask(task: str, llm: Endpoint) -> float:
+    # No certificates: reading them takes longer than all the rest.
+    async with httpx.AsyncClient(base_url=llm.base_url + "/", timeout=60, verify=False) as client:
+        reply = await client.post(
+            "chat/completions",
+            headers={"Authorization": f"Bearer {llm.api_key}"},
+            json={
+                "model": llm.model,
+                "messages": [{"role": "user", "content": task}],
+                "max_tokens": 8,
+            },
+        )
+    # Any difference between samples will do as a reward.
+    return len(reply.json()["choices"][0]["message"]["content"] or "") / 40
+
+
+def new_run(directory: Path) -> RunFolder:
+    settings = {
+        "dir": directory,
+        "steps": 3,
+        "tasks_per_step": 2,
+        "group_size": 4,
+        "trainer": {"weights": "full"},
+        "adam": {"lr": 1e-4},
+        "runner": {"concurrency": 3},
+    }
+    return RunFolder.create(RunConfig.model_validate(settings), "test")
+
+
+def go(folder: RunFolder, display: Display) -> Result:
+    return anyio.run(run_training, ask, TASKS, HELD_OUT, folder, display)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param(
+            lambda phase, step, done: phase == "evaluate before" and done == 2, id="before"
+        ),
+        pytest.param(lambda phase, step, done: phase == "train" and done == 3, id="in a step"),
+        pytest.param(lambda phase, step, done: phase == "committed" and step == 2, id="committed"),
+        pytest.param(lambda phase, step, done: step == 2 and done == 5, id="in the last step"),
+        pytest.param(lambda phase, step, done: phase == "evaluate after" and done == 1, id="after"),
+    ],
+)
+def test_nothing_is_lost_or_trained_twice(
+    tmp_path: Path, when: Callable[[str, int, int], bool]
+) -> None:
+    folder = new_run(tmp_path)
+    with pytest.raises(Stop):
+        go(folder, Breaking(when))
+
+    result = go(RunFolder(folder.path), Breaking())
+
+    anyio.run(audit, folder, TASKS, HELD_OUT)
+    assert result.total("rollouts") == 3 * STEP
+    assert folder.report.exists()
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000002"]
+
+
+def test_a_checkpoint_without_its_commit_did_not_happen(tmp_path: Path) -> None:
+    folder = new_run(tmp_path)
+    with pytest.raises(Stop):
+        go(folder, Breaking(lambda phase, step, done: step == 1 and done == 2))
+    for left in ("step-000001", ".step-000001.partial"):
+        (folder.checkpoints / left).mkdir()
+        (folder.checkpoints / left / "weights.safetensors").write_bytes(b"half")
+
+    go(folder, Breaking())
+
+    anyio.run(audit, folder, TASKS, HELD_OUT)
+
+
+def test_a_lost_checkpoint_is_said_and_nothing_is_trained_on_top_of_the_wrong_weights(
+    tmp_path: Path,
+) -> None:
+    folder = new_run(tmp_path)
+    with pytest.raises(Stop):
+        go(folder, Breaking(lambda phase, step, done: step == 1 and done == 2))
+    (folder.checkpoints / "step-000000" / "weights.safetensors").unlink()
+    with pytest.raises(TrainerError, match="cannot read the checkpoint"):
+        go(folder, Breaking())
+
+
+def test_a_finished_run_is_only_looked_at(tmp_path: Path) -> None:
+    folder = new_run(tmp_path)
+    first = go(folder, Breaking()).as_json()
+    again = go(folder, Breaking(lambda phase, step, done: done > 0)).as_json()
+    assert again | {"seconds": 0} == first | {"seconds": 0}
+
+
+def test_other_tasks_are_refused(tmp_path: Path) -> None:
+    folder = new_run(tmp_path)
+    with pytest.raises(Stop):
+        go(folder, Breaking(lambda phase, step, done: done == 2))
+    with pytest.raises(ConfigError, match="the held-out tasks are not those"):
+        anyio.run(run_training, ask, TASKS, [*HELD_OUT, "say seven"], folder, Breaking())
