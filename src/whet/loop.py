@@ -63,9 +63,7 @@ async def train(
         yield record
 
 
-def _measure(
-    rollouts: Sequence[Rollout], groups: Sequence[Group], built: Rows
-) -> dict[str, float]:
+def _measure(rollouts: Sequence[Rollout], groups: Sequence[Group], built: Rows) -> dict[str, float]:
     """The standing numbers of a step."""
     trajectories = [trajectory for group in groups for trajectory in group]
     silent = sum(1 for group in groups if len({t.reward for t in group}) < 2)

@@ -5,7 +5,8 @@ Each path from a beginning to a generation nobody continued is one row. A genera
 paths is trained in the first and is context in the others, so it trains once.
 
 Proof: a call stored the digest of the ids its engine was given. A row's own prefix must have
-that digest, or the generation is not trained and counts as unproven.
+that digest, or the generation is not trained and counts as unproven. A generation that was held
+to a grammar is context.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ def build_rows(credits: Sequence[Credit]) -> Rows:
         for path in _paths(credit.trajectory.calls):
             row, failed = _row(path, credit, trained)
             unproven += failed
-            if row.spans:
+            if row.trained_tokens:
                 rows.append(row)
     return Rows(tuple(rows), tuple(unproven), tuple(constrained))
 
@@ -94,7 +95,8 @@ def _paths(calls: Sequence[Call]) -> list[list[_Turn]]:
         if id in continued:
             continue
         path = [turn]
-        while (parent := path[-1].call.parent) is not None:
+        # A parent that is not there cannot be proven either: the prefix will not match.
+        while (parent := path[-1].call.parent) is not None and parent in turns:
             path.append(turns[parent])
         paths.append(path[::-1])
     return paths
@@ -110,7 +112,9 @@ def _row(
     for id, call, generation in path:
         tokens += call.context
         digest = digest_tokens(call.context, digest)
-        advantage = credit.advantages.get(id)
+        # What a grammar masked, no trainer can reproduce.
+        free = generation.sampling.grammar is None
+        advantage = credit.advantages.get(id) if free else None
         if advantage is not None and id not in trained:
             trained.add(id)
             proven = (call.prompt_length, call.prompt_digest) == (len(tokens), digest.hexdigest())
@@ -120,13 +124,12 @@ def _row(
                 failed.append(id)
         tokens += generation.tokens
         digest = digest_tokens(generation.tokens, digest)
+    end = spans[-1].end if spans else 0  # nothing is learned from what comes after
     rollout = credit.trajectory.attempt.rollout
-    return Row(tuple(tokens), tuple(spans), rollout.id, rollout.group), failed
+    return Row(tuple(tokens[:end]), tuple(spans), rollout.id, rollout.group), failed
 
 
-def _span(
-    id: GenerationId, start: int, generation: Generation, advantage: float
-) -> SampledSpan:
+def _span(id: GenerationId, start: int, generation: Generation, advantage: float) -> SampledSpan:
     return SampledSpan(
         generation=id,
         start=start,

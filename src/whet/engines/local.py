@@ -5,15 +5,22 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
 
+import anyio
 import numpy as np
 import torch
+from anyio import to_thread
 from numpy.typing import NDArray
 
 from whet.config import EngineConfig
-from whet.engines.sampling import Request, draw, fresh_generator, seeded
+from whet.engines.grammar import Grammars, Matcher
+from whet.engines.request import Drawn, Request
+from whet.engines.sampling import draw
 from whet.engines.slots import SlotCache, common_prefix
-from whet.errors import EngineError, PromptTooLong, boundary
+from whet.errors import EngineError, PromptTooLong, RequestError, boundary
 from whet.policies.local import LocalPolicy
 from whet.protocols import Engine
 from whet.types import Piece, Sampling
@@ -25,6 +32,29 @@ PREFILL_TOKENS = 4096
 
 WORTH_WAITING_FOR = 16
 """Shared tokens for which a request waits one pass, to copy what another is about to compute."""
+
+SMALLEST_CAPACITY = 64
+"""Of a slot. Larger ones are powers of two, so that growing is rare."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request(Request):
+    """A request of another thread."""
+
+    deliver: Callable[[Piece | Exception], None] = field(kw_only=True)
+    cancelled: bool = False
+
+    def advance(self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]) -> bool:
+        """Take a token and deliver what is due; returns whether this was the last one."""
+        try:
+            piece = self.take(drawn, version, decode)
+        except RequestError as error:  # its own fault: the others go on
+            self.deliver(error)
+            return True
+        if piece is None:
+            return False
+        self.deliver(piece)
+        return piece.stop is not None
 
 
 class LocalEngine(Engine):
@@ -41,23 +71,29 @@ class LocalEngine(Engine):
         config: EngineConfig,
         decode: Callable[[Sequence[int]], str],
         *,
+        grammars: Grammars | None = None,
         threads: int | None = None,
     ) -> None:
-        """`decode` turns ids into text, for stop strings alone."""
+        """`decode` turns ids into text, for stop strings alone.
+
+        Without `grammars` a request that has a grammar is refused.
+        """
         self._policy = policy
         self._budget = config.kv_tokens
         self.context_length = min(
             config.max_context or policy.context_length, policy.context_length, self._budget - 1
         )
         self._decode = decode
+        self._grammars = grammars
         self._threads = threads
         self._cache = SlotCache()
-        self._active: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._active: list[_Request] = []
+        self._waiting: deque[_Request] = deque()
         self._wake = threading.Condition()
         self._closed = False
-        self._generator = fresh_generator(policy.device)
-        self._version = policy.version
+        self._random = Random()
+        """Of requests without a seed. No seed of the run decides it: equal requests differ."""
+        self._edition = policy.edition
         self._passes = 0
         self.prefilled = 0
         """Prompt tokens computed so far; what a prefix saved is not in it."""
@@ -73,15 +109,24 @@ class LocalEngine(Engine):
                 f"the prompt has {len(prompt)} tokens; this model's context holds "
                 f"1 to {self.context_length - 1} and room for an answer"
             )
+        if min(prompt) < 0 or max(prompt) >= self._policy.vocabulary:
+            raise RequestError(f"the prompt has ids outside 0 to {self._policy.vocabulary - 1}")
+        matcher = await self._matcher(sampling)
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        request = Request(
-            prompt=prompt,
+
+        def deliver(piece: Piece | Exception) -> None:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                loop.call_soon_threadsafe(arrived.put_nowait, piece)
+
+        request = _Request(
+            tokens=list(prompt),
             sampling=sampling,
             limit=min(sampling.max_tokens or room, room),
             stream=stream,
-            deliver=lambda piece: loop.call_soon_threadsafe(arrived.put_nowait, piece) and None,
-            generator=seeded(sampling.seed, self._policy.device),
+            deliver=deliver,
+            random=self._random if sampling.seed is None else Random(sampling.seed),
+            matcher=matcher,
         )
         self._submit(request)
         try:
@@ -99,9 +144,18 @@ class LocalEngine(Engine):
         with self._wake:
             self._closed = True
             self._wake.notify()
-        await asyncio.to_thread(self._thread.join)
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(self._thread.join)
 
-    def _submit(self, request: Request) -> None:
+    async def _matcher(self, sampling: Sampling) -> Matcher | None:
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("this engine cannot hold its samples to a grammar")
+        # A large grammar takes its time to compile.
+        return await to_thread.run_sync(self._grammars.matcher, sampling.grammar, sampling.stop_ids)
+
+    def _submit(self, request: _Request) -> None:
         with self._wake:
             if self._closed:
                 raise EngineError("the engine is closed")
@@ -129,24 +183,27 @@ class LocalEngine(Engine):
     @torch.inference_mode()
     def _pass(self) -> None:
         with self._policy.lock:
-            if self._version != self._policy.version:
-                self._version = self._policy.version
+            if self._edition != self._policy.edition:
+                self._edition = self._policy.edition
                 self._cache.forget()
             self._passes += 1
-            self._leave([r.cancelled for r in self._active])
+            self._leave([request.cancelled for request in self._active])
             self._admit()
             self._prefill()
             self._step()
 
     def _admit(self) -> None:
         """Give waiting requests a slot, starting from the longest prefix some slot holds."""
-        later: list[Request] = []
+        later: list[_Request] = []
         fresh: list[NDArray[np.int32]] = []
+        longest = self._longest()
         while request := self._next_waiting():
             tokens = np.asarray(request.tokens, np.int32)
-            if not self._fits(len(self._active) + 1, len(tokens)):
+            longest = max(longest, len(tokens))
+            if not self._fits(len(self._active) + 1, longest):
                 later.append(request)
                 break
+            self._make_room(len(self._active) + 1, longest)
             source, shared = self._cache.longest_prefix(tokens)
             if any(common_prefix(f, tokens) >= shared + WORTH_WAITING_FOR for f in fresh):
                 later.append(request)
@@ -156,7 +213,7 @@ class LocalEngine(Engine):
         with self._wake:
             self._waiting.extendleft(reversed(later))
 
-    def _next_waiting(self) -> Request | None:
+    def _next_waiting(self) -> _Request | None:
         with self._wake:
             while self._waiting:
                 request = self._waiting.popleft()
@@ -164,98 +221,100 @@ class LocalEngine(Engine):
                     return request
         return None
 
+    def _longest(self) -> int:
+        return max((len(request.tokens) for request in self._active), default=0)
+
+    def _capacity(self, length: int) -> int:
+        """How long a slot must be for a row of this length, and a spare column for padding."""
+        return min(max(SMALLEST_CAPACITY, 1 << length.bit_length()), self._budget)
+
     def _fits(self, rows: int, length: int) -> bool:
-        """Whether so many active rows, one of them this long, stay within the budget."""
-        return rows == 1 or rows * self._cache.capacity_for(length) <= self._budget
+        """Whether so many active rows, the longest of this length, stay within the budget."""
+        return rows * self._capacity(length) <= self._budget
 
     def _make_room(self, rows: int, length: int) -> None:
         """Slots for so many active rows of this length; idle ones stay while the budget lasts."""
         cache = self._cache
-        most = max(rows, self._budget // cache.capacity_for(length))
-        if len(cache.slots) > most:
-            cache.drop_idle(most)
-        empty = any(len(slot.tokens) == 0 for slot in cache.slots[len(self._active) :])
-        grown = len(cache.slots) if empty else max(8, 2 * len(cache.slots))
-        cache.reserve(max(rows, min(most, grown)), length)
+        capacity = max(cache.capacity, self._capacity(length))
+        if rows * capacity > self._budget:
+            capacity = self._capacity(length)
+        most = self._budget // capacity
+        full = rows > len(self._active) and cache.length_S[len(self._active) :].all()
+        wanted = min(most, max(rows, 8, 2 * cache.slots if full else cache.slots))
+        if (wanted, capacity) != (cache.slots, cache.capacity):
+            cache.resize(wanted, capacity)
 
-    def _place(self, request: Request, source: int, shared: int) -> None:
+    def _place(self, request: _Request, source: int, shared: int) -> None:
+        """Make a request active, in an idle slot that then holds what it shares with `source`."""
         cache = self._cache
         row = len(self._active)
-        held = cache.slots[source] if shared else None
-        self._make_room(row + 1, len(request.prompt) + len(request.drawn))
-        idle = range(row, len(cache.slots))
-        if held and source in idle and shared == len(held.tokens):
-            target = source
-        else:
-            target = min(idle, key=lambda i: (len(cache.slots[i].tokens) > 0, cache.slots[i].used))
-            survives = held is not None and source < len(cache.slots)
-            cache.copy_prefix(source, target, shared if survives else 0)
-        cache.swap(row, target)
+        if source < row or shared < cache.length_S[source]:
+            # Empty ones first, then the one used longest ago.
+            idle = range(row, cache.slots)
+            target = min(idle, key=lambda slot: (cache.length_S[slot] > 0, cache.used_S[slot]))
+            cache.copy_prefix(source, target, shared)
+            source = target
+        cache.swap(row, source)
         self._active.append(request)
         cache.active = len(self._active)
 
     def _prefill(self) -> None:
-        """Compute what the slots lack, but for the last token of rows that lack only that."""
-        cache = self._cache
-        lacking = [
-            (row, request.tokens)
-            for row, request in enumerate(self._active)
-            if len(request.prompt) + len(request.drawn) - len(cache.slots[row].tokens) > 1
-        ]
-        # Like lengths together: padding is computed in vain.
-        lacking.sort(key=lambda pair: len(pair[1]) - len(cache.slots[pair[0]].tokens))
-        batch: list[tuple[int, list[int]]] = []
-        for row, tokens in lacking:
-            width = len(tokens) - len(cache.slots[row].tokens)
-            if batch and (len(batch) + 1) * width > PREFILL_TOKENS:
-                self._prefill_rows(batch)
-                batch = []
-            batch.append((row, tokens))
-        if batch:
-            self._prefill_rows(batch)
+        """Compute what rows lack, but for the last token of each: `_step` begins with those."""
+        while rows := self._next_prefill():
+            news: list[list[int]] = []
+            for row in rows:
+                start = int(self._cache.length_S[row])
+                news.append(self._active[row].tokens[start:-1][:PREFILL_TOKENS])
+            self._forward(rows, news, keep=0)
+            self.prefilled += sum(map(len, news))
 
-    def _prefill_rows(self, batch: Sequence[tuple[int, list[int]]]) -> None:
-        # All but the last token: `_step` then samples for every row alike.
-        news = [tokens[len(self._cache.slots[row].tokens) : -1] for row, tokens in batch]
-        self._forward(torch.tensor([row for row, _ in batch]), news)
-        self.prefilled += sum(map(len, news))
-        for row, tokens in batch:
-            self._cache.slots[row].tokens = np.asarray(tokens[:-1], np.int32)
+    def _next_prefill(self) -> list[int]:
+        """Rows to prefill together: of like lengths, since padding is computed in vain."""
+        lacks = [
+            (len(request.tokens) - 1 - int(held), row)
+            for row, (request, held) in enumerate(
+                zip(self._active, self._cache.length_S, strict=False)
+            )
+        ]
+        rows: list[int] = []
+        for lack, row in sorted(lacks):
+            if rows and (len(rows) + 1) * lack > PREFILL_TOKENS:
+                break
+            if lack > 0:
+                rows.append(row)
+        return rows
 
     def _step(self) -> None:
         """One more token for every active row."""
-        longest = max((len(r.prompt) + len(r.drawn) for r in self._active), default=0)
-        while not self._fits(len(self._active), longest):
+        while not self._fits(len(self._active), self._longest()):
             self._move_aside()
         if not self._active:
             return
-        self._make_room(len(self._active), longest)
-        last = [r.drawn[-1].token if r.drawn else r.prompt[-1] for r in self._active]
-        logits_BV = self._forward(slice(0, len(last)), [[token] for token in last])
-        for slot, token in zip(self._cache.slots, last, strict=False):
-            slot.tokens = np.append(slot.tokens, np.int32(token))
-            slot.used = self._passes
-        drawn = draw(logits_BV, self._active, self._generator)
-        ended = [
-            request.take(one, self._version, self._decode)
-            for request, one in zip(self._active, drawn, strict=True)
-        ]
-        self._leave(ended)
-
-    def _forward(self, rows: slice | torch.Tensor, news: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Run the model on each row's new tokens, right-padded; logits of the last column."""
-        cache, device = self._cache, self._policy.device
-        held = cache.slots[rows] if isinstance(rows, slice) else [cache.slots[i] for i in rows]
-        starts = [len(slot.tokens) for slot in held]
-        width = max(map(len, news))
-        cache.length = max(start + len(new) for start, new in zip(starts, news, strict=True)) + 1
-        ids_BT = torch.tensor([[*new, *[0] * (width - len(new))] for new in news], device=device)
-        position_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(
-            width, device=device
+        self._make_room(len(self._active), self._longest())
+        rows = slice(0, len(self._active))
+        self._cache.used_S[rows] = self._passes
+        last = [request.tokens[-1:] for request in self._active]
+        drawn = draw(self._forward(rows, last, keep=1)[:, -1], self._active)
+        version = self._policy.version
+        self._leave(
+            [r.advance(d, version, self._decode) for r, d in zip(self._active, drawn, strict=True)]
         )
+
+    def _forward(
+        self, rows: slice | list[int], news: Sequence[Sequence[int]], *, keep: int
+    ) -> torch.Tensor:
+        """Run the model on each row's new tokens, right-padded; logits of the last `keep`."""
+        cache, device = self._cache, self._policy.device
+        starts = cache.length_S[rows]
+        width = max(map(len, news))
+        cache.seen = int((starts + [len(new) for new in news]).max()) + 1
+        ids_BT = torch.tensor([[*new, *[0] * (width - len(new))] for new in news], device=device)
+        column_T = torch.arange(width, device=device)
         # Padding is written to a spare last column, or where the row's next tokens will go.
-        position_BT = position_BT.clamp(max=cache.length - 1)
-        mask_B1TL = torch.arange(cache.length, device=device) <= position_BT[:, None, :, None]
+        position_BT = (torch.tensor(starts, device=device)[:, None] + column_T).clamp(
+            max=cache.seen - 1
+        )
+        mask_B1TL = torch.arange(cache.seen, device=device) <= position_BT[:, None, :, None]
         cache.rows, cache.positions_BT = rows, position_BT
         output = self._policy.model(
             input_ids=ids_BT,
@@ -263,9 +322,10 @@ class LocalEngine(Engine):
             position_ids=position_BT,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=torch.arange(width - keep, width, device=device),
         )
-        return output.logits[:, -1]
+        cache.extend(range(rows.stop) if isinstance(rows, slice) else rows, news)
+        return output.logits
 
     def _leave(self, gone: Sequence[bool]) -> None:
         """Make the slots of these rows idle; they keep what they hold."""
@@ -278,10 +338,12 @@ class LocalEngine(Engine):
         self._cache.active = len(self._active)
 
     def _move_aside(self) -> None:
-        """The youngest request waits until there is room again; it keeps what it sampled."""
+        """The request that sampled least waits until there is room again; it loses nothing."""
+        drawn = [len(request.drawn) for request in self._active]
+        row = drawn.index(min(drawn))
         with self._wake:
-            self._waiting.appendleft(self._active[-1])
-        self._leave([False] * (len(self._active) - 1) + [True])
+            self._waiting.appendleft(self._active[row])
+        self._leave([index == row for index in range(len(drawn))])
 
     def _fail_all(self, error: EngineError) -> None:
         with self._wake:

@@ -4,7 +4,7 @@ The first `active` slots are being sampled from; the others are idle but remembe
 so that the next turn of a conversation, or another sample of the same prompt, starts from there.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,37 +12,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-SMALLEST_CAPACITY = 64
-
-
-@dataclass(slots=True)
-class Slot:
-    """What is known of the keys and values of one row."""
-
-    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """The ids whose keys and values the row holds, from position 0."""
-    used: int = 0
-    """When it was last active, to forget the oldest first."""
+NOTHING = -1
+"""Stands in `tokens_SL` where a slot holds no token; equal to no id."""
 
 
 class SlotCache(Cache):
     """A Hugging Face cache whose rows sit at their own positions.
 
-    Set `rows` and `positions_BT` before each forward pass: the new keys and values are written
-    there, and attention sees the whole rows; the mask hides what lies beyond each row's position.
+    Set `rows`, `positions_BT` and `seen` before each forward pass: the new keys and values are
+    written there, and attention sees the rows; a mask hides what lies beyond each row's position.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.slots: list[Slot] = []
         self.active = 0
         self.capacity = 0
-        self.rows: slice | Tensor = slice(0, 0)
+        self.tokens_SL: NDArray[np.int32] = np.empty((0, 0), np.int32)
+        """The ids whose keys and values each slot holds, from position 0."""
+        self.length_S: NDArray[np.int64] = np.empty(0, np.int64)
+        self.used_S: NDArray[np.int64] = np.empty(0, np.int64)
+        """When each slot was last active, to forget the oldest first."""
+        self.rows: slice | Sequence[int] = ()
         self.positions_BT = torch.empty(0)
-        self.length = 0
-        """How much of each row attention looks at."""
+        self.seen = 0
+        """How many columns of each row attention looks at."""
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+
+    @property
+    def slots(self) -> int:
+        return len(self.length_S)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **_: object
@@ -50,75 +49,92 @@ class SlotCache(Cache):
         if layer_idx == len(self._keys):
             self._keys.append(self._room_like(key_states))
             self._values.append(self._room_like(value_states))
-        out: list[Tensor] = []
-        for store, new_BHTD in ((self._keys, key_states), (self._values, value_states)):
-            cache = store[layer_idx]
-            if isinstance(self.rows, slice):
-                view_BHLD = cache[self.rows, :, : self.length]
-                _write(view_BHLD, new_BHTD, self.positions_BT)
-                out.append(view_BHLD)
-            else:
-                rows_BHLD = cache[self.rows, :, : self.length]
-                _write(rows_BHLD, new_BHTD, self.positions_BT)
-                cache[self.rows, :, : self.length] = rows_BHLD
-                out.append(rows_BHLD)
-        return out[0], out[1]
+        return (
+            self._write(self._keys[layer_idx], key_states),
+            self._write(self._values[layer_idx], value_states),
+        )
+
+    def _write(self, cache_SHLD: Tensor, new_BHTD: Tensor) -> Tensor:
+        """Put each row's new entries at its own positions; returns the rows."""
+        rows_BHLD = cache_SHLD[self.rows, :, : self.seen]
+        index_BHTD = self.positions_BT[:, None, :, None].expand_as(new_BHTD)
+        rows_BHLD.scatter_(2, index_BHTD, new_BHTD)
+        if not isinstance(self.rows, slice):  # then they are a copy
+            cache_SHLD[self.rows, :, : self.seen] = rows_BHLD
+        return rows_BHLD
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
+        return self.seen
 
-    def capacity_for(self, length: int) -> int:
-        """How long slots must be to hold a row of this length: a power of two, never shrinking."""
-        return max(SMALLEST_CAPACITY, 1 << length.bit_length(), self.capacity)
+    def resize(self, slots: int, capacity: int) -> None:
+        """Hold so many slots of this capacity.
 
-    def reserve(self, slots: int, length: int) -> None:
-        """Make room for at least this many slots, and a row of this length in each."""
-        self.capacity = self.capacity_for(length)
-        self.slots += [Slot() for _ in range(slots - len(self.slots))]
+        Where slots have to go, the idle ones that were used longest ago do; where the capacity
+        shrinks, what is longer keeps the prefix that fits.
+        """
+        idle = sorted(range(self.active, self.slots), key=lambda slot: -self.used_S[slot])
+        keep = [*range(self.active), *idle][:slots]
+        columns = min(capacity, self.capacity)
+        self.capacity = capacity
+        tokens_SL = np.full((slots, capacity), NOTHING, np.int32)
+        tokens_SL[: len(keep), :columns] = self.tokens_SL[keep, :columns]
+        self.tokens_SL = tokens_SL
+        grown = (0, slots - len(keep))
+        self.length_S = np.pad(self.length_S[keep].clip(max=columns), grown)
+        self.used_S = np.pad(self.used_S[keep], grown)
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):
-                if old.shape[0] < len(self.slots) or old.shape[2] < self.capacity:
-                    store[layer] = self._room_like(old)
-                    store[layer][: old.shape[0], :, : old.shape[2]] = old
+                store[layer] = self._room_like(old)
+                store[layer][: len(keep), :, :columns] = old[keep, :, :columns]
 
-    def drop_idle(self, slots: int) -> None:
-        """Give up idle slots beyond this many in all."""
-        keep = max(slots, self.active)
-        del self.slots[keep:]
-        for store in (self._keys, self._values):
-            store[:] = [old[:keep].clone() if old.shape[0] > keep else old for old in store]
+    def extend(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+        """Note that these rows now hold these tokens too."""
+        for row, new in zip(rows, news, strict=True):
+            start = self.length_S[row]
+            self.tokens_SL[row, start : start + len(new)] = new
+            self.length_S[row] += len(new)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two slots."""
         if a == b:
             return
-        self.slots[a], self.slots[b] = self.slots[b], self.slots[a]
+        columns = int(max(self.length_S[a], self.length_S[b]))
         for cache in (*self._keys, *self._values):
-            cache[[a, b]] = cache[[b, a]]
+            cache[[a, b], :, :columns] = cache[[b, a], :, :columns]
+        for array in (self.tokens_SL, self.length_S, self.used_S):
+            array[[a, b]] = array[[b, a]]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give `target` the first `length` positions of `source`."""
-        for cache in (*self._keys, *self._values):
-            cache[target, :, :length] = cache[source, :, :length]
-        self.slots[target].tokens = self.slots[source].tokens[:length]
+        """Give `target` the first `length` positions of `source`, and nothing else."""
+        if source != target:
+            for cache in (*self._keys, *self._values):
+                cache[target, :, :length] = cache[source, :, :length]
+            self.tokens_SL[target, :length] = self.tokens_SL[source, :length]
+        self.tokens_SL[target, length:] = NOTHING
+        self.length_S[target] = length
 
     def longest_prefix(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
         """(slot, length) of the longest prefix of `tokens` that some slot holds."""
-        best, length = 0, 0
-        for index, slot in enumerate(self.slots):
-            n = common_prefix(slot.tokens, tokens)
-            if n > length:
-                best, length = index, n
-        return best, length
+        if not self.slots:
+            return 0, 0
+        n = min(len(tokens), self.capacity)
+        same_SN = self.tokens_SL[:, :n] == tokens[:n]
+        prefix_S = np.where(same_SN.all(axis=1), n, same_SN.argmin(axis=1))
+        best = int(prefix_S.argmax())
+        return best, int(prefix_S[best])
 
     def forget(self) -> None:
         """The weights changed: no key or value is theirs any more."""
-        for slot in self.slots:
-            slot.tokens = slot.tokens[:0]
+        self.tokens_SL = np.full((self.active, self.capacity), NOTHING, np.int32)
+        self.length_S = np.zeros(self.active, np.int64)
+        self.used_S = self.used_S[: self.active]
+        # A masked column still takes part with weight zero, so a NaN must not outlive its weights.
+        self._keys.clear()
+        self._values.clear()
 
     def _room_like(self, tensor_BHTD: Tensor) -> Tensor:
         _, heads, _, width = tensor_BHTD.shape
-        return tensor_BHTD.new_zeros(len(self.slots), heads, self.capacity, width)
+        return tensor_BHTD.new_zeros(self.slots, heads, self.capacity, width)
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
@@ -126,9 +142,3 @@ def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
-
-
-def _write(rows_BHLD: Tensor, new_BHTD: Tensor, positions_BT: Tensor) -> None:
-    """Put each row's new entries at its own positions."""
-    index = positions_BT[:, None, :, None].expand_as(new_BHTD)
-    rows_BHLD.scatter_(2, index, new_BHTD)

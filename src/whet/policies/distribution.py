@@ -32,16 +32,20 @@ class Shaping:
         )
 
 
-def log_probs(logits_NV: Tensor, shaping: Shaping) -> Tensor:
+def log_probs(logits_NV: Tensor, shaping: Shaping, sampled_N: Tensor | None = None) -> Tensor:
     """Log-probabilities in fp32 of the distribution that is really sampled.
 
     Tokens cut off by top-k or top-p get minus infinity, and the rest is normalised again.
+    Tokens known to have been sampled, `sampled_N`, were not cut off: they stay, even where a
+    forward pass that rounds differently would put them just past the edge.
     """
     temperature_N1 = shaping.temperature_N.masked_fill(shaping.temperature_N == 0, 1.0)[:, None]
     logp_NV = torch.log_softmax(logits_NV.float() / temperature_N1, dim=-1)
     if not shaping.truncates:
         return logp_NV
     kept_NV = _kept(logp_NV.detach(), shaping)
+    if sampled_N is not None:
+        kept_NV = kept_NV.scatter(1, sampled_N[:, None], True)
     return torch.log_softmax(logp_NV.masked_fill(~kept_NV, float("-inf")), dim=-1)
 
 
@@ -55,6 +59,8 @@ def _kept(logp_NV: Tensor, shaping: Shaping) -> Tensor:
     in_k_NV = rank_V[None, :] < k_N1
     mass_NV = torch.softmax(sorted_NV.masked_fill(~in_k_NV, float("-inf")), dim=-1)
     before_NV = mass_NV.cumsum(dim=-1) - mass_NV
-    kept_sorted_NV = in_k_NV & (before_NV < shaping.top_p_N[:, None])
+    top_p_N1 = shaping.top_p_N[:, None]
+    # The sum may round up to 1 before the last token: 1 is no limit, not a limit of 1.
+    kept_sorted_NV = in_k_NV & ((before_NV < top_p_N1) | (top_p_N1 >= 1))
     kept_sorted_NV[:, 0] = True
     return torch.zeros_like(kept_sorted_NV).scatter(1, order_NV, kept_sorted_NV)

@@ -1,11 +1,14 @@
 """A Hugging Face model in this process: one copy of weights for the sampler and the trainer."""
 
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Literal, cast
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -14,12 +17,36 @@ from whet.config import TrainerConfig
 from whet.errors import ConfigError, boundary
 
 
+class TurnLock:
+    """A lock whose holder cannot take it again before whoever waits for it.
+
+    The engine lets go only to take it at once for its next pass; with a plain lock a trainer
+    would wait until the engine has nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._turn:
+            self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+
 class LocalPolicy:
     """The weights and their version.
 
     The model is never put in training mode: dropout would make the trainer's log-probabilities
-    differ from the sampler's. Whoever changes weights holds `lock` and raises `version` before
-    letting it go; the engine holds it for each forward pass, so a token is always of one version.
+    differ from the sampler's. Weights are changed inside `changing`; the engine holds `lock` for
+    each pass, so a token is always of one version.
     """
 
     def __init__(self, folder: Path, config: TrainerConfig, *, device: str, seed: int) -> None:
@@ -27,33 +54,51 @@ class LocalPolicy:
         self.config = config
         self.device = torch.device(_pick_device(device))
         self.version = 0
-        self.lock = threading.RLock()
+        self.edition = 0
+        """How often the weights were changed: keys and values of another edition are stale.
+        Unlike the version it never goes back, whatever is restored."""
+        self.lock = TurnLock()
         disable_progress_bar()  # a library draws none; whoever shows progress does it in app/
         with boundary(ConfigError, f"cannot load the model in {str(folder)!r}"):
             hf_config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder))
             _refuse_partial_attention(hf_config)
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="sdpa"
             )
+        model = cast(PreTrainedModel, loaded)
         self.context_length = int(hf_config.max_position_embeddings)
-        self.wrapped: nn.Module = model
+        self.vocabulary = int(hf_config.vocab_size)
+        self.model = cast(nn.Module, model)
+        """What is run: with LoRA, its linear layers are replaced in place."""
+        self.wrapped: PreTrainedModel | PeftModel = model
         """What is saved: the PEFT model, or the model itself when all weights are trained."""
         if config.weights == "lora":
-            torch.manual_seed(seed)
-            lora = LoraConfig(
-                r=config.lora_rank,
-                lora_alpha=config.lora_alpha,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            )
-            self.wrapped = get_peft_model(model, lora)
-        self.model = cast(PreTrainedModel, model)
-        """What is run: with LoRA, its linear layers have been replaced in place."""
-        self.wrapped.to(self.device).eval()
+            self.wrapped = _with_lora(model, config, seed)
+        self.model.to(self.device).eval()
+
+    @contextmanager
+    def changing(self, version: int) -> Generator[None]:
+        """Change the weights inside; they are of this version afterwards."""
+        with self.lock:
+            self.edition += 1
+            yield
+            self.version = version
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The weights training changes, by name."""
         return {n: p for n, p in self.wrapped.named_parameters() if p.requires_grad}
+
+
+def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> PeftModel:
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, lora)
 
 
 def _pick_device(device: str) -> Literal["cpu", "cuda"]:
@@ -64,7 +109,9 @@ def _pick_device(device: str) -> Literal["cpu", "cuda"]:
 
 def _refuse_partial_attention(config: PretrainedConfig) -> None:
     """Slots of keys and values stand for whole contexts; other kinds of memory need other code."""
-    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
+    settings = config.to_dict()
+    plain = "sliding_attention" if settings.get("sliding_window") else "full_attention"
+    kinds = set(settings.get("layer_types") or [plain])
     if kinds - {"full_attention"}:
         raise ConfigError(
             f"the local engine serves models with full attention in every layer; "

@@ -2,16 +2,15 @@
 
 import json
 import math
-import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from anyio import to_thread
-from safetensors.torch import load_file, save_file
+from safetensors import torch as safetensors
 from torch import Tensor
 
 from whet.config import AdamConfig, LossConfig
@@ -19,6 +18,7 @@ from whet.errors import TrainerError, boundary
 from whet.policies.distribution import Shaping, log_probs
 from whet.policies.local import LocalPolicy
 from whet.protocols import Trainer
+from whet.trainers.checkpoint import appear_whole
 from whet.trainers.loss import LOSSES
 from whet.trainers.tree import Tree, pack
 from whet.types import Metrics, Row
@@ -29,6 +29,13 @@ WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+TOTALS = ("loss", "trained_tokens", "computed_tokens")
+MEANS = ("mismatch_kl", "clip_fraction", "entropy", "staleness")
+"""Over trained tokens."""
+
+LARGEST_LOG_RATIO = 20.0
+"""Beyond it a ratio overflows, and zero times its gradient is no number."""
 
 
 class LocalTrainer(Trainer):
@@ -51,13 +58,13 @@ class LocalTrainer(Trainer):
         return self._policy.version
 
     async def save(self, folder: Path) -> None:
-        await self._in_thread(lambda: _appear_whole(folder, self._write_state))
+        await self._in_thread(lambda: appear_whole(folder, self._write_state))
 
     async def restore(self, folder: Path) -> None:
         await self._in_thread(lambda: self._restore(folder))
 
     async def export(self, folder: Path) -> None:
-        await self._in_thread(lambda: _appear_whole(folder, self._write_export))
+        await self._in_thread(lambda: appear_whole(folder, self._write_export))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         def on_all_cores() -> T:
@@ -71,40 +78,42 @@ class LocalTrainer(Trainer):
     # ----------------------------------------------------------------- in a worker thread
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        sums: dict[str, float] = defaultdict(float)
-        trees = 0
-        for tree in pack(rows, self._policy.config.micro_batch_tokens):
-            for name, value in self._one_tree(tree, loss).items():
-                sums[name] += value
-            sums["computed_tokens"] += len(tree.tokens)
-            trees += 1
-        tokens = sums["trained_tokens"]
-        per_token = ("mismatch_kl", "clip_fraction", "entropy", "staleness")
-        return {**sums, **{name: sums[name] / tokens for name in per_token if tokens}}
+        _refuse_unusable(rows)
+        sums: dict[str, float] = dict.fromkeys((*TOTALS, *MEANS), 0.0)
+        with ExitStack() as on_failure:
+            on_failure.callback(self._adam.zero_grad)  # half a gradient is worse than none
+            for tree in pack(rows, self._policy.config.micro_batch_tokens):
+                for name, value in self._one_tree(tree, loss).items():
+                    sums[name] += value
+            on_failure.pop_all()
+        tokens = max(1.0, sums["trained_tokens"])
+        return {**sums, **{name: sums[name] / tokens for name in MEANS}}
 
     def _one_tree(self, tree: Tree, loss: LossConfig) -> dict[str, float]:
-        batch = _Batch.of(tree, self._policy.device)
-        logits_UV = self._logits(tree, batch.nodes_U)
-        logp_NV = log_probs(logits_UV[batch.source_N], batch.shaping)
+        batch = _Batch(tree, self._policy.device)
+        logits_NV = self._logits(tree, batch.source_N)
+        logp_NV = log_probs(logits_NV, batch.shaping, batch.target_N)
         logp_N = logp_NV.gather(1, batch.target_N[:, None])[:, 0]
         log_ratio_N = logp_N - batch.sampled_N
-        ratio_N = log_ratio_N.exp()
+        ratio_N = log_ratio_N.clamp(max=LARGEST_LOG_RATIO).exp()
         value = LOSSES[loss.name](ratio_N, batch.advantage_N, batch.weight_N, loss)
+        if not math.isfinite(value.item()):
+            raise TrainerError(f"the loss is {value.item()}: the model's logits are not finite")
         value.backward()
         with torch.no_grad():
             outside_N = (ratio_N < 1 - loss.clip_low) | (ratio_N > 1 + loss.clip_high)
-            p_NV = logp_NV.exp()
-            entropy_N = -(p_NV * logp_NV.masked_fill(p_NV == 0, 0.0)).sum(dim=-1)
+            entropy_N = -(logp_NV.exp() * logp_NV.clamp(min=torch.finfo().min)).sum(dim=-1)
             return {
                 "loss": value.item(),
                 "trained_tokens": float(len(logp_N)),
+                "computed_tokens": float(len(tree.tokens)),
                 "mismatch_kl": (ratio_N - 1 - log_ratio_N).sum().item(),
                 "clip_fraction": outside_N.sum().item(),
                 "entropy": entropy_N.sum().item(),
                 "staleness": (self._policy.version - batch.version_N).sum().item(),
             }
 
-    def _logits(self, tree: Tree, nodes_U: Tensor) -> Tensor:
+    def _logits(self, tree: Tree, nodes_N: Tensor) -> Tensor:
         """Logits of the nodes that predict sampled tokens; no others are computed."""
         device = self._policy.device
         node_L = torch.arange(len(tree.tokens), device=device)
@@ -115,7 +124,7 @@ class LocalTrainer(Trainer):
             attention_mask=mask_LL[None, None],
             position_ids=torch.tensor([tree.depth], device=device),
             use_cache=False,
-            logits_to_keep=nodes_U,
+            logits_to_keep=nodes_N,
         )
         return output.logits[0]
 
@@ -134,48 +143,47 @@ class LocalTrainer(Trainer):
                 eps=adam.eps,
                 weight_decay=adam.weight_decay,
             )
-        with self._policy.lock:
+        with self._policy.changing(self._policy.version + 1):
             self._adam.step()
-            self._policy.version += 1
         self._adam.zero_grad()
         return {"grad_norm": norm.item()}
 
     def _write_state(self, folder: Path) -> None:
-        save_file({n: p.detach() for n, p in self._parameters.items()}, folder / WEIGHTS)
+        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        safetensors.save_file(weights, folder / WEIGHTS)
         moments = {
             f"{name}/{moment}": self._adam.state[parameter][moment]
             for name, parameter in self._parameters.items()
             for moment in MOMENTS
             if parameter in self._adam.state
         }
-        save_file(moments, folder / OPTIMIZER)
+        safetensors.save_file(moments, folder / OPTIMIZER)
         (folder / STATE).write_text(json.dumps({"version": self._policy.version}))
 
     def _restore(self, folder: Path) -> None:
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
-            weights = load_file(folder / WEIGHTS)
-            moments = load_file(folder / OPTIMIZER)
+            weights = safetensors.load_file(folder / WEIGHTS)
+            moments = safetensors.load_file(folder / OPTIMIZER)
             version = int(json.loads((folder / STATE).read_text())["version"])
-        shapes = {n: p.shape for n, p in self._parameters.items()}
-        if {n: w.shape for n, w in weights.items()} != shapes:
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        if {name: weight.shape for name, weight in weights.items()} != shapes:
             raise TrainerError(
                 f"the checkpoint {str(folder)!r} is of another model or other trainer settings"
             )
-        with self._policy.lock, torch.no_grad():
+        with self._policy.changing(version), torch.no_grad():
+            self._adam.state.clear()
+            self._adam.zero_grad()
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
                 if f"{name}/step" in moments:
-                    state = {m: moments[f"{name}/{m}"] for m in MOMENTS}
-                    on_device = state | {
-                        m: state[m].to(parameter.device) for m in ("exp_avg", "exp_avg_sq")
-                    }
-                    self._adam.state[parameter] = on_device
-            self._policy.version = version
+                    step, *averages = (moments[f"{name}/{moment}"] for moment in MOMENTS)
+                    values = [step.clone(), *(a.to(parameter.device, copy=True) for a in averages)]
+                    self._adam.state[parameter] = dict(zip(MOMENTS, values, strict=True))
 
     def _write_export(self, folder: Path) -> None:
         """An ordinary PEFT adapter folder, or with full weights a Hugging Face model folder."""
         with self._policy.lock:
-            self._policy.wrapped.save_pretrained(folder)
+            self._policy.wrapped.save_pretrained(str(folder))
         for file in self._policy.folder.iterdir():
             if file.name.startswith(("tokenizer", "chat_template", "additional_chat", "special")):
                 copy = shutil.copytree if file.is_dir() else shutil.copy2
@@ -185,52 +193,38 @@ class LocalTrainer(Trainer):
 class _Batch:
     """The sampled tokens of a tree, flat: one entry for each token of each row that trains it."""
 
-    def __init__(
-        self,
-        nodes_U: Tensor,
-        source_N: Tensor,
-        target_N: Tensor,
-        numbers_N4: Tensor,
-        shaping: Shaping,
-    ) -> None:
-        self.nodes_U = nodes_U
-        """The distinct nodes whose logits are needed."""
-        self.source_N = source_N
-        """Index into `nodes_U` of the node that predicts each token."""
-        self.target_N = target_N
-        self.sampled_N, self.advantage_N, self.weight_N, self.version_N = numbers_N4.unbind(1)
-        self.shaping = shaping
-
-    @classmethod
-    def of(cls, tree: Tree, device: torch.device) -> "_Batch":
+    def __init__(self, tree: Tree, device: torch.device) -> None:
         sources: list[int] = []
         targets: list[int] = []
-        numbers: list[tuple[float, float, float, float]] = []
+        versions: list[int] = []
+        numbers: list[tuple[float, float, float]] = []
         settings: list[tuple[float, float, int]] = []
         for row, nodes in tree.rows:
             for span in row.spans:
+                count = len(span.logprobs)
                 sources += nodes[span.start - 1 : span.end - 1]
                 targets += row.tokens[span.start : span.end]
-                count = len(span.logprobs)
-                weights = [span.weight] * count
-                columns = (span.logprobs, span.advantages, weights, span.versions)
-                numbers += zip(*columns, strict=True)
+                versions += span.versions
+                numbers += zip(span.logprobs, span.advantages, [span.weight] * count, strict=True)
                 settings += [(span.temperature, span.top_p, span.top_k)] * count
-        nodes_U, source_N = torch.tensor(sources, device=device).unique(return_inverse=True)
-        return cls(
-            nodes_U,
-            source_N,
-            torch.tensor(targets, device=device),
-            torch.tensor(numbers, dtype=torch.float32, device=device),
-            Shaping.of(settings, device),
-        )
+        self.source_N = torch.tensor(sources, device=device)
+        """The node that predicts each token."""
+        self.target_N = torch.tensor(targets, device=device)
+        self.version_N = torch.tensor(versions, device=device)
+        numbers_N3 = torch.tensor(numbers, dtype=torch.float32, device=device)
+        self.sampled_N, self.advantage_N, self.weight_N = numbers_N3.unbind(1)
+        self.shaping = Shaping.of(settings, device)
 
 
-def _appear_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a folder under another name, then rename it: a kill leaves all of it or nothing."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+def _refuse_unusable(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if not row.trained_tokens:
+            raise TrainerError(f"a row of rollout {row.rollout!r} has no sampled tokens")
+        for span in row.spans:
+            if not all(map(math.isfinite, (*span.logprobs, *span.advantages, span.weight))):
+                raise TrainerError(
+                    f"generation {span.generation!r} has a log-probability, advantage or weight "
+                    "that is not finite: nothing was changed"
+                )
+            if span.start < 1:
+                raise TrainerError(f"generation {span.generation!r} has no context")

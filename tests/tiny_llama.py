@@ -1,0 +1,125 @@
+"""A random Llama of some 50,000 weights, and what tests ask of models."""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from whet.config import TrainerConfig
+from whet.policies.distribution import Shaping, log_probs
+from whet.policies.local import LocalPolicy
+from whet.protocols import Engine
+from whet.types import GenerationId, Row, SampledSpan, Sampling, StopReason
+
+VOCABULARY = 300
+CONTEXT = 512
+
+
+def make_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, seed: int = 0, **settings: object) -> LocalPolicy:
+    config = TrainerConfig.model_validate({"lora_rank": 4, "lora_alpha": 8} | settings)
+    return LocalPolicy(folder, config, device="cpu", seed=seed)
+
+
+def nudge(policy: LocalPolicy, *, seed: int = 1, size: float = 0.3) -> None:
+    """Change every trainable weight, as a training step would."""
+    generator = torch.Generator().manual_seed(seed)
+    with policy.changing(policy.version + 1), torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter += size * torch.randn(parameter.shape, generator=generator)
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """A letter for each id, so that text and tokens correspond."""
+    return "".join(chr(0x4E00 + token) for token in tokens)
+
+
+def plain_logprobs(
+    policy: LocalPolicy, prompt: Sequence[int], tokens: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """Of `tokens` after `prompt`, by one full forward pass without any cache."""
+    with torch.inference_mode():
+        logits_TV = policy.model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
+    settings = [(sampling.temperature, sampling.top_p, sampling.top_k)] * len(tokens)
+    logp_TV = log_probs(logits_TV[len(prompt) - 1 : -1], Shaping.of(settings, "cpu"))
+    return logp_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@dataclass
+class Answer:
+    """All pieces of a generation put together."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    stop: StopReason | None = None
+    pieces: int = 0
+
+
+async def ask(
+    engine: Engine, prompt: Sequence[int], *, stream: bool = False, **sampling: object
+) -> Answer:
+    answer = Answer()
+    async with aclosing(
+        engine.generate(prompt, Sampling.model_validate(sampling), stream=stream)
+    ) as pieces:
+        async for piece in pieces:
+            assert answer.stop is None
+            answer.tokens += piece.tokens
+            answer.logprobs += piece.logprobs
+            answer.versions += piece.versions
+            answer.top += piece.top
+            answer.stop = piece.stop
+            answer.pieces += 1
+    return answer
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def row_of(
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    advantage: float,
+    *,
+    weight: float = 1.0,
+    version: int = 0,
+    sampling: Sampling = Sampling(),
+    generation: str = "c.0",
+) -> Row:
+    span = SampledSpan(
+        generation=GenerationId(generation),
+        start=len(prompt),
+        logprobs=tuple(logprobs),
+        versions=(version,) * len(tokens),
+        advantages=(advantage,) * len(tokens),
+        weight=weight,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
+    return Row((*prompt, *tokens), (span,), rollout="r", group="g")
