@@ -25,6 +25,7 @@ class EngineConfig(Section):
     """Sample with the Hugging Face model in this process."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU if torch finds one."""
     max_context: Annotated[int, Field(ge=16)] | None = None
     """Longest prompt plus answer in tokens; the model's own limit if absent."""
     kv_tokens: Annotated[int, Field(ge=1024)] = 65_536
@@ -35,8 +36,11 @@ class TrainerConfig(Section):
     """Train the same weights in this process."""
 
     weights: Literal["lora", "full"] = "lora"
+    """Train low-rank adapters, or all weights."""
     lora_rank: Annotated[int, Field(ge=1)] = 16
+    """Of the adapters, on every linear layer."""
     lora_alpha: Annotated[int, Field(ge=1)] = 32
+    """Adapters count `lora_alpha / lora_rank`."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] = 2048
     """Tokens in one forward and backward pass; shared prefixes count once."""
 
@@ -45,19 +49,28 @@ class AdamConfig(Section):
     """AdamW."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-4
+    """Learning rate; constant."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the squared gradient's running mean."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled from the gradient."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Longer gradients are scaled down to it."""
 
 
 class LossConfig(Section):
     """The policy loss, named as Tinker names it where both exist."""
 
     name: Literal["ppo", "importance_sampling"] = "ppo"
+    """`ppo` clips the ratio of new to sampled probability; `importance_sampling` does not."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """How far below 1 the ratio counts."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """How far above 1 the ratio counts."""
     normalise: Literal["token", "rollout"] = "token"
     """`token`: every sampled token of the step weighs the same; `rollout`: every rollout does."""
 
@@ -66,6 +79,7 @@ class AlgorithmConfig(Section):
     """How rewards become credit."""
 
     name: Literal["grpo"] = "grpo"
+    """Credit is reward minus the group's mean."""
     divide_by_std: bool = False
     """Divide by the group's standard deviation, as the GRPO paper does."""
 
@@ -74,6 +88,7 @@ class RunnerConfig(Section):
     """How agents are run."""
 
     concurrency: Annotated[int, Field(ge=1)] = 64
+    """Attempts that run at once."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """The limit of one attempt."""
     max_attempts: Annotated[int, Field(ge=1)] = 2
@@ -86,6 +101,7 @@ class GatewayConfig(Section):
     """The endpoint agents talk to."""
 
     host: str = "127.0.0.1"
+    """The address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes any free port."""
     models: tuple[str, ...] = ()
@@ -119,7 +135,9 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     """Of task order and new weights. Samples are never seeded by it."""
     steps: Annotated[int, Field(ge=0)] = 20
+    """Updates of the policy."""
     tasks_per_step: Annotated[int, Field(ge=1)] = 8
+    """Groups in a step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts of each task in a step."""
     engine: EngineConfig = EngineConfig()

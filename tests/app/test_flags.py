@@ -51,3 +51,8 @@ def test_a_flag_cannot_be_shortened() -> None:
     # `--step 3` would change its meaning the day a key `step_size` is added.
     with pytest.raises(SystemExit):
         parser().parse_args(["--step", "3"])
+
+
+def test_a_list_is_given_with_commas() -> None:
+    values = config_values(parser().parse_args(["--gateway.models", "gpt-5,gpt-5-mini"]))
+    assert resolve(values).gateway.models == ("gpt-5", "gpt-5-mini")

@@ -19,7 +19,7 @@ from whet.runners.agent import check_agent
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. What a user can mend is one line on stderr and exit code 2."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     logging.basicConfig(level=args.log.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         return args.run(args)
@@ -27,10 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"whet: {' '.join(str(error).split())}\n")
         return 2
     except KeyboardInterrupt:
+        sys.stderr.write("whet: stopped\n")
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The commands and their flags."""
     parser = OneLineParser(prog="whet", description="Sharpen any AI agent with RL.")
     parser.add_argument(
         "--log", choices=["debug", "info", "warning", "error"], default="error", help="[error]"

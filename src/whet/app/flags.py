@@ -4,7 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import NoReturn, get_origin
 
 from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
@@ -38,12 +38,13 @@ class OneLineParser(argparse.ArgumentParser):
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for each key, with its own description."""
     group = parser.add_argument_group("config", "every key of the config, as in its TOML file")
-    for key, field in _leaves(RunConfig, ""):
+    for key, field in config_leaves():
         group.add_argument(
             f"--{key.replace('_', '-')}",
             dest=PREFIX + key,
             metavar="X",
             default=None,
+            type=_split if get_origin(field.annotation) is tuple else str,
             help=_describe(field),
         )
 
@@ -53,7 +54,7 @@ def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
     values: dict[str, JsonValue] = {}
     for dest, text in vars(args).items():
         if dest.startswith(PREFIX) and text is not None:
-            nested: JsonValue = str(text)
+            nested: JsonValue = text
             for part in reversed(dest.removeprefix(PREFIX).split(".")):
                 nested = {part: nested}
             assert isinstance(nested, dict)
@@ -61,13 +62,20 @@ def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
     return values
 
 
-def _leaves(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def config_leaves(
+    section: type[BaseModel] = RunConfig, prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the config, as flags and documentation name it."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _leaves(kind, f"{prefix}{name}.")
+            yield from config_leaves(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
+
+
+def _split(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _describe(field: FieldInfo) -> str:
