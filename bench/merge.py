@@ -88,9 +88,7 @@ async def bench(turns: int, conversations: int) -> None:
                 await converse(service, store, f"c{number}", turns)
                 for number in range(conversations)
             ]
-    credits = [
-        Credit(t, {call.generation_id(0): 1.0 for call in t.calls}) for t in trajectories
-    ]
+    credits = [Credit(t, {call.generation_id(0): 1.0 for call in t.calls}) for t in trajectories]
     built = build_rows(credits)
     merged, separate = list(built.rows), one_row_per_call(list(built.rows))
     assert not built.unproven
@@ -100,9 +98,7 @@ async def bench(turns: int, conversations: int) -> None:
     report(turns, merged, separate, ours, theirs)
 
 
-def report(
-    turns: int, merged: list[Row], separate: list[Row], ours: float, theirs: float
-) -> None:
+def report(turns: int, merged: list[Row], separate: list[Row], ours: float, theirs: float) -> None:
     token_ratio = sum(len(r.tokens) for r in separate) / sum(len(r.tokens) for r in merged)
     print(f"{turns} turns, {len(merged)} conversations")
     print("                      rows   tokens in rows   trained   seconds")

@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "protocols": {"types", "config"},
     "rows": {"types"},
+    "selection": {"types", "config"},
     "algorithms": {"types", "protocols", "config"},
     "runners": SHARED,
     "gateway": SHARED,
@@ -31,10 +32,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policies": SHARED,
     "trainers": SHARED | {"policies"},
     "engines": SHARED | {"policies"},
-    "loop": SHARED | {"rows"},
+    "loop": SHARED | {"rows", "selection"},
     "demos": PUBLIC,
     "app": SHARED
-    | {"rows", "loop", "algorithms", "runners", "gateway", "store", "policies", "trainers"}
+    | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies", "trainers"}
     | {"engines", "demos", ""},
     # The package itself: its lazy names come from app, and only when they are asked for.
     "": {"config", "errors", "runners", "types"},

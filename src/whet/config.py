@@ -84,6 +84,19 @@ class AlgorithmConfig(Section):
     """Divide by the group's standard deviation, as the GRPO paper does."""
 
 
+class SelectionConfig(Section):
+    """Which calls are trained; the others stay context. What is empty leaves nothing out."""
+
+    agents: tuple[str, ...] = ()
+    """Names of agents, as told by URL or header."""
+    models: tuple[str, ...] = ()
+    """Model names that calls asked for."""
+    system_contains: str = ""
+    """Text that the conversation's system prompt must contain."""
+    tools: tuple[str, ...] = ()
+    """Tools that the call must have been offered."""
+
+
 class RunnerConfig(Section):
     """How agents are run."""
 
@@ -145,6 +158,7 @@ class RunConfig(Section):
     adam: AdamConfig = AdamConfig()
     loss: LossConfig = LossConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    selection: SelectionConfig = SelectionConfig()
     runner: RunnerConfig = RunnerConfig()
     gateway: GatewayConfig = GatewayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

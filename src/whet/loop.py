@@ -9,6 +9,7 @@ from statistics import fmean
 from whet.config import RunConfig
 from whet.protocols import Algorithm, Collector, StepLog, Trainer
 from whet.rows import Rows, build_rows, normalise
+from whet.selection import select
 from whet.types import Group, Rollout, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ async def train(
         began = time.monotonic()
         groups = await collector.collect(rollouts)
         collected = time.monotonic()
-        built = build_rows([credit for group in groups for credit in algorithm.credit(group)])
+        credits = [credit for group in groups for credit in algorithm.credit(group)]
+        built = build_rows(select(credits, config.selection))
         metrics: dict[str, float] = {}
         if built.rows:
             rows = normalise(built.rows, config.loss.normalise)

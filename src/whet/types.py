@@ -270,6 +270,8 @@ class Origin(Value):
     """The name the agent asked for."""
     agent: str = ""
     """Which of several agents in the attempt asked, if it said so."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools it was offered."""
     request: str = ""
     """Digest of the request: a retry of it is answered from this call."""
     fork: Fork | None = None

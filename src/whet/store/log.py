@@ -21,7 +21,17 @@ from whet.store.packing import (
     unpack_runs,
 )
 from whet.store.queue import parse_rollout, running_attempt
-from whet.types import Attempt, AttemptId, Call, Generation, Origin, Reward, Sampling, Trajectory
+from whet.types import (
+    Attempt,
+    AttemptId,
+    Call,
+    Generation,
+    Mode,
+    Origin,
+    Reward,
+    Sampling,
+    Trajectory,
+)
 
 APPEND_CALL = """
 INSERT INTO call
@@ -185,6 +195,14 @@ def read_failures(db: sqlite3.Connection, rollouts: Sequence[str]) -> dict[str, 
     rows: Iterable[tuple[str, str]] = db.execute(FAILED, (to_json(list(rollouts)),))
     failures = ((rollout, json.loads(failure)) for rollout, failure in rows)
     return {rollout: f"{failure['kind']}: {failure['message']}" for rollout, failure in failures}
+
+
+def read_rollout_ids(db: sqlite3.Connection, mode: Mode) -> list[str]:
+    """Rollouts in order of insertion."""
+    rows = db.execute(
+        "SELECT id FROM rollout WHERE json_extract(body, '$.mode') = ? ORDER BY seq", (mode.value,)
+    )
+    return [id_ for (id_,) in rows]
 
 
 def read_counts(db: sqlite3.Connection) -> dict[str, int]:

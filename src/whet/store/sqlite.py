@@ -26,6 +26,7 @@ from whet.types import (
     Attempt,
     AttemptId,
     Call,
+    Mode,
     Outcome,
     Reward,
     Rollout,
@@ -143,6 +144,10 @@ class SQLiteStore(RolloutQueue, AttemptLog, StepLog):
     async def counts(self) -> dict[str, int]:
         """How many rollouts, attempts, calls, generations and sampled tokens there are."""
         return await self._read(log.read_counts)
+
+    async def rollout_ids(self, mode: Mode) -> list[str]:
+        """The rollouts of a mode, in the order they came."""
+        return await self._read(partial(log.read_rollout_ids, mode=mode))
 
     # ------------------------------------------------------------------ the steps
 

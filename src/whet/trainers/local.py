@@ -31,7 +31,7 @@ STATE = "state.json"
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 TOTALS = ("loss", "trained_tokens", "computed_tokens")
-MEANS = ("mismatch_kl", "clip_fraction", "entropy", "staleness")
+MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
 """Over trained tokens."""
 
 LARGEST_LOG_RATIO = 20.0
@@ -107,6 +107,7 @@ class LocalTrainer(Trainer):
                 "loss": value.item(),
                 "trained_tokens": float(len(logp_N)),
                 "computed_tokens": float(len(tree.tokens)),
+                "logprob_gap": log_ratio_N.abs().sum().item(),
                 "mismatch_kl": (ratio_N - 1 - log_ratio_N).sum().item(),
                 "clip_fraction": outside_N.sum().item(),
                 "entropy": entropy_N.sum().item(),

@@ -1,0 +1,90 @@
+"""What a run's records say of its exactness: how much was reused, where and why it forked."""
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from whet.config import SelectionConfig
+from whet.rows import build_rows
+from whet.selection import count_reasons, why_not
+from whet.store.sqlite import SQLiteStore
+from whet.types import Credit, Mode, StepRecord, Trajectory
+
+PAGE = 256
+"""Rollouts read at a time."""
+
+
+@dataclass(slots=True)
+class Drift:
+    """Counted over the succeeded training rollouts of a store."""
+
+    rollouts: int = 0
+    calls: int = 0
+    prompt_tokens: int = 0
+    """As served: what re-sending every prompt amounts to."""
+    stored_tokens: int = 0
+    """Each token once: contexts and samples."""
+    sampled_tokens: int = 0
+    rows: int = 0
+    row_tokens: int = 0
+    unproven: int = 0
+    constrained: int = 0
+    lossy: int = 0
+    forks: Counter[str] = field(default_factory=Counter[str])
+    left_out: Counter[str] = field(default_factory=Counter[str])
+    """Generations that selection would not train, by reason."""
+
+    def add(self, trajectory: Trajectory, selection: SelectionConfig) -> None:
+        """Count one trajectory as if every generation had credit."""
+        self.rollouts += 1
+        ids = [c.generation_id(i) for c in trajectory.calls for i in range(len(c.generations))]
+        reasons = why_not(trajectory.calls, selection)
+        self.left_out.update(count_reasons(reasons))
+        built = build_rows([Credit(trajectory, {id: 1.0 for id in ids if id not in reasons})])
+        self.rows += len(built.rows)
+        self.row_tokens += sum(len(row.tokens) for row in built.rows)
+        self.unproven += len(built.unproven)
+        self.constrained += len(built.constrained)
+        for call in trajectory.calls:
+            sampled = sum(len(g.tokens) for g in call.generations)
+            self.calls += 1
+            self.prompt_tokens += call.prompt_length
+            self.stored_tokens += len(call.context) + sampled
+            self.sampled_tokens += sampled
+            self.lossy += call.origin.lossy
+            if call.origin.fork:
+                self.forks[call.origin.fork.value] += 1
+
+    def as_json(self, steps: list[StepRecord]) -> dict[str, JsonValue]:
+        """The report."""
+        gaps = [s.metrics["logprob_gap"] for s in steps if "logprob_gap" in s.metrics]
+        return {
+            "rollouts": self.rollouts,
+            "calls": self.calls,
+            "rows": self.rows,
+            "merge_ratio": self.calls / self.rows if self.rows else None,
+            "sampled_tokens": self.sampled_tokens,
+            "prompt_tokens_served": self.prompt_tokens,
+            "tokens_stored": self.stored_tokens,
+            "row_tokens": self.row_tokens,
+            "unproven": self.unproven,
+            "constrained": self.constrained,
+            "lossy_echoes": self.lossy,
+            "forks": dict(self.forks),
+            "left_out": dict(self.left_out),
+            "logprob_gap": statistics.fmean(gaps) if gaps else None,
+        }
+
+
+async def drift_report(file: Path, selection: SelectionConfig) -> dict[str, JsonValue]:
+    """Read a store through and report. `selection` says what would be trained."""
+    drift = Drift()
+    async with SQLiteStore(file) as store:
+        ids = await store.rollout_ids(Mode.TRAIN)
+        for start in range(0, len(ids), PAGE):
+            for trajectory in await store.trajectories(ids[start : start + PAGE]):
+                drift.add(trajectory, selection)
+        return drift.as_json(await store.steps())
