@@ -16,6 +16,9 @@ from itertools import takewhile
 
 from whet.types import Row
 
+ENOUGH = 256
+"""Nodes that fill a pass: beyond them a row that shares less than half starts a new tree."""
+
 
 @dataclass(slots=True)
 class Tree:
@@ -54,10 +57,16 @@ class Tree:
 
 
 def pack(rows: Sequence[Row], most_tokens: int) -> Iterable[Tree]:
-    """The rows in as few trees of at most `most_tokens` nodes; a longer row has its own."""
+    """The rows in trees of at most `most_tokens` nodes; a longer row has its own.
+
+    Attention is computed between all nodes of a tree, so strangers only share one while it is
+    small.
+    """
     tree = Tree()
     for row in sorted(rows, key=lambda row: row.tokens):
-        if tree.rows and len(tree.tokens) + tree.added_by(row) > most_tokens:
+        added = tree.added_by(row)
+        stranger = len(tree.tokens) >= ENOUGH and 2 * added > len(row.tokens)
+        if tree.rows and (stranger or len(tree.tokens) + added > most_tokens):
             yield tree
             tree = Tree()
         tree.add(row)
