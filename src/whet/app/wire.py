@@ -11,6 +11,7 @@ from anyio import create_task_group
 from whet.algorithms.grpo import GRPO
 from whet.app.folder import RunFolder
 from whet.config import RunConfig
+from whet.engines.grammar import Grammars
 from whet.engines.local import LocalEngine
 from whet.gateway import keys
 from whet.gateway.app import build_app
@@ -68,12 +69,19 @@ async def open_run(
         if done := await store.steps():
             await trainer.restore(folder.checkpoints / done[-1].checkpoint)
         template = ChatTemplate(model)
-        engine = LocalEngine(policy, config.engine, template.decode, threads=cores)
+        renderer = Renderer(template)
+        engine = LocalEngine(
+            policy,
+            config.engine,
+            template.decode,
+            grammars=Grammars(model, renderer.stop_ids),
+            threads=cores,
+        )
         stack.push_async_callback(engine.close)
         service = Service(
             engine=engine,
             log=store,
-            renderer=Renderer(template),
+            renderer=renderer,
             models=(POLICY, *config.gateway.models),
         )
         secret = folder.secret()
