@@ -74,7 +74,7 @@ class ConsoleDisplay(Display):
 
 def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
     """A small table of names and values."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in rows:
