@@ -6,19 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from whet.config import TrainerConfig
 from whet.policies.distribution import Shaping, log_probs
-from whet.policies.local import LocalPolicy
+from whet.policies.local import LocalPolicy, TurnLock
 from whet.protocols import Engine
 from whet.types import GenerationId, Row, SampledSpan, Sampling, StopReason
+
+torch.set_num_threads(1)  # more only get in each other's way on matrices this small
 
 VOCABULARY = 300
 CONTEXT = 512
 
 
-def make_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
+def make_model(folder: Path, *, seed: int = 0, layers: int = 2, context: int = CONTEXT) -> Path:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=48,
@@ -26,7 +29,7 @@ def make_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=0.15,
         tie_word_embeddings=True,
     )
@@ -39,6 +42,23 @@ def make_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
 def load(folder: Path, seed: int = 0, **settings: object) -> LocalPolicy:
     config = TrainerConfig.model_validate({"lora_rank": 4, "lora_alpha": 8} | settings)
     return LocalPolicy(folder, config, device="cpu", seed=seed)
+
+
+class HandMade(LocalPolicy):
+    """A policy around any module that is called as a Hugging Face model is."""
+
+    def __init__(self, model: nn.Module, vocabulary: int = VOCABULARY, **settings: object) -> None:
+        self.config = TrainerConfig.model_validate({"weights": "full"} | settings)
+        self.device = torch.device("cpu")
+        self.version = 0
+        self.edition = 0
+        self.lock = TurnLock()
+        self.context_length = CONTEXT
+        self.vocabulary = vocabulary
+        self.model = model.eval()
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
 
 
 def nudge(policy: LocalPolicy, *, seed: int = 1, size: float = 0.3) -> None:
@@ -108,9 +128,10 @@ def row_of(
     *,
     weight: float = 1.0,
     version: int = 0,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling | None = None,
     generation: str = "c.0",
 ) -> Row:
+    sampling = sampling or Sampling()
     span = SampledSpan(
         generation=GenerationId(generation),
         start=len(prompt),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import anyio
 import pytest
-from tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
 
+from tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
 from whet.config import EngineConfig
 from whet.engines.fake import FakeEngine
 from whet.engines.local import LocalEngine

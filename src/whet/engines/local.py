@@ -44,17 +44,14 @@ class _Request(Request):
     deliver: Callable[[Piece | Exception], None] = field(kw_only=True)
     cancelled: bool = False
 
-    def advance(self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]) -> bool:
-        """Take a token and deliver what is due; returns whether this was the last one."""
+    def advance(
+        self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]
+    ) -> Piece | Exception | None:
+        """Take a token; returns what is to be delivered."""
         try:
-            piece = self.take(drawn, version, decode)
+            return self.take(drawn, version, decode)
         except RequestError as error:  # its own fault: the others go on
-            self.deliver(error)
-            return True
-        if piece is None:
-            return False
-        self.deliver(piece)
-        return piece.stop is not None
+            return error
 
 
 class LocalEngine(Engine):
@@ -139,6 +136,11 @@ class LocalEngine(Engine):
                     return
         finally:
             request.cancelled = True
+
+    @property
+    def active(self) -> int:
+        """How many requests are being sampled."""
+        return len(self._active)
 
     async def close(self) -> None:
         with self._wake:
@@ -296,9 +298,13 @@ class LocalEngine(Engine):
         last = [request.tokens[-1:] for request in self._active]
         drawn = draw(self._forward(rows, last, keep=1)[:, -1], self._active)
         version = self._policy.version
-        self._leave(
-            [r.advance(d, version, self._decode) for r, d in zip(self._active, drawn, strict=True)]
-        )
+        pairs = zip(self._active, drawn, strict=True)
+        due = [(request, request.advance(one, version, self._decode)) for request, one in pairs]
+        # Rows are free before anyone hears of it.
+        self._leave([isinstance(p, Exception) or bool(p and p.stop) for _, p in due])
+        for request, piece in due:
+            if piece is not None:
+                request.deliver(piece)
 
     def _forward(
         self, rows: slice | list[int], news: Sequence[Sequence[int]], *, keep: int
