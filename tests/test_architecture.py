@@ -35,8 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loop": SHARED | {"rows", "selection"},
     "demos": PUBLIC,
     "app": SHARED
-    | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies", "trainers"}
-    | {"engines", "demos", ""},
+    | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies"}
+    | {"trainers", "engines", "demos", ""},
     # The package itself: its lazy names come from app, and only when they are asked for.
     "": {"config", "errors", "runners", "types"},
 }

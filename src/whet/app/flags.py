@@ -29,7 +29,7 @@ class OneLineParser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in self._option_string_actions:
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
                 self.error(f"unknown flag {flag}" + (f", perhaps {close[0]}" if close else ""))
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(args, namespace or argparse.Namespace())
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")

@@ -68,33 +68,14 @@ async def open_run(
         # Before anybody samples: what a kill left in the queue runs as soon as there is a runner.
         if done := await store.steps():
             await trainer.restore(folder.checkpoints / done[-1].checkpoint)
-        template = ChatTemplate(model)
-        renderer = Renderer(template)
-        engine = LocalEngine(
-            policy,
-            config.engine,
-            template.decode,
-            grammars=Grammars(model, renderer.stop_ids),
-            threads=cores,
-        )
-        stack.push_async_callback(engine.close)
-        service = Service(
-            engine=engine,
-            log=store,
-            renderer=renderer,
-            models=(POLICY, *config.gateway.models),
-        )
-        secret = folder.secret()
-        server = GatewayServer(build_app(service, store, secret, config.gateway), config.gateway)
-        stack.callback(server.close)
-        # Ahead of the server, which waits for its requests: none is left without an answer.
-        stack.push_async_callback(engine.close)
+        serving = _serve(folder, config, policy, store, threads=cores)
+        endpoint = await stack.enter_async_context(serving)
         runner = LocalRunner(
             agent,
             config.runner,
             queue=store,
             log=store,
-            endpoint=lambda attempt: _endpoint(attempt, server.url, secret),
+            endpoint=endpoint,
             on_outcome=on_outcome,
         )
         run = Run(
@@ -107,6 +88,36 @@ async def open_run(
         )
         async with _at_work(runner):
             yield run
+
+
+@asynccontextmanager
+async def _serve(
+    folder: RunFolder, config: RunConfig, policy: LocalPolicy, store: SQLiteStore, *, threads: int
+) -> AsyncGenerator[Callable[[Attempt], Endpoint]]:
+    """Engine and gateway at work; gives where an attempt reaches its model."""
+    async with AsyncExitStack() as stack:
+        template = ChatTemplate(policy.folder)
+        renderer = Renderer(template)
+        grammars = Grammars(policy.folder, renderer.stop_ids)
+        engine = LocalEngine(
+            policy, config.engine, template.decode, grammars=grammars, threads=threads
+        )
+        stack.push_async_callback(engine.close)
+        names = (POLICY, *config.gateway.models)
+        service = Service(engine=engine, log=store, renderer=renderer, models=names)
+        secret = folder.secret()
+        server = GatewayServer(build_app(service, store, secret, config.gateway), config.gateway)
+        stack.callback(server.close)
+        # Ahead of the server, which waits for its requests: none is left without an answer.
+        stack.push_async_callback(engine.close)
+
+        def endpoint(attempt: Attempt) -> Endpoint:
+            """Path and key both name the attempt."""
+            path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
+            key = keys.mint(attempt.id, secret)
+            return Endpoint(base_url=server.url + path, api_key=key, model=POLICY)
+
+        yield endpoint
 
 
 @asynccontextmanager
@@ -126,9 +137,3 @@ def _first(group: ExceptionGroup[Exception]) -> Exception:
     if isinstance(error, ExceptionGroup):
         return _first(cast(ExceptionGroup[Exception], error))
     return error
-
-
-def _endpoint(attempt: Attempt, url: str, secret: bytes) -> Endpoint:
-    """Where an attempt reaches its model: path and key both name it."""
-    path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
-    return Endpoint(base_url=url + path, api_key=keys.mint(attempt.id, secret), model=POLICY)
