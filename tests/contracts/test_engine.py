@@ -1,6 +1,7 @@
 """What every engine promises. A new engine is done when it passes this file."""
 
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -146,7 +147,7 @@ async def test_a_prompt_without_room_is_refused(engine: Engine, length: int) -> 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
 async def test_an_unknown_id_is_refused_and_harms_nobody_else(engine: Engine, token: int) -> None:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(together, engine, 2)
+        tasks.start_soon(partial(together, engine, 2, max_tokens=20))
         with pytest.raises(RequestError):
             await ask(engine, [*PROMPT, token])
 
