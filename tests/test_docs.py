@@ -30,6 +30,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 
 def test_every_key_is_documented_with_its_default_and_meaning() -> None:
+    # `python scripts/document_config.py` writes the tables anew.
     for key, field in config_leaves():
         default = "" if field.default is None else f"`{field.default}`"
         assert field.description, f"{key} has no docstring"

@@ -31,6 +31,11 @@ def test_importing_whet_imports_nothing_heavy() -> None:
     assert run("-c", f"import whet; {LOADED}").stderr == ""
 
 
+def test_every_name_comes_when_it_is_asked_for_and_a_decorated_agent_stays_light() -> None:
+    agent = "import whet\n@whet.rollout\ndef solve(task, llm): return 0.0\n"
+    assert run("-c", f"{agent}whet.Endpoint, whet.RunConfig, whet.WhetError; {LOADED}").stderr == ""
+
+
 def test_the_demo_agents_helpers_are_light_too() -> None:
     assert run("-c", f"import whet.demos.problems; {LOADED}").stderr == ""
 

@@ -31,6 +31,7 @@ SIGNATURES = {
 def test_the_exported_names_are_these_and_at_most_20() -> None:
     assert sorted(whet.__all__) == sorted(SIGNATURES)
     assert len(whet.__all__) <= 20
+    assert set(whet.__all__) <= set(dir(whet))
 
 
 @pytest.mark.parametrize("name", [name for name, text in SIGNATURES.items() if text])

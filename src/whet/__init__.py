@@ -1,19 +1,19 @@
 """Sharpen any AI agent with reinforcement learning: keep your agent, change its base URL.
 
-Only light modules are imported here; training pulls in torch when it is first asked for.
+Importing this imports nothing else: each name brings what it needs when it is first asked for,
+and training brings torch.
 """
 
 import logging
 from typing import TYPE_CHECKING
 
-from whet.config import RunConfig
-from whet.errors import ConfigError, WhetError
-from whet.runners.agent import emit_reward, rollout
-from whet.types import Endpoint
-
 if TYPE_CHECKING:
     from whet.app.api import train
     from whet.app.training import Result
+    from whet.config import RunConfig
+    from whet.errors import ConfigError, WhetError
+    from whet.runners.agent import emit_reward, rollout
+    from whet.types import Endpoint
 
 __all__ = [
     "ConfigError",
@@ -28,12 +28,28 @@ __all__ = [
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
-_LAZY = {"train": "whet.app.api", "Result": "whet.app.training"}
+_HOME = {
+    "ConfigError": "whet.errors",
+    "Endpoint": "whet.types",
+    "Result": "whet.app.training",
+    "RunConfig": "whet.config",
+    "WhetError": "whet.errors",
+    "emit_reward": "whet.runners.agent",
+    "rollout": "whet.runners.agent",
+    "train": "whet.app.api",
+}
+"""Where each name is defined."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
+    if name not in _HOME:
         raise AttributeError(f"module 'whet' has no attribute {name!r}")
     import importlib
 
-    return vars(importlib.import_module(_LAZY[name]))[name]
+    found = vars(importlib.import_module(_HOME[name]))[name]
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
