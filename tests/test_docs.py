@@ -60,7 +60,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_decisions_are_numbered_and_say_what_would_change_them() -> None:
     files = sorted((DOCS / "decisions").glob("*.md"))
-    assert [int(file.name[:3]) for file in files] == list(range(1, len(files) + 1))
+    assert len({int(file.name[:3]) for file in files}) == len(files)
     for file in files:
         text = file.read_text()
         assert text.startswith(f"# {file.name[:3]}: ")
