@@ -27,14 +27,14 @@ fix: $(READY) ## repair what lint and format can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## run every benchmark, or one: make bench BENCH=bench/demo_seeds.py
+bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-BENCH ?= $(wildcard bench/*.py)
+BENCH ?= bench/demo_seeds.py bench/merge.py
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
