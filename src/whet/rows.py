@@ -85,7 +85,7 @@ def _constrained(credit: Credit) -> list[GenerationId]:
 
 def _paths(calls: Sequence[Call]) -> list[list[_Turn]]:
     """Every way from a conversation's beginning to a generation that nobody continued."""
-    continued = {call.parent for call in calls}
+    continued = {call.parent for call in calls if call.generations}
     turns: dict[GenerationId, _Turn] = {}
     for call in calls:
         for index, generation in enumerate(call.generations):
@@ -112,9 +112,7 @@ def _row(
     for id, call, generation in path:
         tokens += call.context
         digest = digest_tokens(call.context, digest)
-        # What a grammar masked, no trainer can reproduce.
-        free = generation.sampling.grammar is None
-        advantage = credit.advantages.get(id) if free else None
+        advantage = credit.advantages.get(id)
         if advantage is not None and id not in trained:
             trained.add(id)
             proven = (call.prompt_length, call.prompt_digest) == (len(tokens), digest.hexdigest())
