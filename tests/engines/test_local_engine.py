@@ -271,6 +271,7 @@ async def test_under_every_kind_of_pressure_at_once_logprobs_stay_exact(
     dice = random.Random(3)
     copies = {policy.version: deepcopy(policy.model)}
     stems = [prompt_of(n, seed=n) for n in (10, 33, 64)]
+    said: list[tuple[list[int], Answer, Sampling]] = []
 
     def change() -> None:
         nudge(policy, seed=policy.version, size=0.1)
@@ -291,7 +292,7 @@ async def test_under_every_kind_of_pressure_at_once_logprobs_stay_exact(
             if len(answer.tokens) == leaves_after:
                 break
         await stream.aclose()
-        check_each_version(copies, prompt, answer, sampling)
+        said.append((prompt, answer, sampling))
 
     async with started(policy, kv_tokens=1024) as engine:
         for wave in range(3):
@@ -300,6 +301,8 @@ async def test_under_every_kind_of_pressure_at_once_logprobs_stay_exact(
                     tasks.start_soon(one, 100 * wave + index)
                 if wave:
                     await to_thread.run_sync(change)
+    for prompt, answer, sampling in said:
+        check_each_version(copies, prompt, answer, sampling)
 
 
 class Moody(nn.Module):

@@ -166,6 +166,11 @@ class LocalTrainer(Trainer):
             weights = safetensors.load_file(folder / WEIGHTS)
             moments = safetensors.load_file(folder / OPTIMIZER)
             version = int(json.loads((folder / STATE).read_text())["version"])
+            states = {
+                name: {moment: moments[f"{name}/{moment}"].clone() for moment in MOMENTS}
+                for name in weights
+                if f"{name}/step" in moments
+            }
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         if {name: weight.shape for name, weight in weights.items()} != shapes:
             raise TrainerError(
@@ -176,10 +181,10 @@ class LocalTrainer(Trainer):
             self._adam.zero_grad()
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
-                if f"{name}/step" in moments:
-                    step, *averages = (moments[f"{name}/{moment}"] for moment in MOMENTS)
-                    values = [step.clone(), *(a.to(parameter.device, copy=True) for a in averages)]
-                    self._adam.state[parameter] = dict(zip(MOMENTS, values, strict=True))
+                if state := states.get(name):
+                    step = {"step": state.pop("step")}  # which AdamW keeps on the CPU
+                    averages = {moment: v.to(parameter.device) for moment, v in state.items()}
+                    self._adam.state[parameter] = step | averages
 
     def _write_export(self, folder: Path) -> None:
         """An ordinary PEFT adapter folder, or with full weights a Hugging Face model folder."""

@@ -1,0 +1,141 @@
+"""What every trainer promises. A new trainer is done when it passes this file."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiny_llama import load, row_of
+from whet.config import AdamConfig, LossConfig
+from whet.errors import TrainerError
+from whet.protocols import Trainer
+from whet.trainers.fake import FakeTrainer
+from whet.trainers.local import LocalTrainer
+from whet.types import Row
+
+pytestmark = pytest.mark.anyio
+
+LOSS = LossConfig()
+ADAM = AdamConfig(lr=1e-2)
+
+
+def local(folder: Path) -> Trainer:
+    return LocalTrainer(load(folder), threads=1)
+
+
+def fake(folder: Path) -> Trainer:
+    return FakeTrainer()
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=[local, fake])
+def build(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[], Trainer]:
+    return lambda: request.param(tiny_folder)
+
+
+@pytest.fixture
+def trainer(build: Callable[[], Trainer]) -> Trainer:
+    return build()
+
+
+def rows(advantage: float = 1.0, *, logprob: float = -5.0, weight: float = 0.25) -> list[Row]:
+    spoken = [([1, 2, 3], [4, 5]), ([1, 2, 9], [8, 7])]
+    return [row_of(p, t, [logprob] * 2, advantage, weight=weight) for p, t in spoken]
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+async def test_a_step_raises_the_version(trainer: Trainer) -> None:
+    assert await trainer.publish() == 0
+    await trainer.forward_backward(rows(), LOSS)
+    await trainer.forward_backward(rows(-1.0), LOSS)
+    assert await trainer.publish() == 0
+    await trainer.optim_step(ADAM)
+    assert await trainer.publish() == 1
+    assert await trainer.publish() == 1
+
+
+async def test_metrics_are_finite_and_count_what_is_trained(trainer: Trainer) -> None:
+    metrics = {
+        **await trainer.forward_backward(rows(), LOSS),
+        **await trainer.optim_step(ADAM),
+    }
+    assert metrics["trained_tokens"] == 4
+    assert {"loss", "grad_norm"} <= set(metrics)
+    assert all(map(math.isfinite, metrics.values()))
+
+
+async def test_no_rows_are_no_gradient(trainer: Trainer) -> None:
+    metrics = await trainer.forward_backward([], LOSS)
+    assert metrics["trained_tokens"] == metrics["loss"] == 0
+    assert all(map(math.isfinite, metrics.values()))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"advantage": math.nan},
+        {"advantage": math.inf},
+        {"logprob": -math.inf},
+        {"weight": math.nan},
+    ],
+    ids=str,
+)
+async def test_numbers_that_are_none_are_refused(trainer: Trainer, bad: dict[str, float]) -> None:
+    with pytest.raises(TrainerError, match="finite"):
+        await trainer.forward_backward([*rows(), *rows(**bad)], LOSS)
+    assert await trainer.publish() == 0
+
+
+async def test_what_is_saved_is_restored(build: Callable[[], Trainer], tmp_path: Path) -> None:
+    first, second = build(), build()
+    await first.forward_backward(rows(), LOSS)
+    await first.optim_step(ADAM)
+    await first.save(tmp_path / "deep" / "one")
+    await second.restore(tmp_path / "deep" / "one")
+    assert await second.publish() == 1
+    assert names(tmp_path / "deep") == ["one"]
+
+
+async def test_a_folder_is_saved_over(build: Callable[[], Trainer], tmp_path: Path) -> None:
+    trainer, other = build(), build()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "of another time").touch()
+    await trainer.save(tmp_path / "one")
+    await trainer.optim_step(ADAM)
+    await trainer.save(tmp_path / "one")
+    assert not (tmp_path / "one" / "of another time").exists()
+    await other.restore(tmp_path / "one")
+    assert await other.publish() == 1
+
+
+async def test_restoring_goes_back(trainer: Trainer, tmp_path: Path) -> None:
+    await trainer.save(tmp_path / "one")
+    await trainer.forward_backward(rows(), LOSS)
+    await trainer.optim_step(ADAM)
+    await trainer.restore(tmp_path / "one")
+    assert await trainer.publish() == 0
+
+
+async def test_what_is_no_checkpoint_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="missing"):
+        await trainer.restore(tmp_path / "missing")
+    await trainer.save(tmp_path / "broken")
+    for file in (tmp_path / "broken").iterdir():
+        file.write_bytes(b"{")
+    with pytest.raises(TrainerError, match="broken"):
+        await trainer.restore(tmp_path / "broken")
+    assert await trainer.publish() == 0
+
+
+async def test_an_export_is_a_folder_with_something_in_it(trainer: Trainer, tmp_path: Path) -> None:
+    await trainer.export(tmp_path / "model")
+    assert names(tmp_path / "model")
+    assert names(tmp_path) == ["model"]

@@ -1,0 +1,541 @@
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from tiny_llama import (
+    HandMade,
+    ask,
+    decode,
+    load,
+    make_model,
+    nudge,
+    plain_logprobs,
+    prompt_of,
+    row_of,
+)
+from trajectories import Conversation, generation
+from whet.algorithms.grpo import GRPO
+from whet.config import AdamConfig, AlgorithmConfig, EngineConfig, LossConfig
+from whet.engines.local import LocalEngine
+from whet.errors import TrainerError
+from whet.policies.distribution import Shaping, log_probs
+from whet.policies.local import LocalPolicy
+from whet.rows import build_rows, normalise
+from whet.trainers.local import LocalTrainer
+from whet.types import Row, Sampling
+
+pytestmark = pytest.mark.anyio
+
+PPO = LossConfig()
+PLAIN = LossConfig(name="importance_sampling")
+ADAM = AdamConfig(lr=1e-2)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+# --------------------------------------------------------------------------- by hand
+
+
+class Coin(nn.Module):
+    """Says 0 with probability sigmoid(theta), whatever came before."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.tensor(math.log(p / (1 - p))))
+
+    @property
+    def p(self) -> float:
+        return torch.sigmoid(self.theta).item()
+
+    def forward(
+        self, input_ids: Tensor, logits_to_keep: Tensor, **_: object
+    ) -> CausalLMOutputWithPast:
+        logits_V = torch.stack([self.theta, torch.zeros(())])
+        return CausalLMOutputWithPast(logits=logits_V.expand(1, len(logits_to_keep), 2))  # pyright: ignore[reportArgumentType]  # a tensor is one
+
+
+def toss(
+    coin: Coin, side: int, advantage: float, *, ratio: float = 1.0, weight: float = 1.0
+) -> Row:
+    """One token whose sampler gave it the probability that makes this ratio."""
+    p = coin.p if side == 0 else 1 - coin.p
+    return row_of([0], [side], [math.log(p / ratio)], advantage, weight=weight)
+
+
+async def slope(coin: Coin, rows: Sequence[Row], loss: LossConfig) -> float:
+    coin.theta.grad = None
+    await LocalTrainer(HandMade(coin, 2)).forward_backward(rows, loss)
+    assert coin.theta.grad is not None
+    return coin.theta.grad.item()
+
+
+async def test_the_gradient_is_minus_advantage_times_that_of_the_log_probability() -> None:
+    coin = Coin(0.3)
+    # d log p(0) = 1 - p, d log p(1) = -p.
+    assert await slope(coin, [toss(coin, 0, 2.0)], PLAIN) == pytest.approx(-2.0 * 0.7)
+    assert await slope(coin, [toss(coin, 1, 2.0)], PLAIN) == pytest.approx(2.0 * 0.3)
+    assert await slope(coin, [toss(coin, 0, -1.0, weight=0.25)], PPO) == pytest.approx(0.25 * 0.7)
+    both = [toss(coin, 0, 1.0, weight=0.5), toss(coin, 1, -1.0, weight=0.5)]
+    assert await slope(coin, both, PPO) == pytest.approx(-0.5 * 0.7 - 0.5 * 0.3)
+
+
+async def test_off_policy_each_token_counts_by_its_ratio() -> None:
+    coin = Coin(0.3)
+    rows = [toss(coin, 0, 1.0, ratio=3.0)]
+    assert await slope(coin, rows, PLAIN) == pytest.approx(-3.0 * 0.7, rel=1e-5)
+    assert await slope(coin, rows, PPO) == 0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "stops"),
+    [(1.0, 1.3, True), (1.0, 0.7, False), (-1.0, 1.3, False), (-1.0, 0.7, True)],
+)
+async def test_the_clip_stops_only_what_went_its_way(
+    advantage: float, ratio: float, stops: bool
+) -> None:
+    coin = Coin(0.4)
+    expected = 0.0 if stops else -advantage * ratio * 0.6
+    assert await slope(coin, [toss(coin, 0, advantage, ratio=ratio)], PPO) == (
+        pytest.approx(expected, rel=1e-5)
+    )
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("loss", [PPO, PLAIN], ids=lambda loss: loss.name)
+async def test_a_ratio_beyond_all_bounds_leaves_numbers_numbers(
+    advantage: float, loss: LossConfig
+) -> None:
+    coin = Coin(0.5)
+    trainer = LocalTrainer(HandMade(coin, 2))
+    metrics = await trainer.forward_backward([row_of([0], [0], [-500.0], advantage)], loss)
+    assert all(map(math.isfinite, metrics.values()))
+    assert coin.theta.grad is not None
+    assert math.isfinite(coin.theta.grad.item())
+
+
+async def test_temperature_divides_the_gradient() -> None:
+    coin = Coin(0.3)
+    half = Sampling(temperature=0.5)
+    p = 1 / (1 + math.exp(-coin.theta.item() / 0.5))
+    row = row_of([0], [0], [math.log(p)], 1.0, sampling=half)
+    assert await slope(coin, [row], PPO) == pytest.approx(-(1 - p) / 0.5, rel=1e-5)
+
+
+async def test_a_grpo_step_moves_the_policy_by_what_adam_says() -> None:
+    coin = Coin(0.3)
+    theta = coin.theta.item()
+    trajectories = []
+    for index, (side, reward) in enumerate([(0, 1.0), (1, 0.0), (1, 0.0), (0, 1.0)]):
+        talk = Conversation(f"r{index}")
+        talk.call([0], generation([side], [math.log(0.3 if side == 0 else 0.7)]))
+        trajectories.append(talk.ended(reward))
+    credits = GRPO(AlgorithmConfig()).credit(trajectories)
+    rows = normalise(build_rows(credits).rows, "token")
+    policy = HandMade(coin, 2)
+    trainer = LocalTrainer(policy)
+    metrics = await trainer.forward_backward(rows, PPO)
+    # Advantages are 1/2 for 0 and -1/2 for 1; half the tokens are each; weights are 1/4.
+    gradient = -0.5 * (0.5 * 0.7 + 0.5 * 0.3)
+    assert metrics["loss"] == pytest.approx(0, abs=1e-6)
+    adam = AdamConfig(lr=0.1, eps=0.05)
+    metrics = await trainer.optim_step(adam)
+    assert metrics["grad_norm"] == pytest.approx(abs(gradient), rel=1e-5)
+    # Both averages are unbiased at the first step: the gradient over its own size.
+    moved = theta - 0.1 * gradient / (abs(gradient) + 0.05)
+    assert coin.theta.item() == pytest.approx(moved, rel=1e-5)
+    assert coin.p > 0.3
+    assert policy.version == 1
+
+
+async def test_the_second_step_is_adams_too_and_decay_and_clipping_are_his() -> None:
+    coin = Coin(0.3)
+    adam = AdamConfig(lr=0.05, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+    trainer = LocalTrainer(HandMade(coin, 2))
+    m = v = 0.0
+    theta = coin.theta.item()
+    for step in (1, 2):
+        p = coin.p
+        await trainer.forward_backward([toss(coin, 0, 2.0 / step)], PLAIN)
+        g = -2.0 / step * (1 - p)
+        g *= min(1.0, 0.5 / abs(g))
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        step_size = (m / (1 - 0.8**step)) / (math.sqrt(v / (1 - 0.9**step)) + 1e-6)
+        theta = theta * (1 - 0.05 * 0.1) - 0.05 * step_size
+        await trainer.optim_step(adam)
+        assert coin.theta.item() == pytest.approx(theta, rel=1e-4)
+
+
+# --------------------------------------------------------------------------- against plain passes
+
+
+def plain_loss(policy: LocalPolicy, row: Row, loss: LossConfig) -> Tensor:
+    """The loss of one row by a forward pass of its own."""
+    logits_TV = policy.model(input_ids=torch.tensor([row.tokens])).logits[0]
+    total = torch.zeros(())
+    for span in row.spans:
+        setting = [(span.temperature, span.top_p, span.top_k)] * len(span.logprobs)
+        logp_TV = log_probs(logits_TV[span.start - 1 : span.end - 1], Shaping.of(setting, "cpu"))
+        target_T = torch.tensor(row.tokens[span.start : span.end])
+        ratio_T = (logp_TV.gather(1, target_T[:, None])[:, 0] - torch.tensor(span.logprobs)).exp()
+        advantage_T = torch.tensor(span.advantages)
+        low, high = 1 - loss.clip_low, 1 + loss.clip_high
+        gain_T = (ratio_T * advantage_T).minimum(ratio_T.clamp(low, high) * advantage_T)
+        total = total - span.weight * gain_T.sum()
+    return total
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[Row]:
+    """Rows that share prefixes, some wholly, with spans of other settings and advantages."""
+    rows: list[Row] = []
+    for index in range(draw(st.integers(1, 6))):
+        stem = draw(st.sampled_from([0, *(len(row.tokens) for row in rows)]))
+        known = draw(st.sampled_from(rows)).tokens[:stem] if rows else ()
+        fresh = draw(st.lists(st.integers(0, 299), min_size=2, max_size=30))
+        tokens = [*known, *fresh]
+        start = draw(st.integers(1, len(tokens) - 1))
+        sampling = Sampling(temperature=draw(st.sampled_from([0.7, 1.0, 1.3])))
+        logprobs = draw(
+            st.lists(
+                st.floats(-8, -3, width=32),
+                min_size=len(tokens) - start,
+                max_size=len(tokens) - start,
+            )
+        )
+        rows.append(
+            row_of(
+                tokens[:start],
+                tokens[start:],
+                logprobs,
+                draw(st.floats(-1, 1, width=32)),
+                weight=0.1,
+                sampling=sampling,
+                generation=f"c{index}.0",
+            )
+        )
+    return rows
+
+
+@given(families(), st.sampled_from([64, 100, 2048]))
+@settings(max_examples=25, deadline=None)
+def test_packed_gradients_are_the_sum_of_those_of_rows_alone(
+    tiny_folder: Path, rows: list[Row], most: int
+) -> None:
+    policy = load(tiny_folder, micro_batch_tokens=most)
+    nudge(policy, size=0.1)
+    expected = sum((plain_loss(policy, row, PPO) for row in rows), torch.zeros(()))
+    expected.backward()
+    wanted = {name: p.grad.clone() for name, p in policy.trainable().items() if p.grad is not None}
+    for parameter in policy.trainable().values():
+        parameter.grad = None
+    metrics = anyio.run(LocalTrainer(policy, threads=1).forward_backward, rows, PPO)
+    assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    for name, parameter in policy.trainable().items():
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, wanted[name], atol=1e-5, rtol=1e-4), name
+
+
+async def sampled(policy: LocalPolicy, **sampling: object) -> list[Row]:
+    """What the engine sampled, as rows."""
+    engine = LocalEngine(policy, EngineConfig(), decode, threads=1)
+    rows: list[Row] = []
+    for index in range(4):
+        prompt = prompt_of(20, seed=index // 2)
+        answer = await ask(engine, prompt, seed=index, max_tokens=12, **sampling)
+        advantage = (-1.0) ** index
+        rows.append(
+            row_of(
+                prompt,
+                answer.tokens,
+                answer.logprobs,
+                advantage,
+                weight=1 / 48,
+                version=policy.version,
+                sampling=Sampling.model_validate(sampling),
+            )
+        )
+    await engine.close()
+    return rows
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 0},
+        {"top_k": 30},
+        {"temperature": 1.2, "top_p": 0.9},
+    ],
+    ids=str,
+)
+async def test_what_the_engine_sampled_is_on_policy(
+    tiny_folder: Path, sampling: dict[str, float]
+) -> None:
+    policy = load(tiny_folder)
+    nudge(policy, size=0.1)
+    rows = await sampled(policy, **sampling)
+    metrics = await LocalTrainer(policy, threads=1).forward_backward(rows, PPO)
+    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-7)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["staleness"] == 0
+    assert metrics["loss"] == pytest.approx(0, abs=1e-5), "a mean of advantages that cancel"
+    assert metrics["trained_tokens"] == 48
+    assert metrics["computed_tokens"] <= 2 * 20 + 48, "the shared prompts are computed once"
+
+
+async def test_a_token_just_past_the_edge_of_top_p_is_no_disaster(tiny_folder: Path) -> None:
+    policy = load(tiny_folder)
+    rows = [
+        row_of([1, 2], [token], [-1.0], 1.0, sampling=Sampling(top_k=1)) for token in range(5, 9)
+    ]
+    trainer = LocalTrainer(policy, threads=1)
+    metrics = await trainer.forward_backward(rows, PPO)
+    assert all(map(math.isfinite, metrics.values()))
+    assert math.isfinite((await trainer.optim_step(ADAM))["grad_norm"])
+
+
+async def test_entropy_is_that_of_the_sampled_distribution() -> None:
+    coin = Coin(0.3)
+    rows = [toss(coin, 0, 1.0), row_of([0], [1], [0.0], 1.0, sampling=Sampling(top_k=1))]
+    metrics = await LocalTrainer(HandMade(coin, 2)).forward_backward(rows, PPO)
+    certain, open_ = 0.0, -0.3 * math.log(0.3) - 0.7 * math.log(0.7)
+    assert metrics["entropy"] == pytest.approx((open_ + certain) / 2, rel=1e-5)
+
+
+async def test_staleness_counts_versions_however_large() -> None:
+    coin = Coin(0.3)
+    policy = HandMade(coin, 2)
+    policy.version = 2**24 + 3
+    row = row_of([0], [0], [-1.0], 1.0, version=2**24 + 1)
+    metrics = await LocalTrainer(policy).forward_backward([row], PPO)
+    assert metrics["staleness"] == 2
+
+
+# --------------------------------------------------------------------------- failures
+
+
+def values(policy: LocalPolicy) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in policy.trainable().items()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+GOOD = [row_of([1, 2, 3], [4, 5], [-5.0, -5.0], 1.0), row_of([1, 2, 9], [8], [-6.0], -1.0)]
+
+
+async def test_a_refused_row_leaves_weights_and_gradient_alone(tiny_folder: Path) -> None:
+    policy, fresh = load(tiny_folder), load(tiny_folder)
+    before = values(policy)
+    trainer = LocalTrainer(policy, threads=1)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(TrainerError, match=r"c\.0"):
+            await trainer.forward_backward([*GOOD, row_of([1], [2], [-1.0], bad)], PPO)
+    with pytest.raises(TrainerError, match="context"):
+        await trainer.forward_backward([*GOOD, row_of([], [2], [-1.0], 1.0)], PPO)
+    assert_same(values(policy), before)
+    assert policy.version == 0
+    for one in (trainer, LocalTrainer(fresh, threads=1)):
+        await one.forward_backward(GOOD, PPO)
+        await one.optim_step(ADAM)
+    assert_same(values(policy), values(fresh))
+
+
+async def test_a_gradient_that_is_no_number_changes_nothing() -> None:
+    coin = Coin(0.3)
+    policy = HandMade(coin, 2)
+    trainer = LocalTrainer(policy)
+    before = coin.theta.item()
+    await trainer.forward_backward([toss(coin, 0, 1.0)], PPO)
+    assert coin.theta.grad is not None
+    coin.theta.grad.fill_(math.nan)
+    with pytest.raises(TrainerError, match="nothing was changed"):
+        await trainer.optim_step(ADAM)
+    assert coin.theta.item() == before
+    assert policy.version == 0
+    await trainer.forward_backward([toss(coin, 0, 1.0)], PPO)
+    await trainer.optim_step(ADAM)
+    assert coin.theta.item() > before
+
+
+async def test_logits_that_are_no_numbers_are_an_error_and_no_gradient() -> None:
+    coin = Coin(0.3)
+    rows = [toss(coin, 0, 1.0)]
+    with torch.no_grad():
+        coin.theta.fill_(math.nan)
+    with pytest.raises(TrainerError, match="not finite"):
+        await LocalTrainer(HandMade(coin, 2)).forward_backward(rows, PPO)
+    assert coin.theta.grad is None
+
+
+# --------------------------------------------------------------------------- checkpoints, exports
+
+
+async def steps(trainer: LocalTrainer, count: int, first: int = 0) -> None:
+    for index in range(first, first + count):
+        prompt = prompt_of(10, seed=index)
+        rows = [
+            row_of(prompt, prompt_of(6, seed=9 + side), [-5.0] * 6, float(side)) for side in (-1, 1)
+        ]
+        await trainer.forward_backward(rows, PPO)
+        await trainer.optim_step(ADAM)
+
+
+@pytest.mark.parametrize("weights", ["lora", "full"])
+async def test_training_after_a_restore_is_training_without_one_bit_for_bit(
+    tiny_folder: Path, tmp_path: Path, weights: str
+) -> None:
+    through, resumed = load(tiny_folder, weights=weights), load(tiny_folder, 5, weights=weights)
+    one = LocalTrainer(through, threads=1)
+    await steps(one, 2)
+    await one.save(tmp_path / "two")
+    await steps(one, 2, first=2)
+    other = LocalTrainer(resumed, threads=1)
+    await steps(other, 1, first=7)  # what it did before is forgotten
+    await other.forward_backward(GOOD, PPO)
+    await other.restore(tmp_path / "two")
+    shutil.rmtree(tmp_path / "two")
+    await steps(other, 2, first=2)
+    assert_same(values(through), values(resumed))
+    assert through.version == resumed.version == 4
+
+
+async def test_a_checkpoint_of_the_beginning_forgets_the_optimizer(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    fresh, policy = load(tiny_folder), load(tiny_folder)
+    trainer = LocalTrainer(policy, threads=1)
+    await trainer.save(tmp_path / "zero")
+    await steps(trainer, 2)
+    edition = policy.edition
+    await trainer.restore(tmp_path / "zero")
+    assert policy.edition > edition, "the engine must forget what it holds"
+    await steps(trainer, 1)
+    await steps(LocalTrainer(fresh, threads=1), 1)
+    assert_same(values(policy), values(fresh))
+
+
+@pytest.mark.parametrize("other", ["model", "rank", "weights"])
+async def test_a_checkpoint_of_something_else_is_refused(
+    tiny_folder: Path, tmp_path: Path, other: str
+) -> None:
+    policy = load(tiny_folder)
+    before = values(policy)
+    if other == "model":
+        stranger = load(make_model(tmp_path / "model", layers=3))
+    else:
+        changes = {"rank": {"lora_rank": 2}, "weights": {"weights": "full"}}
+        stranger = load(tiny_folder, **changes[other])
+    await LocalTrainer(stranger, threads=1).save(tmp_path / "one")
+    with pytest.raises(TrainerError, match="another model or other trainer settings"):
+        await LocalTrainer(policy, threads=1).restore(tmp_path / "one")
+    assert_same(values(policy), before)
+
+
+async def test_half_an_optimizer_is_refused_before_anything_changes(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    policy = load(tiny_folder)
+    trainer = LocalTrainer(policy, threads=1)
+    await steps(trainer, 1)
+    await trainer.save(tmp_path / "one")
+    await steps(trainer, 1)
+    before = values(policy)
+    drop_a_moment(tmp_path / "one" / "optimizer.safetensors")
+    with pytest.raises(TrainerError, match="one"):
+        await trainer.restore(tmp_path / "one")
+    assert_same(values(policy), before)
+
+
+def drop_a_moment(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    moments = load_file(path)
+    del moments[next(name for name in moments if name.endswith("/exp_avg"))]
+    save_file(moments, path)
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([prompt_of(30)])).logits
+
+
+def test_a_fresh_adapter_changes_nothing(tiny_folder: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    assert torch.equal(logits(load(tiny_folder).model), logits(base))
+
+
+def test_the_seed_of_new_weights_is_theirs_alone(tiny_folder: Path) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    one, same, other = load(tiny_folder, 3), load(tiny_folder, 3), load(tiny_folder, 4)
+    assert torch.equal(torch.rand(3), expected)
+    assert_same(values(one), values(same))
+    assert any(not torch.equal(values(one)[name], value) for name, value in values(other).items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+async def test_an_exported_adapter_is_loaded_by_peft(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = load(tiny_folder)
+    trainer = LocalTrainer(policy, threads=1)
+    await steps(trainer, 2)
+    await trainer.export(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert torch.equal(logits(adapted), logits(policy.model))
+    untouched = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    assert not torch.equal(logits(untouched), logits(policy.model))
+
+
+async def test_exported_weights_are_loaded_by_transformers(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    (model / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    policy = load(model, weights="full")
+    trainer = LocalTrainer(policy, threads=1)
+    await steps(trainer, 2)
+    await trainer.export(tmp_path / "exported")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(policy.model))
+    assert (tmp_path / "exported" / "tokenizer.json").exists()
+    assert (tmp_path / "exported" / "chat_template.jinja").exists()
+
+
+async def test_a_step_makes_what_was_good_likelier(tiny_folder: Path) -> None:
+    policy = load(tiny_folder)
+    nudge(policy, size=0.1)
+    rows = await sampled(policy)
+
+    def likelihood(row: Row) -> float:
+        [span] = row.spans
+        cut = span.start
+        return sum(plain_logprobs(policy, row.tokens[:cut], row.tokens[cut:], Sampling()))
+
+    before = [likelihood(row) for row in rows]
+    trainer = LocalTrainer(policy, threads=1)
+    await trainer.forward_backward(rows, PPO)
+    await trainer.optim_step(AdamConfig(lr=1e-3))
+    gains = [likelihood(row) - old for row, old in zip(rows, before, strict=True)]
+    assert gains[0] + gains[2] > 0 > gains[1] + gains[3]
