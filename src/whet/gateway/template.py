@@ -5,41 +5,53 @@ moment and carries no torch.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn, cast
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import JsonValue
 from tokenizers import Tokenizer
 
 from whet.errors import ConfigError, RequestError, boundary
+from whet.gateway.habits import Habits, find_habits
 from whet.gateway.messages import Message
+
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""What comes out of a template that was given something it was not written for."""
+NO_ARGUMENTS: Mapping[str, JsonValue] = {}
 
 
 class ChatTemplate:
     """Turns conversations into text and text into ids, and ids into text."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, source: str | None = None) -> None:
+        """Load what a model's folder holds; `source` stands in for the folder's own template."""
         with boundary(ConfigError, f"cannot load the tokenizer in {str(folder)!r}"):
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            config = json.loads((folder / "tokenizer_config.json").read_text())
-            sources = _template_sources(folder, config)
-            if "default" not in sources:
-                raise ConfigError(
-                    f"the model in {str(folder)!r} has no chat template: add chat_template.jinja"
-                )
+            config = _read_json(folder / "tokenizer_config.json")
+            self._special_texts = _special_texts(config)
+            self.eos_ids = self._eos_ids(folder)
+        own = _template_sources(folder, config) if source is None else {"default": source}
+        if "default" not in own:
+            raise ConfigError(
+                f"the model in {str(folder)!r} has no chat template: add chat_template.jinja"
+            )
+        with boundary(ConfigError, "cannot read the chat template"):
             environment = _environment()
-            self._templates = {n: environment.from_string(s) for n, s in sources.items()}
-        self._specials = {
-            name: _token_text(config[name])
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if config.get(name)
-        }
-        self.eos_ids = self._eos_ids(folder)
+            self._templates = {n: environment.from_string(s) for n, s in own.items()}
+        self.source = "\n".join(own.values())
+        """The text of all its templates: what a model writes is guessed from it."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.atoms = frozenset(added)
+        """Ids whose text is always one token, whatever stands beside it."""
+        self.special = {id: token.content for id, token in added.items() if token.special}
+        """The tokens that are markup, not text."""
+        self._habits = find_habits(self._render, self.source)
 
     def render(
         self,
@@ -47,19 +59,13 @@ class ChatTemplate:
         tools: Sequence[JsonValue],
         *,
         add_generation_prompt: bool,
+        arguments: Mapping[str, JsonValue] = NO_ARGUMENTS,
     ) -> str:
-        """The text of a conversation. Raises RequestError with what the template objects to."""
-        named = "tool_use" if tools and "tool_use" in self._templates else "default"
-        try:
-            return self._templates[named].render(
-                messages=[message.for_template() for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._specials,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise RequestError(f"the chat template refuses this conversation: {error}") from error
+        """The text of a conversation. Raises RequestError with what the template objects to.
+
+        `arguments` are the template's own, such as `enable_thinking`.
+        """
+        return self._render(self._habits, messages, tools, add_generation_prompt, arguments)
 
     def encode(self, text: str) -> list[int]:
         """The ids of text; special tokens written in it are recognised, none are added."""
@@ -69,20 +75,51 @@ class ChatTemplate:
         """The text of ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens as they are written."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
     def token_text(self, id: int) -> str:
         """One id as text, a special token as it is written."""
-        return self._tokenizer.decode([id], skip_special_tokens=False)
+        return self.decode_all([id])
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token, or None if the tokenizer has no such token."""
+        return self._tokenizer.token_to_id(text)
+
+    def _render(
+        self,
+        habits: Habits,
+        messages: Sequence[Message],
+        tools: Sequence[JsonValue],
+        add_generation_prompt: bool,
+        arguments: Mapping[str, JsonValue] = NO_ARGUMENTS,
+    ) -> str:
+        named = "tool_use" if tools and "tool_use" in self._templates else "default"
+        given: dict[str, object] = {
+            **self._special_texts,
+            **arguments,
+            "messages": [habits.given(message) for message in messages],
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._templates[named].render(given)
+        except (*REFUSALS, RecursionError) as error:
+            raise RequestError(f"the chat template refuses this conversation: {error}") from error
 
     def _eos_ids(self, folder: Path) -> tuple[int, ...]:
         ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            if (folder / name).exists():
-                eos = json.loads((folder / name).read_text()).get("eos_token_id")
-                ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if "eos_token" in self._specials:
-            id = self._tokenizer.token_to_id(self._specials["eos_token"])
-            ids += [] if id is None else [id]
-        return tuple(dict.fromkeys(ids))
+            eos = _read_json(folder / name).get("eos_token_id")
+            ids += cast(list[int], eos if isinstance(eos, list) else [] if eos is None else [eos])
+        id = self._tokenizer.token_to_id(self._special_texts.get("eos_token", ""))
+        return tuple(dict.fromkeys([*ids, *([] if id is None else [id])]))
+
+
+def _read_json(file: Path) -> dict[str, JsonValue]:
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def _template_sources(folder: Path, config: dict[str, JsonValue]) -> dict[str, str]:
@@ -101,14 +138,33 @@ def _template_sources(folder: Path, config: dict[str, JsonValue]) -> dict[str, s
     return sources
 
 
-def _token_text(token: JsonValue) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
+def _special_texts(config: dict[str, JsonValue]) -> dict[str, str]:
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    found = {name: config[name] for name in names if config.get(name)}
+    return {
+        name: str(token["content"]) if isinstance(token, dict) else str(token)
+        for name, token in found.items()
+    }
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what a model wrote, for training libraries; here its body stands."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """What templates may rely on: the settings, filters and functions Hugging Face gives them."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     functions: dict[str, object] = {"raise_exception": _raise, "strftime_now": _now}

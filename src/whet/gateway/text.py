@@ -1,30 +1,95 @@
 """Sampled ids to the message an agent sees, whole or as it grows."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+from pydantic import JsonValue
+
 from whet.gateway.messages import Message
+from whet.gateway.parsers.headed import HeadedParser
+from whet.gateway.parsers.reasoning import NONE
+from whet.gateway.parsers.splitter import (
+    Delta,
+    HeadedSplitter,
+    InlineSplitter,
+    Splitter,
+    first_start,
+)
 from whet.gateway.render import Renderer
-from whet.gateway.toolcalls import OPEN, parse
 from whet.types import Sampling
 
+__all__ = ["Delta", "TextStream", "read_message"]
 
-class Delta(NamedTuple):
-    """Some more of a message."""
-
-    content: str = ""
-    reasoning: str = ""
+OVERLAP = 4
+"""Ids decoded again: a character may span tokens, and some decoders drop the first space."""
 
 
 def read_message(
-    renderer: Renderer, ids: Sequence[int], sampling: Sampling, *, tools: bool
+    renderer: Renderer,
+    ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    tools: bool,
+    schemas: Sequence[JsonValue] = (),
+    prompt: Sequence[int] = (),
+    as_text: bool = False,
 ) -> Message:
-    """The assistant message of a finished generation."""
-    visible = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
-    text = renderer.template.decode(visible)
+    """The assistant message of a finished generation.
+
+    `tools` says whether tool calls are looked for; `schemas` are the request's, which give types
+    to arguments that were written without. `prompt` is what was sampled from, where it is known.
+    `as_text` takes everything as content, for requests that were no conversation.
+    """
+    reader = _Reader(renderer, tools=tools, prompt=prompt, as_text=as_text)
+    text = renderer.template.decode_all(reader.visible(ids))
     ends = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
-    text = text[: min(ends)] if ends else text
-    return parse(text) if tools else Message("assistant", text)
+    reader.splitter.feed(text[: min(ends)] if ends else text)
+    return reader.splitter.message(schemas)
+
+
+class _Sight(NamedTuple):
+    """Which special tokens are seen."""
+
+    hidden: frozenset[int]
+    shown: tuple[str, ...]
+
+
+@lru_cache(maxsize=64)
+def _sight(renderer: Renderer, tools: bool, thinking: bool) -> _Sight:
+    words = [*renderer.parser.format.tokens] if tools else []
+    if thinking:
+        words += [renderer.reasoning.open, renderer.reasoning.close]
+    if thinking and isinstance(renderer.parser, HeadedParser):
+        words = [*renderer.parser.format.tokens]
+    special = renderer.template.special
+    shown = {id: text for id, text in special.items() if any(text in word for word in words)}
+    hidden = frozenset((*special, *renderer.stop_ids)) - frozenset(shown)
+    return _Sight(hidden, tuple(text for text in shown.values() if text))
+
+
+class _Reader:
+    """How the text of one generation is to be read."""
+
+    def __init__(
+        self, renderer: Renderer, *, tools: bool, prompt: Sequence[int], as_text: bool
+    ) -> None:
+        self._sight = _sight(renderer, tools and not as_text, not as_text)
+        self.splitter: Splitter
+        if isinstance(renderer.parser, HeadedParser) and not as_text:
+            self.splitter = HeadedSplitter(renderer.parser, calls_tools=tools)
+            return
+        opened = renderer.opens(prompt) if prompt else renderer.opens_thinking
+        self.splitter = InlineSplitter(
+            NONE if as_text else renderer.reasoning,
+            renderer.parser if tools and not as_text else None,
+            opened=opened and not as_text,
+            hidden=self._sight.shown,
+        )
+
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        """The ids that are text, or that the formats look for."""
+        return [id for id in ids if id not in self._sight.hidden]
 
 
 class TextStream:
@@ -34,45 +99,53 @@ class TextStream:
     once the whole message is known, so that a streamed reply reads like the whole one.
     """
 
-    def __init__(self, renderer: Renderer, sampling: Sampling, *, tools: bool) -> None:
-        self._renderer = renderer
-        self._markers = (*sampling.stop, *((OPEN,) if tools else ()))
+    def __init__(
+        self,
+        renderer: Renderer,
+        sampling: Sampling,
+        *,
+        tools: bool,
+        prompt: Sequence[int] = (),
+        as_text: bool = False,
+    ) -> None:
+        self._reader = _Reader(renderer, tools=tools, prompt=prompt, as_text=as_text)
+        self._decode = renderer.template.decode_all
+        self._stops = sampling.stop
         self._ids: list[int] = []
         self._from = 0
         self._held = ""
-        self._sent = 0
+        self._stopped = False
+        self._content = 0
+        self._reasoning = 0
 
     def feed(self, ids: Sequence[int]) -> Delta:
         """Take new ids; returns the text that may go out now."""
-        self._ids += [id for id in ids if id not in self._renderer.stop_ids]
-        decode = self._renderer.template.decode
-        # Decode from a few ids back: a character may span tokens, and some decoders drop the
-        # space before the first one.
-        anchor = decode(self._ids[max(0, self._from - 4) : self._from])
-        text = decode(self._ids[max(0, self._from - 4) :])
-        if text.endswith("\ufffd"):
-            return Delta()
-        self._from = len(self._ids)
-        self._held += text[len(anchor) :]
-        ready = self._held[: self._hold_from()]
-        self._held = self._held[len(ready) :]
-        self._sent += len(ready)
-        return Delta(ready)
+        delta = self._reader.splitter.feed(self._until_stop(self._new_text(ids)))
+        self._content += len(delta.content)
+        self._reasoning += len(delta.reasoning)
+        return delta
 
     def finish(self, message: Message) -> Delta:
         """What is left to send of the whole message."""
-        return Delta(message.content[self._sent :])
+        return Delta(message.content[self._content :], message.reasoning[self._reasoning :])
 
-    def _hold_from(self) -> int:
-        """Where a marker starts or may start; white space before it is kept back with it."""
-        starts = [_marker_start(self._held, marker) for marker in self._markers]
-        start = min(starts, default=len(self._held))
-        return len(self._held[:start].rstrip()) if self._markers else start
+    def _new_text(self, ids: Sequence[int]) -> str:
+        """The whole characters that these ids complete."""
+        self._ids += self._reader.visible(ids)
+        start = max(0, self._from - OVERLAP)
+        known = self._decode(self._ids[start : self._from])
+        text = self._decode(self._ids[start:])
+        if text.endswith("\ufffd"):
+            return ""
+        self._from = len(self._ids)
+        return text[len(known) :]
 
-
-def _marker_start(text: str, marker: str) -> int:
-    found = text.find(marker)
-    if found >= 0:
-        return found
-    tails = range(max(0, len(text) - len(marker) + 1), len(text))
-    return next((i for i in tails if marker.startswith(text[i:])), len(text))
+    def _until_stop(self, text: str) -> str:
+        """The text before a stop string, without what may become one."""
+        if self._stopped or not self._stops:
+            return "" if self._stopped else text
+        self._held += text
+        start = first_start(self._held, self._stops)
+        ready, self._held = self._held[:start], self._held[start:]
+        self._stopped = any(self._held.startswith(stop) for stop in self._stops)
+        return ready

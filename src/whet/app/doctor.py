@@ -1,0 +1,68 @@
+"""`whet doctor`: what a model's chat template allows, told before a run depends on it.
+
+Reads a tokenizer and a template; needs neither weights nor torch.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+from pydantic import JsonValue
+
+from whet.errors import ConfigError
+from whet.gateway.render import Renderer
+from whet.gateway.template import ChatTemplate
+from whet.policies.catalogue import resolve_model
+
+ROWS = ("mode", "close", "drops_thinking", "tools", "parser", "reasoning")
+
+
+def template_verdict(
+    folder: Path, template: Path | None = None, *, keep_thinking: bool = False
+) -> dict[str, JsonValue]:
+    """What is found out about the template of a model's folder, or about another for its tokenizer.
+
+    Raises:
+        ConfigError: there is no tokenizer or no template, or one of them cannot be read.
+    """
+    if template is not None and not template.is_file():
+        raise ConfigError(f"there is no template file {str(template)!r}")
+    source = None if template is None else template.read_text()
+    return Renderer(ChatTemplate(folder, source), keep_thinking=keep_thinking).verdict.to_json()
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print the verdict: a table, or with `--json` one JSON object."""
+    verdict = template_verdict(_folder(args), Path(args.template) if args.template else None)
+    text = json.dumps(verdict, ensure_ascii=False) if args.json else describe(verdict)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def describe(verdict: dict[str, JsonValue]) -> str:
+    """The verdict for a reader."""
+    lines = [f"{name.replace('_', ' '):<16}{_shown(verdict[name])}" for name in ROWS]
+    causes = cast(list[str], verdict["causes"])
+    lines += [f"{'cause' if not i else '':<16}{cause}" for i, cause in enumerate(causes)]
+    probes = cast(dict[str, list[str] | dict[str, str]], verdict["probes"])
+    for kind, found in probes.items():
+        lines.append(f"{kind:<16}{len(found)}")
+        why = found if isinstance(found, dict) else dict.fromkeys(found, "")
+        lines += [f"  {name}{': ' if cause else ''}{cause}" for name, cause in why.items()]
+    return "\n".join(lines)
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    if args.template and not args.tokenizer:
+        raise ConfigError("a template needs a tokenizer: --template FILE.jinja --tokenizer DIR")
+    if args.tokenizer:
+        return Path(args.tokenizer)
+    if not args.model:
+        raise ConfigError("say what to look at: --model NAME, or --template FILE --tokenizer DIR")
+    return resolve_model(args.model)
+
+
+def _shown(value: JsonValue) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
