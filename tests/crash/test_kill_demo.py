@@ -7,6 +7,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -23,13 +25,20 @@ TRAINING = STEPS * TASKS_PER_STEP * GROUP_SIZE
 SMALL = [f"--steps={STEPS}", f"--tasks-per-step={TASKS_PER_STEP}", f"--group-size={GROUP_SIZE}"]
 
 
-def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def start(directory: Path, *arguments: str) -> Generator[subprocess.Popen[str]]:
+    """`whet demo` at work; killed at the end of the block if it still is."""
+    run = subprocess.Popen(
         [sys.executable, "-m", "whet.app.cli", "demo", "--dir", str(directory), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    with run:
+        try:
+            yield run
+        finally:
+            run.kill()
 
 
 def ended_rollouts(store: Path) -> int:
@@ -67,16 +76,14 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
     ]
     arguments = ["--name", "killed", *SMALL]
     for point in sorted(points):
-        run = start(tmp_path, *arguments)
-        with run:
+        with start(tmp_path, *arguments) as run:
             wait_for(run, folder.store, point)
             time.sleep(draw.uniform(0, 0.5))  # anywhere in a step: sampling, training, saving
-            run.kill()
         # Killed before it was a run at all: there is nothing to resume, so it is started.
         arguments = ["--resume", "killed"] if folder.config_file.exists() else arguments
 
-    run = start(tmp_path, *arguments, "--json")
-    out, err = run.communicate(timeout=600)
+    with start(tmp_path, *arguments, "--json") as run:
+        out, err = run.communicate(timeout=600)
 
     assert run.returncode == 0, err
     told = json.loads(out.splitlines()[-1])
@@ -93,8 +100,7 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize("rollouts", [0, 20, 401])
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, rollouts: int) -> None:
     folder = RunFolder(tmp_path / "runs" / "stopped")
-    run = start(tmp_path, "--name", "stopped", *SMALL)
-    with run:
+    with start(tmp_path, "--name", "stopped", *SMALL) as run:
         wait_for(run, folder.store, rollouts)
         assert run.stdout
         assert "whet demo arithmetic" in run.stdout.readline()
