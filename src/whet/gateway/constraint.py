@@ -5,6 +5,7 @@ generation cannot be trained.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,18 +13,19 @@ from typing import Literal
 from pydantic import JsonValue
 
 from whet.errors import RequestError
+from whet.gateway.speech import Speech
 
 Schema = Mapping[str, JsonValue]
 ToolChoice = Literal["auto", "none", "required"]
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-"""Around a call in Hermes form, the one `toolcalls` reads."""
-
 ANY_OBJECT: Schema = {"type": "object"}
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
-WHITE_SPACE: dict[str, JsonValue] = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
-"""Between the parts of JSON. Bounded, since a model that may write a space for ever will."""
+ONE_SPACE: dict[str, JsonValue] = {"whitespace_pattern": " "}
+"""At most, between the parts of JSON: small models that may write white space write little else."""
+TAG = re.compile(r"(<[^<>\n]+>|\[/?[A-Z_]+\])")
+"""What may be a token of its own in a model's format."""
+NAME = re.compile(r"[\w.:/-]{1,256}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +39,54 @@ class Constraint:
     several: bool = True
     """Whether it may make more than one call."""
 
-    def grammar(self, encode: Callable[[str], Sequence[int]]) -> str:
-        """As Lark text in llguidance's dialect; `encode` turns text into the model's ids."""
+    def grammar(self, speech: Speech, *, opened: bool = False) -> str:
+        """As Lark text in llguidance's dialect, for a model that writes this way.
+
+        It may think first if it is one that thinks; `opened` says that it has begun to.
+
+        Raises:
+            RequestError: the model's calls cannot be held to a grammar.
+        """
         rules: dict[str, str] = {}
         if self.schema is not None:
-            rules["answer"] = _json(self.schema)
+            before, after = (_literal(text, speech.encode) for text in speech.answer)
+            rules["answer"] = f"{before} answer_json {after}".strip()
         if self.tools:
-            rules["calls"] = f"call ({_text(chr(10))} call)*" if self.several else "call"
-        start = " | ".join(rules)
+            rules |= self._calls(speech)
+        body = " | ".join(name for name in ("answer", "calls") if name in rules)
+        if self.schema is not None:
+            rules["answer_json"] = _json(self.schema)
+        start = f"({body})"
+        if speech.think is not None:
+            opening, closing = speech.think
+            start = f"thought {start}" if opened else f"(thinking thought)? {start}"
+            rules["thinking"] = _literal(opening, speech.encode)
+            rules |= _until(closing, speech.encode)
+        return "\n".join([f"start: {start}", *(f"{name}: {rule}" for name, rule in rules.items())])
+
+    def _calls(self, speech: Speech) -> dict[str, str]:
+        form = speech.calls
+        if form is None:
+            raise RequestError(
+                "tools: calls cannot be held to a grammar here, since the model's chat template "
+                "does not write their arguments as JSON: leave tool_choice at 'auto', and "
+                "response_format at 'text'"
+            )
+        before, middle, after = (
+            _literal(text, speech.encode) for text in (form.before, form.middle, form.after)
+        )
+        more = ""
+        if self.several and form.again is not None:
+            more = f"({_literal(form.again, speech.encode)} call)*"
         named = [f"tool_{index}" for index in range(len(self.tools))]
-        if named:
-            around = (_marker(OPEN, encode), _marker(CLOSE, encode))
-            line = _text("\n")
-            rules["call"] = f"{around[0]} {line} ({' | '.join(named)}) {line} {around[1]}"
+        rules = {"calls": f"{before} call {more} {after}", "call": " | ".join(named)}
         for rule, tool in zip(named, self.tools, strict=True):
             name, parameters = _function(tool)
-            before = _text(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
-            rules[rule] = f"{before} {rule}_arguments {_text('}')}"
+            if NAME.fullmatch(name) is None:
+                raise RequestError(f"tools: {name!r} cannot be the name of a tool")
+            rules[rule] = f"{_text(name)} {middle} {rule}_arguments"
             rules[f"{rule}_arguments"] = _json(parameters)
-        return "\n".join([f"start: {start}", *(f"{name}: {rule}" for name, rule in rules.items())])
+        return rules
 
 
 def constraint(
@@ -99,14 +130,31 @@ def _function(tool: JsonValue) -> tuple[str, Schema]:
 
 
 def _json(schema: Schema) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': WHITE_SPACE})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': ONE_SPACE})}"
 
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _marker(text: str, encode: Callable[[str], Sequence[int]]) -> str:
-    """A tag: the model's own token for it where it has one, which text alone might not reach."""
-    ids = encode(text)
-    return f"<[{ids[0]}]>" if len(ids) == 1 else _text(text)
+def _until(mark: str, encode: Callable[[str], Sequence[int]]) -> dict[str, str]:
+    """Any text up to a mark, and the new lines behind it."""
+    rest = r"/\n{0,4}/"
+    if len(encode(mark)) == 1:
+        return {"thought": rf"/(.|\n)*/ {_literal(mark, encode)} {rest}"}
+    return {"thought": f"unmarked {rest}", f"unmarked[suffix={_text(mark)}]": r"/(.|\n)*/"}
+
+
+def _literal(text: str, encode: Callable[[str], Sequence[int]]) -> str:
+    """Fixed text; tags as the model's own tokens where it has them, which text never reaches."""
+    parts: list[str] = []
+    plain = ""
+    for part in TAG.split(text):
+        ids = encode(part)
+        if len(ids) == 1 and TAG.fullmatch(part):
+            parts += [_text(plain)] if plain else []
+            parts.append(f"<[{ids[0]}]>")
+            plain = ""
+        else:
+            plain += part
+    return " ".join([*parts, *([_text(plain)] if plain else [])])

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from anyio import Event, Lock, create_task_group
 from pydantic import JsonValue
@@ -16,6 +17,7 @@ from whet.gateway.constraint import Constraint
 from whet.gateway.graph import Graph, Turn
 from whet.gateway.messages import Message
 from whet.gateway.render import Renderer
+from whet.gateway.speech import Speech, learn_speech
 from whet.gateway.text import read_message
 from whet.protocols import AttemptLog, Engine
 from whet.types import (
@@ -146,7 +148,7 @@ class Service:
             call=CallId(secrets.token_hex(12)),
             attempt=source.attempt.id if source.attempt else None,
             ask=ask,
-            sampling=self._sampling(ask, forced),
+            sampling=self._sampling(ask, forced, (*stored, *context)),
             tokens=(*stored, *context),
             root=root,
             parent=turn.id if turn else None,
@@ -248,11 +250,16 @@ class Service:
         closed = turn.generation.tokens[-1] in self.renderer.stop_ids
         return self.renderer.tail(rest, ask.tools, closed=closed)
 
-    def _sampling(self, ask: Ask, forced: SamplingOverride) -> Sampling:
+    @cached_property
+    def _speech(self) -> Speech:
+        return learn_speech(self.renderer)
+
+    def _sampling(self, ask: Ask, forced: SamplingOverride, prompt: Sequence[int]) -> Sampling:
         update = forced.model_dump(exclude_none=True)
         update["stop_ids"] = tuple(dict.fromkeys((*ask.sampling.stop_ids, *self.renderer.stop_ids)))
         if ask.constraint is not None:
-            update["grammar"] = ask.constraint.grammar(self.renderer.template.encode)
+            opened = self.renderer.opens(prompt)
+            update["grammar"] = ask.constraint.grammar(self._speech, opened=opened)
         return ask.sampling.model_copy(update=update)
 
     def _root(self, model: str, tools: Sequence[JsonValue]) -> str:
