@@ -32,6 +32,9 @@ from whet.types import Attempt, Endpoint, Outcome
 POLICY = "policy"
 """The name agents see as their model."""
 
+SMALL_MODEL = 20_000_000
+"""Parameters up to which one thread samples fastest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -68,7 +71,7 @@ async def open_run(
         # Before anybody samples: what a kill left in the queue runs as soon as there is a runner.
         if done := await store.steps():
             await trainer.restore(folder.checkpoints / done[-1].checkpoint)
-        serving = _serve(folder, config, policy, store, threads=cores)
+        serving = _serve(folder, config, policy, store, threads=_sampler_threads(policy, cores))
         endpoint = await stack.enter_async_context(serving)
         runner = LocalRunner(
             agent,
@@ -97,14 +100,20 @@ async def _serve(
     """Engine and gateway at work; gives where an attempt reaches its model."""
     async with AsyncExitStack() as stack:
         template = ChatTemplate(policy.folder)
-        renderer = Renderer(template)
+        renderer = Renderer(template, keep_thinking=config.gateway.keep_thinking)
         grammars = Grammars(policy.folder, renderer.stop_ids)
         engine = LocalEngine(
             policy, config.engine, template.decode, grammars=grammars, threads=threads
         )
         stack.push_async_callback(engine.close)
         names = (POLICY, *config.gateway.models)
-        service = Service(engine=engine, log=store, renderer=renderer, models=names)
+        service = Service(
+            engine=engine,
+            log=store,
+            renderer=renderer,
+            models=names,
+            context_length=engine.context_length,
+        )
         secret = folder.secret()
         server = GatewayServer(build_app(service, store, secret, config.gateway), config.gateway)
         stack.callback(server.close)
@@ -118,6 +127,12 @@ async def _serve(
             return Endpoint(base_url=server.url + path, api_key=key, model=POLICY)
 
         yield endpoint
+
+
+def _sampler_threads(policy: LocalPolicy, cores: int) -> int:
+    """A small model gains nothing from more threads, and loses much where agents share cores."""
+    size = sum(parameter.numel() for parameter in policy.model.parameters())
+    return 1 if size < SMALL_MODEL else cores
 
 
 @asynccontextmanager
