@@ -1,63 +1,63 @@
-"""The HTTP side of the gateway: routes, bodies, errors, and clients that vanish."""
+"""The HTTP side of the gateway: paths, bodies, callers and errors."""
 
 import hashlib
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
-from anyio import CancelScope, create_task_group
+from anyio import fail_after
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
 
 from whet.config import GatewayConfig
-from whet.errors import EngineError, LeaseLost, NotFound, PromptTooLong, RequestError, WhetError
+from whet.errors import NotFound, RequestError, WhetError
 from whet.gateway.attribution import Caller, Unauthorized, read_caller
-from whet.gateway.dialects.chat import ChatDialect, openai_error
-from whet.gateway.dialects.dialect import Asked, Dialect, Reply, Told
-from whet.gateway.messages import Message
-from whet.gateway.service import Prompt, Service, Source
-from whet.gateway.text import TextStream
+from whet.gateway.delivery import Answer, JsonReply, TooLarge, TooSlow, tell
+from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.dialects.completions import CompletionsDialect
+from whet.gateway.dialects.dialect import Dialect, Json, Told, validate
+from whet.gateway.dialects.messages import CountRequest, MessagesDialect
+from whet.gateway.dialects.parts import openai_error
+from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.dialects.responses_lookup import delete_response, list_input, show_response
+from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
+from whet.gateway.graph import Graph
+from whet.gateway.service import Service, Source
 from whet.protocols import AttemptLog
-from whet.types import Call, Piece
-
-logger = logging.getLogger(__name__)
 
 BODY_LIMIT = 32 * 2**20
+BODY_TIMEOUT_S = 30.0
+"""A body that is not whole by then is refused: nobody holds a connection by sending slowly."""
+
 RETRY_HEADER = "x-stainless-retry-count"
 
 PREFIXES = (
-    "",
-    "/rollout/{rollout}/attempt/{attempt}",
     "/rollout/{rollout}/attempt/{attempt}/agent/{agent}",
+    "/rollout/{rollout}/attempt/{attempt}",
+    "",
 )
+VERSIONS = ("/v1/v1", "/v1", "")
+"""Clients that add `/v1` to a base URL which has it already are understood, and so are those that
+leave it out."""
 
-STATUS: list[tuple[type[WhetError], int, str]] = [
-    (Unauthorized, 401, "invalid_api_key"),
-    (PromptTooLong, 400, "context_length_exceeded"),
-    (RequestError, 400, "invalid_request"),
-    (NotFound, 404, "not_found"),
-    (LeaseLost, 409, "attempt_ended"),
-    (EngineError, 503, "engine_error"),
-]
-"""How our errors are told: the first that fits."""
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(service: Service, log: AttemptLog, secret: bytes, config: GatewayConfig) -> Starlette:
-    """The endpoint: under an attempt's own path, or under `/v1` by the API key."""
-    gateway = _Gateway(service, log, secret, config)
-    dialects: Sequence[Dialect] = (ChatDialect(),)
-    routes = [
-        Route(f"{prefix}/v1{dialect.path}", gateway.handler(dialect), methods=["POST"])
-        for prefix in PREFIXES
-        for dialect in dialects
-    ]
-    routes += [Route(f"{prefix}/v1/models", gateway.models) for prefix in PREFIXES]
-    handlers = {404: _no_such_path, 405: _no_such_path, WhetError: _told_as_openai}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    """The endpoint: under an attempt's own path, or at the root by the API key."""
+    routes = _Gateway(service, log, secret, config).routes()
+    versions = [Mount(version, routes=routes) for version in VERSIONS]
+    handlers = {
+        404: _no_such_path,
+        405: _no_such_path,
+        WhetError: _told_as_openai,
+        Exception: _crashed,
+    }
+    return Starlette(
+        routes=[Mount(prefix, routes=versions) for prefix in PREFIXES],
+        exception_handlers=handlers,
+    )
 
 
 class _Gateway:
@@ -69,64 +69,112 @@ class _Gateway:
         self._secret = secret
         self._config = config
 
-    async def models(self, request: Request) -> Response:
-        self._caller(request)
-        models = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "whet"}
-            for name in self._service.models
+    def routes(self) -> Sequence[BaseRoute]:
+        messages = MessagesDialect()
+        dialects = (ChatDialect(), messages, ResponsesDialect(), CompletionsDialect())
+        return [
+            *(Route(each.path, self._turns(each), methods=["POST"]) for each in dialects),
+            Route("/messages/count_tokens", self._count(messages), methods=["POST"]),
+            Route("/responses/{id}/input_items", self._responses(list_input)),
+            Route("/responses/{id}", self._responses(delete_response), methods=["DELETE"]),
+            Route("/responses/{id}", self._responses(self._show_response)),
+            Route("/models", self._models),
+            Route("/models/{id:path}", self._model),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
         ]
-        return JSONResponse({"object": "list", "data": models})
 
-    def handler(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
-        """One turn in a wire format: parse, find and render, sample, record, reply."""
+    def _turns(self, dialect: Dialect) -> Handler:
+        """One turn in a wire format: parse, find and render, then sample, record, reply."""
+
+        async def turn(request: Request) -> Response:
+            caller = self._caller(request)
+            body = await _body(request)
+            asked = dialect.parse(body)
+            source = await self._source(caller, dialect.name, asked.model, request, body)
+            graph = await self._service.graph(source.attempt)
+            prompt = await self._service.prompt(source, asked.ask(graph), graph)
+            reply = asked.reply(prompt, self._service.renderer.template)
+            return Answer(dialect, self._service, prompt, reply)
+
+        return _telling(dialect, turn)
+
+    def _count(self, dialect: Dialect) -> Handler:
+        """How long the prompt of a message would be, exactly: with what is stored already."""
+
+        async def count(request: Request) -> Response:
+            caller = self._caller(request)
+            body = await _body(request)
+            asked = validate(CountRequest, body)
+            source = await self._source(caller, "count", asked.model, request, body)
+            graph = await self._service.graph(source.attempt)
+            prompt = await self._service.prompt(source, asked.ask(), graph)
+            return JsonReply({"input_tokens": len(prompt.tokens)})
+
+        return _telling(dialect, count)
+
+    def _responses(self, look: Callable[[Graph, str, Request], Json]) -> Handler:
+        """Something about a stored response of the attempt."""
 
         async def handle(request: Request) -> Response:
-            try:
-                return await self._turn(dialect, request)
-            except WhetError as error:
-                told = _tell(error)
-                return JSONResponse(dialect.error(told), told.status)
+            caller = self._caller(request)
+            attempt = await self._log.attempt(caller.attempt) if caller.attempt else None
+            graph = await self._service.graph(attempt)
+            return JsonReply(look(graph, request.path_params["id"], request))
 
         return handle
 
-    async def _turn(self, dialect: Dialect, request: Request) -> Response:
-        caller = self._caller(request)
-        body = await _body(request)
-        asked = dialect.parse(body)
-        source = await self._source(caller, dialect, request, asked, body)
-        graph = await self._service.graph(source.attempt)
-        prompt = await self._service.prompt(source, asked.ask(graph), graph)
-        reply = asked.reply(prompt, self._service.renderer.template)
-        if prompt.ask.stream:
-            return _EventStream(dialect, self._service, prompt, reply)
-        tops: list[list[tuple[tuple[int, float], ...]]] = [[] for _ in range(prompt.ask.n)]
+    def _show_response(self, graph: Graph, id: str, request: Request) -> Json:
+        return show_response(graph, id, request, self._service.renderer.template)
 
-        async def keep(index: int, piece: Piece) -> None:
-            tops[index] += piece.top
+    async def _models(self, request: Request) -> Response:
+        self._caller(request)
+        names = self._service.models
+        page: Json = {"object": "list", "data": [_model(name) for name in names]}
+        # What Anthropic's client reads besides.
+        return JsonReply(page | {"has_more": False, "first_id": names[0], "last_id": names[-1]})
 
-        async with _until_gone(request.receive):
-            call = await self._service.complete(prompt, keep)
-            return _Delivered(reply.whole(call, tops), self._service, prompt)
-        return Response(status_code=499)
+    async def _model(self, request: Request) -> Response:
+        self._caller(request)
+        self._check_model(request.path_params["id"])
+        return JsonReply(_model(request.path_params["id"]))
+
+    async def _tokenize(self, request: Request) -> Response:
+        self._caller(request)
+        asked = validate(TokenizeRequest, await _body(request))
+        return JsonReply(asked.reply(self._service.renderer.template, self._service.context_length))
+
+    async def _detokenize(self, request: Request) -> Response:
+        self._caller(request)
+        asked = validate(DetokenizeRequest, await _body(request))
+        return JsonReply(asked.reply(self._service.renderer.template))
+
+    # ------------------------------------------------------------- who asks
 
     async def _source(
-        self, caller: Caller, dialect: Dialect, request: Request, asked: Asked, body: bytes
+        self, caller: Caller, dialect: str, model: str, request: Request, body: bytes
     ) -> Source:
-        if asked.model not in self._service.models:
-            raise NotFound(
-                f"there is no model {asked.model!r} here: this endpoint serves "
-                f"{', '.join(map(repr, self._service.models))}"
-            )
+        self._check_model(model)
         attempt = await self._log.attempt(caller.attempt) if caller.attempt else None
-        digest = hashlib.blake2b(dialect.name.encode() + body, digest_size=16).hexdigest()
+        rollout = request.path_params.get("rollout")
+        if attempt is not None and rollout not in (None, attempt.rollout.id):
+            raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")
         return Source(
             attempt=attempt,
-            dialect=dialect.name,
-            model=asked.model,
+            dialect=dialect,
+            model=model,
             agent=caller.agent,
-            request=digest,
+            request=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
             is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
+            size=len(body),
         )
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._service.models:
+            raise NotFound(
+                f"there is no model {name!r} here: this endpoint serves "
+                f"{', '.join(map(repr, self._service.models))}"
+            )
 
     def _caller(self, request: Request) -> Caller:
         caller = read_caller(request, self._secret, self._config.trace_header)
@@ -138,108 +186,65 @@ class _Gateway:
         return caller
 
 
-class _Delivered(JSONResponse):
-    """A reply that notes when the client has it."""
-
-    def __init__(self, body: object, service: Service, prompt: Prompt) -> None:
-        super().__init__(body)
-        self._service = service
-        self._prompt = prompt
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-        self._service.delivered(self._prompt)
-
-
-class _EventStream(Response):
-    """Tokens go out as they are sampled; the last event waits until the call is recorded."""
-
-    def __init__(self, dialect: Dialect, service: Service, prompt: Prompt, reply: Reply) -> None:
-        self._dialect = dialect
-        self._service = service
-        self._prompt = prompt
-        self._reply = reply
-        self._started = False
-        self._texts = [
-            TextStream(service.renderer, prompt.sampling, tools=prompt.ask.calls_tools)
-            for _ in range(prompt.ask.n)
-        ]
-        super().__init__()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def on_piece(index: int, piece: Piece) -> None:
-            delta = self._texts[index].feed(piece.tokens)
-            await self._write(send, self._reply.piece(index, piece, delta))
-
-        async with _until_gone(receive):
-            try:
-                call = await self._service.complete(self._prompt, on_piece)
-            except WhetError as error:
-                told = _tell(error)
-                if self._started:
-                    await self._write(send, self._dialect.error_event(told), more=False)
-                else:
-                    refusal = JSONResponse(self._dialect.error(told), told.status)
-                    await refusal(scope, receive, send)
-                return
-            await self._write(send, self._last(call), more=False)
-            self._service.delivered(self._prompt)
-
-    def _last(self, call: Call) -> bytes:
-        messages = (Message.from_json(g.message) for g in call.generations)
-        rest = [text.finish(m) for text, m in zip(self._texts, messages, strict=True)]
-        return self._reply.last(call, rest)
-
-    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        if not self._started:
-            self._started = True
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            data = self._reply.first() + data
-        if data or not more:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-@asynccontextmanager
-async def _until_gone(receive: Callable[[], Awaitable[object]]) -> AsyncGenerator[None]:
-    """Run the block, but stop it, and with it the sampling, once the client has gone."""
-
-    async def watch(scope: CancelScope) -> None:
-        while cast(dict[str, str], await receive())["type"] != "http.disconnect":
-            pass
-        scope.cancel()
-
-    async with create_task_group() as tasks:
-        tasks.start_soon(watch, tasks.cancel_scope)
-        yield
-        tasks.cancel_scope.cancel()
+def _model(name: str) -> Json:
+    """A model in the words of both OpenAI and Anthropic, whose clients ask at the same path."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "whet",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 async def _body(request: Request) -> bytes:
+    """The whole body. Raises RequestError for one that is too large, too slow or cut off."""
+    large = TooLarge(f"the body is larger than {BODY_LIMIT // 2**20} MiB")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 20 and int(length) > BODY_LIMIT:
+        raise large
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY_LIMIT:
-                raise RequestError(f"the body is larger than {BODY_LIMIT // 2**20} MiB")
+        with fail_after(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > BODY_LIMIT:
+                    raise large
+    except TimeoutError as error:
+        raise TooSlow(f"the body was not whole after {BODY_TIMEOUT_S:.0f} s") from error
     except ClientDisconnect as error:
         raise RequestError("the client left before its request was whole") from error
     return bytes(body)
 
 
-def _tell(error: WhetError) -> Told:
-    for kind, status, code in STATUS:
-        if isinstance(error, kind):
-            return Told(status, code, str(error))
-    logger.error("call failed error=%s", error)
-    return Told(500, "internal_error", str(error))
+# ------------------------------------------------------------------- errors
+
+
+def _telling(dialect: Dialect, handler: Handler) -> Handler:
+    """Tell errors in the words of a wire format."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except WhetError as error:
+            told = tell(error)
+            return JsonReply(dialect.error(told), told.status)
+
+    return handle
 
 
 async def _told_as_openai(request: Request, error: Exception) -> Response:
-    told = _tell(cast(WhetError, error))
-    return JSONResponse(openai_error(told), told.status)
+    told = tell(cast(WhetError, error))
+    return JsonReply(openai_error(told), told.status)
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     told = Told(404, "not_found", f"no such endpoint: {request.method} {request.url.path}")
-    return JSONResponse(openai_error(told), told.status)
+    return JsonReply(openai_error(told), told.status)
+
+
+async def _crashed(request: Request, error: Exception) -> Response:
+    told = Told(500, "internal_error", "the gateway failed; its log says why")
+    return JsonReply(openai_error(told), told.status)

@@ -31,40 +31,42 @@ def read_caller(request: Request, secret: bytes, trace_header: str) -> Caller:
         Unauthorized: no key of ours, or the key of another attempt.
         RequestError: the request names two attempts.
     """
-    key = _key(request)
-    holder = keys.read(key, secret) if key else None
-    if holder is None:
+    holders = {holder for key in _keys(request) if (holder := keys.read(key, secret))}
+    if not holders:
         raise Unauthorized(
             "send the attempt's API key (llm.api_key) as `Authorization: Bearer` or `x-api-key`"
         )
-    told = {
-        AttemptId(name)
-        for name in (
-            request.path_params.get("attempt"),
-            request.headers.get(trace_header),
-            _from_baggage(request),
-        )
-        if name
-    }
-    if holder != keys.ANY:
-        if told - {holder}:
-            raise Unauthorized(f"this API key is not of attempt {min(told - {holder})!r}")
-        told = {holder}
+    told = {AttemptId(name) for name in _named(request, trace_header) if name}
     if len(told) > 1:
         raise RequestError(f"the request names several attempts: {', '.join(sorted(told))}")
+    own = holders - {keys.ANY}
+    if len(own) > 1:
+        raise RequestError(f"the API keys are of several attempts: {', '.join(sorted(own))}")
+    if own and told - own:
+        raise Unauthorized(f"this API key is not of attempt {min(told)!r}")
     agent = request.path_params.get("agent") or request.headers.get(AGENT_HEADER, "")
-    return Caller(min(told, default=None), agent)
+    return Caller(min(told | own, default=None), agent)
 
 
-def _key(request: Request) -> str:
+def _keys(request: Request) -> list[str]:
+    """What may be a key of ours: clients for both APIs may send another provider's beside it."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
-    return bearer or request.headers.get("x-api-key", "")
+    return [bearer, request.headers.get("x-api-key", "").strip()]
 
 
-def _from_baggage(request: Request) -> str | None:
-    for member in request.headers.get("baggage", "").split(","):
+def _named(request: Request, trace_header: str) -> list[str | None]:
+    return [
+        request.path_params.get("attempt"),
+        *request.headers.getlist(trace_header),
+        *_from_baggage(request),
+    ]
+
+
+def _from_baggage(request: Request) -> list[str]:
+    named: list[str] = []
+    for member in ",".join(request.headers.getlist("baggage")).split(","):
         name, _, value = member.partition(";")[0].partition("=")
         if name.strip() == BAGGAGE_KEY:
-            return unquote(value.strip())
-    return None
+            named.append(unquote(value.strip()))
+    return named

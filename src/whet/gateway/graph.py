@@ -6,11 +6,15 @@ from the stored ids, byte for byte; only what follows is rendered. Sub-agents, e
 parallel calls and several choices are branches, found by the same walk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from whet.gateway.messages import Message, all_same
 from whet.types import Call, CallId, Fork, Generation, GenerationId
+
+TEXT = "text"
+"""Where `Origin.shown` keeps the text of a raw prompt, after the parent's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,23 @@ class Found:
     """Whether a turn on the way came back without some of its text."""
 
 
+class FoundText(NamedTuple):
+    """How much of a raw text prompt is known already."""
+
+    turn: Turn | None
+    rest: str
+    """The text after it."""
+
+
 class Graph:
     """The calls of one attempt."""
 
     def __init__(self, calls: Sequence[Call] = ()) -> None:
         self.calls: dict[CallId, Call] = {}
+        self.size = 0
+        """Tokens held."""
+        self.hidden: set[CallId] = set()
+        """Calls their agent asked to forget. They stay what they are: what was sampled."""
         self._turns: dict[GenerationId, Turn] = {}
         self._after: dict[GenerationId | None, list[Turn]] = {}
         for call in calls:
@@ -49,6 +65,7 @@ class Graph:
     def add(self, call: Call) -> None:
         """Make the call's turns something to continue from."""
         self.calls[call.id] = call
+        self.size += len(call.context) + sum(len(g.tokens) for g in call.generations)
         context = tuple(Message.from_json(m) for m in call.messages)
         for index, generation in enumerate(call.generations):
             message = Message.from_json(generation.message)
@@ -74,17 +91,57 @@ class Graph:
             after = rest[end + 1 :]
             if best.turn is None or len(after) < len(best.rest):
                 best = Found(turn, after, lossy)
-            open_ends += [(t, after, lossy) for t in self._after.get(turn.id, [])]
+            open_ends += [
+                (t, after, lossy) for t in self._after.get(turn.id, []) if t.call.root == root
+            ]
         return best
 
     def find_tokens(self, ids: Sequence[int]) -> Turn | None:
         """The longest stored sequence that raw prompt ids continue."""
         best, length = None, 0
-        for turn in self._turns.values():
-            size = turn.call.prompt_length + len(turn.generation.tokens)
-            if length < size <= len(ids) and self.tokens(turn) == list(ids[:size]):
-                best, length = turn, size
+        open_ends = [(turn, 0) for turn in self._after.get(None, [])]
+        while open_ends:
+            turn, start = open_ends.pop()
+            sampled = start + len(turn.call.context)
+            end = sampled + len(turn.generation.tokens)
+            if (
+                tuple(ids[start:sampled]) != turn.call.context
+                or tuple(ids[sampled:end]) != turn.generation.tokens
+            ):
+                continue
+            if end > length:
+                best, length = turn, end
+            open_ends += [(t, end) for t in self._after.get(turn.id, [])]
         return best
+
+    def find_text(self, root: str, text: str, sampled: Callable[[Turn], str]) -> FoundText:
+        """The longest stored sequence whose text a raw prompt continues.
+
+        `sampled` gives the text of what a turn sampled, whole.
+        """
+        best = FoundText(None, text)
+        open_ends = [(turn, text) for turn in self._after.get(None, [])]
+        while open_ends:
+            turn, rest = open_ends.pop()
+            before = turn.call.origin.shown.get(TEXT)
+            if turn.call.root != root or not isinstance(before, str):
+                continue
+            if not rest.startswith(before) or not rest.startswith(sampled(turn), len(before)):
+                continue
+            after = rest[len(before) + len(sampled(turn)) :]
+            if best.turn is None or len(after) < len(best.rest):
+                best = FoundText(turn, after)
+            open_ends += [(t, after) for t in self._after.get(turn.id, [])]
+        return best
+
+    def fork_raw(self, turn: Turn | None, context: Sequence[int]) -> Fork | None:
+        """Why a raw prompt is not simply the next of the attempt, or None if it is."""
+        peers = self._after.get(turn.id if turn else None, [])
+        if any(peer.call.context == tuple(context) for peer in peers):
+            return Fork.RESAMPLED
+        if turn is not None:
+            return Fork.BRANCH if peers else None
+        return Fork.NEW_CONVERSATION if peers else None
 
     def fork(self, found: Found, root: str) -> Fork | None:
         """Why a request is not simply the next of the attempt, or None if it is."""
@@ -100,7 +157,7 @@ class Graph:
         if any(
             all_same(turn.context, found.rest[: len(turn.context)])
             for turn in siblings
-            if turn.call.root != root
+            if turn.call.root != root and turn.context
         ):
             return Fork.OTHER_TOOLS
         begun = any(turn.context[0].same_as(found.rest[0]) for turn in peers if turn.context)

@@ -4,12 +4,16 @@ SDKs echo earlier turns back re-serialised: other white space in arguments, null
 strings. Canonical messages of equal meaning are equal here; bytes are never compared.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from pydantic import JsonValue
+
+from whet.gateway import strictjson
+
+BLANK = "[blank text]"
+"""What Strands writes where a turn had no text."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -28,8 +32,16 @@ class ToolCall:
         """Whether `echo` is this call come back. Arguments that are no JSON go by the id alone."""
         if self.id != echo.id:
             return False
-        mine = _parsed(self.arguments)
-        return not isinstance(mine, dict) or mine == _parsed(echo.arguments)
+        mine = self.parsed()
+        return mine is None or mine == echo.parsed()
+
+    def parsed(self) -> dict[str, JsonValue] | None:
+        """The arguments as an object, or None if they are none."""
+        try:
+            value = strictjson.loads(self.arguments)
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,7 @@ class Message:
         # Some SDKs drop the text beside tool calls; the calls' ids name the turn all the same.
         # Most drop reasoning.
         dropped = bool(self.tool_calls) and not echo.content
+        dropped = dropped or (echo.content == BLANK and not self.content.strip())
         reasoned = not echo.reasoning or self.reasoning == echo.reasoning
         return reasoned and (dropped or self.content == echo.content)
 
@@ -103,16 +116,9 @@ def all_same(mine: Sequence[Message], echo: Sequence[Message]) -> bool:
 
 
 def _call_for_template(call: ToolCall) -> dict[str, JsonValue]:
-    arguments = _parsed(call.arguments)
+    arguments = call.parsed()
     function: dict[str, JsonValue] = {
         "name": call.name,
-        "arguments": arguments if isinstance(arguments, dict) else call.arguments,
+        "arguments": call.arguments if arguments is None else arguments,
     }
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _parsed(text: str) -> JsonValue:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

@@ -7,16 +7,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from anyio import Event, Lock, create_task_group
+from anyio import CancelScope, Lock, create_task_group, to_thread
 from pydantic import JsonValue
 
+from whet.errors import PromptTooLong
 from whet.gateway.constraint import Constraint
-from whet.gateway.graph import Graph, Turn
+from whet.gateway.graph import TEXT, Graph, Turn
 from whet.gateway.messages import Message
 from whet.gateway.render import Renderer
+from whet.gateway.retries import Retries
 from whet.gateway.speech import Speech, learn_speech
 from whet.gateway.text import read_message
 from whet.protocols import AttemptLog, Engine
@@ -35,23 +37,33 @@ from whet.types import (
     digest_tokens,
 )
 
-GRAPHS_KEPT = 4096
-"""Conversations held in memory; the others are read back from the store when continued."""
+TOKENS_KEPT = 8_000_000
+"""Of conversations held in memory, which bounds it to about a gigabyte; the others are read back
+from the store when they are continued."""
+
+LONGEST_TOKEN = 256
+"""Characters; no common vocabulary has a longer one, so a text may be refused before it is encoded
+when even such tokens would not bring it into the context."""
+
+LARGE_REQUEST = 256 * 2**10
+"""Bytes from which on a request is rendered beside the event loop, to hold up nobody else's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A model request in canonical form: messages, or raw ids."""
+    """A model request in canonical form: messages, or a raw prompt."""
 
     messages: tuple[Message, ...] = ()
-    ids: tuple[int, ...] = ()
-    """The prompt itself, for formats that render nothing."""
+    raw: str | tuple[int, ...] | None = None
+    """The prompt itself, for formats that render nothing: text, or ids."""
     tools: tuple[JsonValue, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     n: int = 1
     stream: bool = False
     calls_tools: bool = False
     """Whether tool calls in the text are looked for."""
+    several_calls: bool = True
+    """Whether a turn may show more than one; only the first is shown otherwise."""
     constraint: Constraint | None = None
     """What the answer must be, if it is not free."""
     shown: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
@@ -71,6 +83,8 @@ class Source:
     """Digest of the request."""
     is_retry: bool
     """The client says it has sent this request before."""
+    size: int = 0
+    """Of the request, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +106,17 @@ class Prompt:
     created: float
     recorded: Call | None = None
     """The call that answered this very request before, if this is a retry of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a request hangs in the graph, and what of it is new."""
+
+    turn: Turn | None
+    messages: Sequence[Message] = ()
+    raw: str | Sequence[int] = ()
+    fork: Fork | None = None
+    lossy: bool = False
 
 
 @dataclass(slots=True)
@@ -120,16 +145,20 @@ class Service:
         log: AttemptLog,
         renderer: Renderer,
         models: Sequence[str],
+        context_length: int | None = None,
     ) -> None:
         self.renderer = renderer
+        self.context_length = context_length
+        """Most tokens of a prompt and its answer, if it is known."""
         self.models = tuple(models)
         """The names agents may ask for."""
         self._engine = engine
         self._log = log
         self._graphs: OrderedDict[AttemptId, Graph] = OrderedDict()
+        self._held = 0
+        """Tokens in the graphs."""
         self._loading = Lock()
-        self._under_way: dict[tuple[AttemptId, str], Event] = {}
-        self._undelivered: set[tuple[AttemptId, str]] = set()
+        self._retries = Retries()
 
     async def graph(self, attempt: Attempt | None) -> Graph:
         """What is known of an attempt's conversations."""
@@ -137,12 +166,16 @@ class Service:
 
     async def prompt(self, source: Source, ask: Ask, graph: Graph) -> Prompt:
         """Find what is known of the conversation and render the rest."""
-        if (call := await self._answered(source, graph)) is not None:
-            return self._again(call, ask, graph)
-        root = self._root(source.model, ask.tools)
-        turn, rest, fork, lossy = self._place(ask, root, graph)
-        stored = graph.tokens(turn)
-        context = self._context(turn, rest, ask, len(stored))
+        if (call := await self._answered(source)) is not None:
+            return self._again(call, ask, await self.graph(source.attempt))
+        self._check_length(ask)
+        root = self._root(source.model, ask)
+        place = self._place(ask, root, graph)
+        stored = graph.tokens(place.turn)
+        if source.size > LARGE_REQUEST:
+            context = await to_thread.run_sync(self._context, place, ask)
+        else:
+            context = self._context(place, ask)
         forced = source.attempt.rollout.sampling if source.attempt else SamplingOverride()
         return Prompt(
             call=CallId(secrets.token_hex(12)),
@@ -151,17 +184,18 @@ class Service:
             sampling=self._sampling(ask, forced, (*stored, *context)),
             tokens=(*stored, *context),
             root=root,
-            parent=turn.id if turn else None,
-            messages=tuple(rest),
+            parent=place.turn.id if place.turn else None,
+            messages=tuple(place.messages),
             context=tuple(context),
             origin=Origin(
                 dialect=source.dialect,
                 model=source.model,
                 agent=source.agent,
+                tools=tuple(_tool_name(tool) for tool in ask.tools),
                 request=source.request,
-                fork=fork,
-                lossy=lossy,
-                shown=ask.shown,
+                fork=graph.fork_raw(place.turn, context) if ask.raw is not None else place.fork,
+                lossy=place.lossy,
+                shown=ask.shown | ({TEXT: place.raw} if isinstance(place.raw, str) else {}),
             ),
             created=time.time(),
         )
@@ -176,38 +210,42 @@ class Service:
             return prompt.recorded
         if prompt.attempt is None:
             return await self._sample(prompt, on_piece)
-        key = (prompt.attempt, prompt.origin.request)
-        self._under_way[key] = Event()
-        try:
+        with self._retries.answering((prompt.attempt, prompt.origin.request)):
             call = await self._sample(prompt, on_piece)
-            await self._log.append(call)
-        finally:
-            self._under_way.pop(key).set()
-        (await self._graph(prompt.attempt)).add(call)
-        self._undelivered.add(key)
+            # What was sampled whole is kept even if the client leaves now: it may ask again.
+            with CancelScope(shield=True):
+                await self._log.append(call)
+                graph = await self._graph(prompt.attempt)
+                self._held -= graph.size
+                graph.add(call)
+                self._held += graph.size
         return call
 
-    def delivered(self, prompt: Prompt) -> None:
-        """The client has the whole reply: the same request again is a new one."""
-        if prompt.attempt is not None:
-            self._undelivered.discard((prompt.attempt, prompt.origin.request))
+    def lost(self, prompt: Prompt) -> None:
+        """The client did not get the whole reply: an equal request is answered with it, once."""
+        if prompt.attempt is None:
+            return
+        graph = self._graphs.get(prompt.attempt)
+        if graph is not None and prompt.call in graph.calls:
+            self._retries.lose((prompt.attempt, prompt.origin.request), prompt.call)
 
     # ------------------------------------------------------------- before sampling
 
-    async def _answered(self, source: Source, graph: Graph) -> Call | None:
-        """The call that a retry asks for again; waits for one that is still being sampled.
-
-        Equal requests are not retries by themselves: an agent may want two samples. One is a
-        retry if the client says so, or if the reply to the first never reached it.
-        """
+    async def _answered(self, source: Source) -> Call | None:
+        """The call that a retry asks for again; waits for one that is still being sampled."""
         if source.attempt is None:
             return None
         key = (source.attempt.id, source.request)
-        while source.is_retry and key in self._under_way:
-            await self._under_way[key].wait()
-        if not source.is_retry and key not in self._undelivered:
-            return None
-        same = [c for c in graph.calls.values() if c.origin.request == source.request]
+        while True:
+            if (lost := self._retries.take_lost(key)) is not None:
+                return (await self._graph(source.attempt.id)).calls[lost]
+            if self._retries.take_unanswered(key) or not source.is_retry:
+                return None
+            if (running := self._retries.running(key)) is None:
+                break
+            await running.wait()
+        graph = await self._graph(source.attempt.id)
+        same = [call for call in graph.calls.values() if call.origin.request == source.request]
         return same[-1] if same else None
 
     def _again(self, call: Call, ask: Ask, graph: Graph) -> Prompt:
@@ -227,28 +265,47 @@ class Service:
             recorded=call,
         )
 
-    def _place(
-        self, ask: Ask, root: str, graph: Graph
-    ) -> tuple[Turn | None, Sequence[Message], Fork | None, bool]:
-        """The turn to continue, the messages after it, and why it is not the obvious one."""
-        if ask.ids:
-            return graph.find_tokens(ask.ids), (), None, False
+    def _check_length(self, ask: Ask) -> None:
+        said = [ask.raw] if isinstance(ask.raw, str) else [m.content for m in ask.messages]
+        length = sum(map(len, said))
+        if self.context_length is not None and length > self.context_length * LONGEST_TOKEN:
+            raise PromptTooLong(
+                f"the prompt has {length} characters, which cannot fit into "
+                f"{self.context_length} tokens"
+            )
+
+    def _place(self, ask: Ask, root: str, graph: Graph) -> _Place:
+        """The turn to continue, what comes after it, and why it is not the obvious one."""
+        if isinstance(ask.raw, str):
+            known = graph.find_text(root, ask.raw, self._sampled_text)
+            return _Place(known.turn, raw=known.rest)
+        if ask.raw is not None:
+            turn = graph.find_tokens(ask.raw)
+            return _Place(turn, raw=ask.raw[len(graph.tokens(turn)) :])
         found = graph.find(root, ask.messages)
         fork = graph.fork(found, root)
         refused = self.renderer.refuses(graph.path(found.turn), found.rest) if found.turn else None
         if refused:
-            return None, ask.messages, refused, False
-        return found.turn, found.rest, fork, found.lossy
+            return _Place(None, ask.messages, fork=refused)
+        return _Place(found.turn, found.rest, fork=fork, lossy=found.lossy)
 
-    def _context(
-        self, turn: Turn | None, rest: Sequence[Message], ask: Ask, stored: int
-    ) -> Sequence[int]:
-        if ask.ids:
-            return ask.ids[stored:]
-        if turn is None:
-            return self.renderer.whole(rest, ask.tools)
+    def _context(self, place: _Place, ask: Ask) -> Sequence[int]:
+        if isinstance(place.raw, str):
+            return self.renderer.template.encode(place.raw)
+        if ask.raw is not None:
+            return place.raw
+        if place.turn is None:
+            return self.renderer.whole(place.messages, ask.tools)
+        turn = place.turn
         closed = turn.generation.tokens[-1] in self.renderer.stop_ids
-        return self.renderer.tail(rest, ask.tools, closed=closed)
+        return self.renderer.tail(place.messages, ask.tools, closed=closed, turn=turn.message)
+
+    def _sampled_text(self, turn: Turn) -> str:
+        """All that a turn sampled, as a client would write it behind the prompt."""
+        template, ids = self.renderer.template, turn.generation.tokens
+        if ids[-1] in self.renderer.stop_ids:
+            return template.decode(ids[:-1]) + template.token_text(ids[-1])
+        return template.decode(ids)
 
     @cached_property
     def _speech(self) -> Speech:
@@ -262,8 +319,9 @@ class Service:
             update["grammar"] = ask.constraint.grammar(self._speech, opened=opened)
         return ask.sampling.model_copy(update=update)
 
-    def _root(self, model: str, tools: Sequence[JsonValue]) -> str:
-        key = json.dumps([model, list(tools)], sort_keys=True)
+    def _root(self, model: str, ask: Ask) -> str:
+        tools = list(ask.tools) if ask.raw is None else None
+        key = json.dumps([model, tools], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     async def _graph(self, attempt: AttemptId) -> Graph:
@@ -271,11 +329,13 @@ class Service:
             async with self._loading:
                 if attempt not in self._graphs:
                     self._graphs[attempt] = Graph(await self._log.calls(attempt))
+                    self._held += self._graphs[attempt].size
         self._graphs.move_to_end(attempt)
         graph = self._graphs[attempt]
-        while len(self._graphs) > GRAPHS_KEPT:
-            forgotten, _ = self._graphs.popitem(last=False)
-            self._undelivered = {key for key in self._undelivered if key[0] != forgotten}
+        while self._held > TOKENS_KEPT and len(self._graphs) > 1:
+            forgotten, dropped = self._graphs.popitem(last=False)
+            self._held -= dropped.size
+            self._retries.forget(forgotten)
         return graph
 
     # ------------------------------------------------------------- sampling
@@ -322,8 +382,16 @@ class Service:
         assert choice.last is not None
         assert choice.last.stop is not None
         message = read_message(
-            self.renderer, choice.tokens, prompt.sampling, tools=prompt.ask.calls_tools
+            self.renderer,
+            choice.tokens,
+            prompt.sampling,
+            tools=prompt.ask.calls_tools,
+            schemas=prompt.ask.tools,
+            prompt=prompt.tokens,
+            as_text=prompt.ask.raw is not None,
         )
+        if not prompt.ask.several_calls:
+            message = replace(message, tool_calls=message.tool_calls[:1])
         return Generation(
             tokens=tuple(choice.tokens),
             logprobs=tuple(choice.logprobs),
@@ -332,6 +400,14 @@ class Service:
             sampling=prompt.sampling,
             message=message.to_json(),
         )
+
+
+def _tool_name(tool: JsonValue) -> str:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+        case _:
+            return ""
 
 
 def _whole_piece(generation: Generation) -> Piece:

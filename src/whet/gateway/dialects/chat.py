@@ -1,19 +1,31 @@
-"""OpenAI Chat Completions, with vLLM's `return_token_ids`."""
+"""OpenAI Chat Completions, with the fields vLLM adds."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
+from pydantic import ConfigDict, Field, JsonValue
 
 from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
 from whet.gateway.dialects.chat_reply import ChatReply
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
+from whet.gateway.dialects.parts import (
+    MOST_TOOLS,
+    Count,
+    Lenient,
+    Off,
+    One,
+    Sampled,
+    Stops,
+    Wire,
+    openai_error,
+    sse,
+    text_of,
+    tool,
+)
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, Role, ToolCall
 from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
-from whet.types import Sampling
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -24,147 +36,167 @@ ROLES: dict[str, Role] = {
 }
 
 
-class _Lenient(BaseModel):
-    """Part of a message: SDKs echo fields of their own, which mean nothing to a model."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Text(_Lenient):
-    type: Literal["text"]
-    text: str
-
-
-class _Function(_Lenient):
+class _Function(Lenient):
     name: str
-    arguments: str
+    arguments: str = ""
 
 
-class _ToolCall(_Lenient):
+class _ToolCall(Lenient):
     id: str
     type: Literal["function"] = "function"
     function: _Function
 
 
-class _Message(_Lenient):
+class ChatMessage(Lenient):
+    """A message as Chat Completions writes it."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Text] | None = None
+    content: JsonValue = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: JsonValue = None
+    reasoning_content: JsonValue = None
 
-    def canonical(self) -> Message:
-        parts = self.content if isinstance(self.content, list) else []
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
-        calls = self.tool_calls or []
+    def canonical(self, index: int) -> Message:
+        """In canonical form. Raises RequestError that names the part we cannot take."""
+        kinds = ("text", "refusal") if self.role == "assistant" else ("text",)
+        thought = self.reasoning or self.reasoning_content
         return Message(
             ROLES[self.role],
-            text,
-            tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls),
+            text_of(self.content, f"messages.{index}.content", kinds),
+            tuple(
+                ToolCall(call.id, call.function.name, call.function.arguments)
+                for call in self.tool_calls or []
+            ),
             self.tool_call_id or "",
+            thought if isinstance(thought, str) and self.role == "assistant" else "",
         )
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
-    include_obfuscation: bool = False
+class _ToolFunction(Lenient):
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+    @property
+    def more(self) -> Json:
+        return self.model_extra or {}
 
 
-class _TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ChatTool(Lenient):
+    """A tool as Chat Completions writes it."""
+
+    type: Literal["function"]
+    function: _ToolFunction
+
+    def canonical(self) -> Json:
+        """As templates see it."""
+        function = self.function
+        return tool(function.name, function.description, function.parameters, function.more)
+
+
+class StreamOptions(Wire):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: JsonValue = None
+
+
+class _TextFormat(Wire):
     type: Literal["text"]
 
 
-class _ObjectFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _ObjectFormat(Wire):
     type: Literal["json_object"]
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Schema(Wire):
     name: str
     description: str | None = None
     definition: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class _SchemaFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _SchemaFormat(Wire):
     type: Literal["json_schema"]
     json_schema: _Schema
 
 
-class _Named(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Named(Wire):
     name: str
 
 
-class _NamedChoice(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _NamedChoice(Wire):
     type: Literal["function"]
     function: _Named
 
 
-class _Tool(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    type: Literal["function"]
-    function: dict[str, JsonValue]
-
-
-class ChatRequest(BaseModel):
+class ChatRequest(Sampled):
     """What we honour. A field that is missing here, or a value outside its type, is a 400."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _NamedChoice | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    stream: bool | None = False
-    stream_options: _StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MOST_TOOLS, strict=False)] = ()
+    tool_choice: Literal["auto", "none", "required"] | _NamedChoice = "auto"
+    parallel_tool_calls: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: str | Stops | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    return_token_ids: bool = False
     response_format: Annotated[
         _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
+    # Taken only where they change nothing.
+    frequency_penalty: Off | None = None
+    presence_penalty: Off | None = None
+    min_p: Off | None = None
+    repetition_penalty: One | None = None
+    logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    include_reasoning: Literal[True] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    ignore_eos: Literal[False] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+    # Hints without a promise: the model has no such dial.
+    reasoning_effort: JsonValue = None
+    verbosity: JsonValue = None
     # Said for the provider's bookkeeping; they change nothing a model could see.
-    user: str | None = None
-    metadata: dict[str, JsonValue] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: JsonValue = None
+    metadata: JsonValue = None
+    store: JsonValue = None
+    service_tier: JsonValue = None
+    safety_identifier: JsonValue = None
+    prompt_cache_key: JsonValue = None
+    prompt_cache_retention: JsonValue = None
+    prompt_cache_options: JsonValue = None
+    cache_salt: JsonValue = None
+    priority: JsonValue = None
+    request_id: JsonValue = None
+    session_id: JsonValue = None
 
     def ask(self, graph: Graph) -> Ask:
-        tools = tuple(tool.model_dump() for tool in self.tools or [])
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        tools = tuple(each.canonical() for each in self.tools)
         return Ask(
-            messages=tuple(message.canonical() for message in self.messages),
+            messages=tuple(m.canonical(index) for index, m in enumerate(self.messages)),
             tools=tools,
-            sampling=Sampling(
-                temperature=1.0 if self.temperature is None else self.temperature,
-                top_p=self.top_p or 1.0,
-                top_k=max(0, self.top_k or 0),
+            sampling=self.sampling(
                 max_tokens=self.max_completion_tokens or self.max_tokens,
-                stop=tuple(stop for stop in stops if stop),
+                stop=self.stop,
                 seed=self.seed,
-                top_logprobs=self.top_logprobs or 0,
+                top_logprobs=self.top_logprobs,
             ),
-            n=self.n or 1,
-            stream=bool(self.stream),
+            n=self.n,
+            stream=self.stream,
             calls_tools=bool(tools) and self.tool_choice != "none",
+            several_calls=self.parallel_tool_calls,
             constraint=self._constraint(tools),
         )
 
@@ -176,20 +208,19 @@ class ChatRequest(BaseModel):
             schema = self.response_format.json_schema.definition or ANY_OBJECT
         if isinstance(self.tool_choice, _NamedChoice):
             return constraint(tools, named=self.tool_choice.function.name)
-        return constraint(tools, choice=self.tool_choice or "auto", schema=schema)
+        return constraint(
+            tools, choice=self.tool_choice, schema=schema, several=self.parallel_tool_calls
+        )
 
     def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
         return ChatReply(
             prompt,
             template,
             model=self.model,
-            logprobs=bool(self.logprobs),
-            token_ids=bool(self.return_token_ids),
+            logprobs=self.logprobs,
+            token_ids=self.return_token_ids,
             usage=bool(self.stream_options and self.stream_options.include_usage),
         )
-
-
-_REQUEST = TypeAdapter(ChatRequest)
 
 
 class ChatDialect(Dialect):
@@ -199,17 +230,10 @@ class ChatDialect(Dialect):
     path = "/chat/completions"
 
     def parse(self, body: bytes) -> Asked:
-        return validate(_REQUEST, body)
+        return validate(ChatRequest, body)
 
     def error(self, told: Told) -> Json:
         return openai_error(told)
 
     def error_event(self, told: Told) -> bytes:
-        return b"data: " + json.dumps(openai_error(told)).encode() + b"\n\n"
-
-
-def openai_error(told: Told) -> Json:
-    """An error as OpenAI's APIs tell it."""
-    kind = "invalid_request_error" if told.status < 500 else "server_error"
-    error: Json = {"message": told.message, "type": kind, "param": None, "code": told.code}
-    return {"error": error}
+        return sse(openai_error(told))

@@ -1,11 +1,12 @@
 """Chat Completions replies, whole and streamed, from what was sampled."""
 
-import json
 from collections.abc import Sequence
 
 from pydantic import JsonValue
 
 from whet.gateway.dialects.dialect import Json, Reply
+from whet.gateway.dialects.logprobs import Tops, token_logprobs
+from whet.gateway.dialects.parts import openai_usage, sse
 from whet.gateway.messages import Message
 from whet.gateway.service import Prompt
 from whet.gateway.template import ChatTemplate
@@ -35,7 +36,7 @@ class ChatReply(Reply):
         self._wants_ids = token_ids
         self._wants_usage = usage
 
-    def whole(self, call: Call, tops: Sequence[Sequence[tuple[tuple[int, float], ...]]]) -> Json:
+    def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
         choices: list[JsonValue] = []
         for index, generation in enumerate(call.generations):
             message = Message.from_json(generation.message)
@@ -49,7 +50,7 @@ class ChatReply(Reply):
                 choice["token_ids"] = list(generation.tokens)
             choices.append(choice)
         reply = self._frame("chat.completion", choices)
-        reply["usage"] = self._usage(call)
+        reply["usage"] = openai_usage(call)
         if self._wants_ids:
             reply["prompt_token_ids"] = list(self._prompt.tokens)
         return reply
@@ -64,7 +65,7 @@ class ChatReply(Reply):
         event = self._frame("chat.completion.chunk", choices)
         if self._wants_ids:
             event["prompt_token_ids"] = list(self._prompt.tokens)
-        return _sse(event)
+        return sse(event)
 
     def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
         choice: Json = {
@@ -77,7 +78,7 @@ class ChatReply(Reply):
             choice["token_ids"] = list(piece.tokens)
         elif not any(delta) and not self._wants_logprobs:
             return b""
-        return _sse(self._frame("chat.completion.chunk", [choice]))
+        return sse(self._frame("chat.completion.chunk", [choice]))
 
     def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
         events: list[bytes] = []
@@ -89,17 +90,17 @@ class ChatReply(Reply):
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
             if delta:
                 choice: Json = {"index": index, "delta": delta, "finish_reason": None}
-                events.append(_sse(self._frame("chat.completion.chunk", [choice])))
+                events.append(sse(self._frame("chat.completion.chunk", [choice])))
             end: Json = {
                 "index": index,
                 "delta": {},
                 "finish_reason": _finish_reason(generation, message),
             }
-            events.append(_sse(self._frame("chat.completion.chunk", [end])))
+            events.append(sse(self._frame("chat.completion.chunk", [end])))
         if self._wants_usage:
             usage = self._frame("chat.completion.chunk", [])
-            usage["usage"] = self._usage(call)
-            events.append(_sse(usage))
+            usage["usage"] = openai_usage(call)
+            events.append(sse(usage))
         return b"".join([*events, DONE])
 
     # ------------------------------------------------------------- parts
@@ -113,36 +114,13 @@ class ChatReply(Reply):
             "choices": choices,
         }
 
-    def _usage(self, call: Call) -> Json:
-        sampled = sum(len(g.tokens) for g in call.generations)
-        return {
-            "prompt_tokens": call.prompt_length,
-            "completion_tokens": sampled,
-            "total_tokens": call.prompt_length + sampled,
-        }
-
     def _logprobs(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        tops: Sequence[tuple[tuple[int, float], ...]],
+        self, tokens: Sequence[int], logprobs: Sequence[float], tops: Tops
     ) -> Json | None:
         if not self._wants_logprobs:
             return None
-        content: list[JsonValue] = []
-        for at, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            others: list[JsonValue] = [
-                self._token(id, value) for id, value in (tops[at] if tops else ())
-            ]
-            entry = self._token(token, logprob)
-            entry["top_logprobs"] = others
-            content.append(entry)
+        content = token_logprobs(self._template, tokens, logprobs, tops)
         return {"content": content, "refusal": None}
-
-    def _token(self, id: int, logprob: float) -> Json:
-        text = self._template.token_text(id)
-        # JSON has no minus infinity; OpenAI's floor for it is -9999.
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
 
 def _wire_delta(delta: Delta) -> Json:
@@ -182,7 +160,3 @@ def _wire_calls(message: Message) -> list[Json]:
 
 def _finish_reason(generation: Generation, message: Message) -> str:
     return "tool_calls" if message.tool_calls else generation.stop
-
-
-def _sse(event: Json) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from whet.errors import RequestError
+from whet.gateway import strictjson
 from whet.gateway.graph import Graph
 from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
@@ -14,6 +15,13 @@ from whet.types import Call, Piece
 
 Json = dict[str, JsonValue]
 T = TypeVar("T", bound=BaseModel)
+
+
+class ThreadUnsupported(RequestError):
+    """A thread kept by the server was asked for; the client sends its whole history instead."""
+
+
+BRANCHES = {"str", "int", "float", "bool"}
 
 
 class Told(NamedTuple):
@@ -89,16 +97,29 @@ class Dialect(Protocol):
         ...
 
 
-def validate(adapter: TypeAdapter[T], body: bytes) -> T:
-    """A request from the wire. Raises RequestError that names the first field at fault."""
+def validate(model: type[T], body: bytes) -> T:
+    """A request from the wire, where null is as good as absent.
+
+    Raises:
+        RequestError: names the first field at fault.
+    """
     try:
-        return adapter.validate_json(body)
+        value = strictjson.loads(body)
+        if isinstance(value, dict):
+            value = {name: part for name, part in value.items() if part is not None}
+        return model.model_validate(value)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
+        fault = error.errors(include_url=False, include_input=False)[0]
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
     # Where a union failed, the place names the branch; agents know no branches.
-    where = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
-    if fault["type"] == "json_invalid":
-        raise RequestError(f"the body is not JSON: {fault.get('ctx', {}).get('error', '')}")
+    where = ".".join(str(part) for part in fault["loc"] if not _is_branch(part))
     if fault["type"] == "extra_forbidden":
         raise RequestError(f"the field {where!r} is not supported")
+    if fault["type"] == "model_type":
+        raise RequestError(f"{where or 'the body'}: input should be an object")
     raise RequestError(f"{where}: {fault['msg'][:300].lower()}")
+
+
+def _is_branch(part: int | str) -> bool:
+    return isinstance(part, str) and (not part.islower() or part in BRANCHES)

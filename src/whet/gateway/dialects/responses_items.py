@@ -1,0 +1,207 @@
+"""Items of the Responses API to canonical messages and back.
+
+A turn of the model is one message here and up to three kinds of items there: reasoning, message,
+function calls. Item ids are made from the id of the call, so an item that is only named is found
+in what is stored, by any gateway.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from whet.errors import NotFound, RequestError
+from whet.gateway.dialects.dialect import Json
+from whet.gateway.dialects.parts import kind_of, text_of
+from whet.gateway.graph import Graph
+from whet.gateway.messages import Message, Role, ToolCall
+from whet.types import Call, CallId
+
+ITEM_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{24})(?:_\d+)?")
+ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user"}
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+def output_items(call: CallId, message: Message, *, whole: bool = True) -> list[Json]:
+    """A turn as items; one that is not `whole` was cut short."""
+    items: list[Json] = []
+    if message.reasoning:
+        items.append(reasoning_item(call, message.reasoning))
+    if message.content or not message.tool_calls:
+        items.append(message_item(call, message.content, whole=whole))
+    items += [call_item(call, index, made) for index, made in enumerate(message.tool_calls)]
+    return items
+
+
+def reasoning_item(call: CallId, text: str) -> Json:
+    """What the model thought."""
+    content: list[JsonValue] = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{call}", "type": "reasoning", "summary": [], "content": content}
+
+
+def message_item(
+    call: CallId, text: str, *, whole: bool = True, logprobs: Sequence[JsonValue] = ()
+) -> Json:
+    """What the model said."""
+    return {
+        "id": f"msg_{call}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed" if whole else "incomplete",
+        "content": [text_part(text, logprobs)],
+    }
+
+
+def text_part(text: str, logprobs: Sequence[JsonValue] = ()) -> Json:
+    """The text of a message item."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def call_item(call: CallId, index: int, made: ToolCall) -> Json:
+    """A function the model calls."""
+    return {
+        "id": f"fc_{call}_{index}",
+        "type": "function_call",
+        "call_id": made.id,
+        "name": made.name,
+        "arguments": made.arguments,
+        "status": "completed",
+    }
+
+
+def input_items(call: CallId, messages: Sequence[Message]) -> list[Json]:
+    """What a response was asked, as items."""
+    items: list[Json] = []
+    for message in messages:
+        if message.role == "assistant":
+            items += output_items(call, message)
+        elif message.role == "tool":
+            output: Json = {"type": "function_call_output", "call_id": message.tool_call_id}
+            items.append(output | {"output": message.content, "status": "completed"})
+        else:
+            content: list[JsonValue] = [{"type": "input_text", "text": message.content}]
+            said: Json = {"type": "message", "role": message.role, "content": content}
+            items.append(said | {"status": "completed"})
+    return [item | {"id": f"{item.get('id', 'in')}_at_{at}"} for at, item in enumerate(items)]
+
+
+def find_response(graph: Graph, id: str) -> Call:
+    """A stored response. Raises NotFound if it is not there, was not stored or was deleted."""
+    call = graph.calls.get(CallId(id.removeprefix("resp_")))
+    if (
+        call is None
+        or call.origin.dialect != "responses"
+        or call.origin.shown.get("store") is False
+        or call.id in graph.hidden
+    ):
+        raise NotFound(f"there is no response {id!r} in this attempt")
+    return call
+
+
+def read_items(items: Sequence[JsonValue], graph: Graph) -> list[Message]:
+    """Input items as messages. Raises RequestError or NotFound that names the item at fault."""
+    reader = _Reader(graph)
+    for index, item in enumerate(items):
+        reader.add(item, f"input.{index}")
+    reader.close()
+    return reader.messages
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn of the model as its items come in."""
+
+    call: str
+    reasoning: str | None = None
+    content: str | None = None
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+
+
+class _Reader:
+    def __init__(self, graph: Graph) -> None:
+        self.messages: list[Message] = []
+        self._graph = graph
+        self._open: _Turn | None = None
+
+    def add(self, item: JsonValue, where: str) -> None:
+        if not isinstance(item, dict):
+            raise RequestError(f"{where}: expected an item")
+        kind = "message" if "type" not in item and "role" in item else kind_of(item, where)
+        id = item.get("id")
+        named = ITEM_ID.fullmatch(id) if isinstance(id, str) else None
+        match kind:
+            case "message":
+                self._add_message(item, where, named[1] if named else "")
+            case "reasoning":
+                parts = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
+                summary = text_of(item.get("summary"), f"{where}.summary", ("summary_text",))
+                self._turn("reasoning", named[1] if named else "").reasoning = parts or summary
+            case "function_call":
+                made = ToolCall(*(_text(item, f, where) for f in ("call_id", "name", "arguments")))
+                self._turn("calls", named[1] if named else "").calls.append(made)
+            case "function_call_output":
+                self.close()
+                output = text_of(item.get("output"), f"{where}.output", TEXT_PARTS)
+                id = _text(item, "call_id", where)
+                self.messages.append(Message("tool", output, tool_call_id=id))
+            case "item_reference":
+                self.add(self._stored(_text(item, "id", where)), where)
+            case _:
+                raise RequestError(f"{where}: items of type {kind!r} are not supported")
+
+    def close(self) -> None:
+        """The turn that was being read is complete."""
+        turn, self._open = self._open, None
+        if turn is not None:
+            self.messages.append(
+                Message(
+                    "assistant",
+                    turn.content or "",
+                    tuple(turn.calls),
+                    reasoning=turn.reasoning or "",
+                )
+            )
+
+    def _add_message(self, item: Json, where: str, call: str) -> None:
+        text = text_of(item.get("content"), f"{where}.content", TEXT_PARTS)
+        role = item.get("role")
+        if role == "assistant":
+            self._turn("content", call).content = text
+        elif isinstance(role, str) and role in ROLES:
+            self.close()
+            self.messages.append(Message(ROLES[role], text))
+        else:
+            raise RequestError(f"{where}.role: unknown role {role!r}")
+
+    def _turn(self, kind: str, call: str) -> _Turn:
+        """The turn an item belongs to: by its id, else by the order the kinds come in."""
+        turn = self._open
+        same = turn is not None and bool(call) and turn.call == call
+        if turn is not None and not same:
+            other = bool(call and turn.call)
+            after = kind != "calls" and (turn.content is not None or turn.calls)
+            again = kind == "reasoning" and turn.reasoning is not None
+            if other or after or again:
+                self.close()
+        if self._open is None:
+            self._open = _Turn(call)
+        self._open.call = self._open.call or call
+        return self._open
+
+    def _stored(self, id: str) -> Json:
+        named = ITEM_ID.fullmatch(id)
+        if named is not None:
+            call = find_response(self._graph, f"resp_{named[1]}")
+            message = Message.from_json(call.generations[0].message)
+            for item in output_items(call.id, message):
+                if item["id"] == id:
+                    return item
+        raise NotFound(f"there is no item {id!r} in this attempt")
+
+
+def _text(item: Json, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name}: expected text")
+    return value

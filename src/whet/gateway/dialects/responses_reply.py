@@ -1,0 +1,235 @@
+"""Responses objects and their events, in the order OpenAI sends them."""
+
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+
+from whet.gateway.dialects.dialect import Json, Reply
+from whet.gateway.dialects.logprobs import Tops, token_logprobs
+from whet.gateway.dialects.parts import sse
+from whet.gateway.dialects.responses_items import (
+    call_item,
+    message_item,
+    output_items,
+    reasoning_item,
+    text_part,
+)
+from whet.gateway.messages import Message
+from whet.gateway.service import Prompt
+from whet.gateway.template import ChatTemplate
+from whet.gateway.text import Delta
+from whet.types import Call, CallId, Piece
+
+DEFAULTS: Json = {
+    "error": None,
+    "incomplete_details": None,
+    "instructions": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "tool_choice": "auto",
+    "tools": [],
+    "max_output_tokens": None,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "truncation": "disabled",
+    "background": False,
+    "user": None,
+    "usage": None,
+}
+
+
+def response_object(call: CallId, created: float, model: str, shown: Json) -> Json:
+    """A response that has no output yet."""
+    head: Json = {
+        "id": f"resp_{call}",
+        "object": "response",
+        "created_at": int(created),
+        "status": "in_progress",
+        "model": model,
+        "output": [],
+    }
+    return head | DEFAULTS | shown
+
+
+def finished(response: Json, call: Call, template: ChatTemplate, output: Sequence[Json]) -> Json:
+    """The response once its call is done."""
+    [generation] = call.generations
+    cut = generation.stop == "length"
+    message = Message.from_json(generation.message)
+    # Of the thinking only the text is kept apart; encoding it is close enough for a count.
+    thinking = len(template.encode(message.reasoning)) if message.reasoning else 0
+    sampled = len(generation.tokens)
+    end: Json = {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": [*output],
+        "usage": {
+            "input_tokens": call.prompt_length,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": min(thinking, sampled)},
+            "total_tokens": call.prompt_length + sampled,
+        },
+    }
+    return response | end
+
+
+class ResponsesReply(Reply):
+    """A response, or its events."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        template: ChatTemplate,
+        *,
+        shown: Json,
+        logprobs: bool,
+        token_ids: bool,
+    ) -> None:
+        self._prompt = prompt
+        self._call = prompt.call
+        self._template = template
+        self._wants_logprobs = logprobs
+        self._wants_ids = token_ids
+        self._response = response_object(prompt.call, prompt.created, prompt.origin.model, shown)
+        self._sequence = 0
+        self._output: list[Json] = []
+        """Items that are done."""
+        self._open = ""
+        """The kind of the item that is being sent."""
+        self._text = ""
+        """Of that item, so far."""
+        self._logprobs: list[JsonValue] = []
+        self._unsent_logprobs: list[JsonValue] = []
+
+    def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
+        [generation] = call.generations
+        message = Message.from_json(generation.message)
+        output = output_items(self._call, message, whole=generation.stop == "stop")
+        if self._wants_logprobs:
+            logprobs = token_logprobs(
+                self._template, generation.tokens, generation.logprobs, tops[0]
+            )
+            for item in output:
+                if item["type"] == "message":
+                    item["content"] = [text_part(message.content, logprobs)]
+        return self._end(call, output)
+
+    # ------------------------------------------------------------- streamed
+
+    def first(self) -> bytes:
+        created = self._event("response.created", response=self._response)
+        return created + self._event("response.in_progress", response=self._response)
+
+    def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
+        if self._wants_logprobs:
+            self._unsent_logprobs += token_logprobs(
+                self._template, piece.tokens, piece.logprobs, piece.top
+            )
+        return self._say(delta)
+
+    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
+        [generation] = call.generations
+        message = Message.from_json(generation.message)
+        events = self._say(rest[0])
+        if not self._open and not message.tool_calls and not message.reasoning:
+            events += self._begin("message")
+        elif self._open == "reasoning" and not message.tool_calls:
+            events += self._close() + self._begin("message")
+        events += self._close(whole=generation.stop == "stop")
+        for index in range(len(message.tool_calls)):
+            events += self._say_call(message, index)
+        end = self._end(call, self._output)
+        name = "response.incomplete" if end["status"] == "incomplete" else "response.completed"
+        return events + self._event(name, response=end)
+
+    def _end(self, call: Call, output: Sequence[Json]) -> Json:
+        end = finished(self._response, call, self._template, output)
+        if self._wants_ids:
+            end["prompt_token_ids"] = list(self._prompt.tokens)
+            end["token_ids"] = list(call.generations[0].tokens)
+        return end
+
+    def _say(self, delta: Delta) -> bytes:
+        events = b""
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
+            if not text:
+                continue
+            if self._open != kind:
+                events += self._close() + self._begin(kind)
+            self._text += text
+            event = self._place()
+            event["delta"] = text
+            if kind == "message":
+                event["logprobs"] = self._unsent_logprobs
+                self._logprobs += self._unsent_logprobs
+                self._unsent_logprobs = []
+            events += self._event(f"{_TEXT_EVENTS[kind]}.delta", **event)
+        return events
+
+    def _begin(self, kind: str) -> bytes:
+        self._open, self._text = kind, ""
+        item = self._item() | {"status": "in_progress", "content": []}
+        at = len(self._output)
+        events = self._event("response.output_item.added", output_index=at, item=item)
+        part = self._part("")
+        return events + self._event("response.content_part.added", **self._place(), part=part)
+
+    def _close(self, *, whole: bool = True) -> bytes:
+        if not self._open:
+            return b""
+        kind = self._open
+        place = self._place()
+        done: Json = {"text": self._text}
+        if kind == "message":
+            self._logprobs += self._unsent_logprobs
+            self._unsent_logprobs = []
+            done["logprobs"] = self._logprobs
+        events = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, **done)
+        part = self._part(self._text)
+        events += self._event("response.content_part.done", **place, part=part)
+        return events + self._finish(self._item(whole=whole))
+
+    def _say_call(self, message: Message, index: int) -> bytes:
+        made = message.tool_calls[index]
+        item = call_item(self._call, index, made)
+        at = len(self._output)
+        place: Json = {"output_index": at, "item_id": item["id"]}
+        begun: Json = {**item, "arguments": "", "status": "in_progress"}
+        events = self._event("response.output_item.added", output_index=at, item=begun)
+        name = "response.function_call_arguments"
+        events += self._event(f"{name}.delta", **place, delta=made.arguments)
+        done = self._event(f"{name}.done", **place, name=made.name, arguments=made.arguments)
+        return events + done + self._finish(item)
+
+    def _finish(self, item: Json) -> bytes:
+        at = len(self._output)
+        self._output.append(item)
+        self._open = ""
+        return self._event("response.output_item.done", output_index=at, item=item)
+
+    def _item(self, *, whole: bool = True) -> Json:
+        if self._open == "reasoning":
+            return reasoning_item(self._call, self._text)
+        return message_item(self._call, self._text, whole=whole, logprobs=self._logprobs)
+
+    def _part(self, text: str) -> Json:
+        if self._open == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return text_part(text, self._logprobs if text else ())
+
+    def _place(self) -> Json:
+        item_id = self._item()["id"]
+        return {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
+
+    def _event(self, kind: str, /, **fields: JsonValue) -> bytes:
+        head: Json = {"type": kind, "sequence_number": self._sequence}
+        self._sequence += 1
+        return sse(head | fields, kind)
+
+
+_TEXT_EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}

@@ -1,0 +1,55 @@
+"""vLLM's `/tokenize` and `/detokenize`: what a prompt is as ids, and ids as text."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from whet.errors import RequestError
+from whet.gateway.dialects.chat import ChatMessage, ChatTool
+from whet.gateway.dialects.dialect import Json
+from whet.gateway.dialects.parts import MOST_TOOLS, Wire
+from whet.gateway.template import ChatTemplate
+
+
+class TokenizeRequest(Wire):
+    """A prompt, or messages with their tools."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MOST_TOOLS, strict=False)] = ()
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    # Taken only where they change nothing.
+    add_special_tokens: Literal[False] | None = None
+    continue_final_message: Literal[False] | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
+
+    def reply(self, template: ChatTemplate, context_length: int | None) -> Json:
+        """The ids, their number, and how many the model can take."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt: expected either a prompt or messages")
+        text = self.prompt or ""
+        if self.messages is not None:
+            text = template.render(
+                [message.canonical(index) for index, message in enumerate(self.messages)],
+                [each.canonical() for each in self.tools],
+                add_generation_prompt=self.add_generation_prompt,
+            )
+        ids = template.encode(text)
+        reply: Json = {"count": len(ids), "max_model_len": context_length, "tokens": [*ids]}
+        reply["token_strs"] = (
+            [template.token_text(id) for id in ids] if self.return_token_strs else None
+        )
+        return reply
+
+
+class DetokenizeRequest(Wire):
+    """Ids."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+
+    def reply(self, template: ChatTemplate) -> Json:
+        """The text of the ids, special tokens as they are written."""
+        return {"prompt": template.decode_all(self.tokens)}

@@ -1,0 +1,37 @@
+"""JSON that every client, template and store can take: finite, UTF-8, and not nested without end.
+
+Python's own reader lets NaN, lone surrogates and any depth in; each of them would fail much later,
+in a reply or a record.
+"""
+
+import json
+import math
+import re
+from typing import cast
+
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+_MAY_OVERFLOW = re.compile(rb"\d[eE]\+?\d{3}|\d{300}")
+
+
+def loads(text: str | bytes) -> JsonValue:
+    """The value of JSON text. Raises ValueError that says what is wrong and where."""
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    value = cast(JsonValue, from_json(data, allow_inf_nan=False))
+    if _MAY_OVERFLOW.search(data) and not _is_finite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def dumps(value: JsonValue) -> bytes:
+    """A value as compact JSON text."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _is_finite(value: JsonValue) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, list) or all(map(_is_finite, value))
