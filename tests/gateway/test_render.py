@@ -185,6 +185,19 @@ def test_tools_beside_the_last_user_message_fork_there_and_nowhere_else(tmp_path
     assert text == "</s>[TOOL_RESULTS]5[/TOOL_RESULTS]"
 
 
+def test_a_second_template_serves_every_conversation_about_tools(tmp_path: Path) -> None:
+    """Also one that came without tools: the plain template would leave the calls out."""
+    template_of(tmp_path, "own", CHATML)  # for its tokenizer
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    (tmp_path / "additional_chat_templates").mkdir()
+    tool_use = (TINY / "chat_template.jinja").read_text()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    both = Renderer(ChatTemplate(tmp_path))
+    assert both.renders_tools
+    text = both.template.decode_all(both.whole([ASK, CALLED, RESULT], []))
+    assert "calculator" in text
+
+
 def test_a_generation_tag_is_its_body(tmp_path: Path) -> None:
     source = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
     marked, plain = renderer_of(tmp_path, source), renderer_of(tmp_path, CHATML)

@@ -54,6 +54,17 @@ def test_a_prompt_says_itself_whether_thinking_was_opened(renderers: dict[str, R
     assert (opened.reasoning, opened.content) == ("It is 5.", "")
 
 
+def test_thinking_left_open_in_an_earlier_turn_is_not_this_turns(
+    renderers: dict[str, Renderer],
+) -> None:
+    renderer = renderers["qwen3"]
+    before = (
+        "<think>\nHm, let<|im_end|>\n<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert not renderer.opens(renderer.template.encode(before))
+    assert renderer.opens(renderer.template.encode(before + "<think>\n"))
+
+
 def test_thinking_that_was_cut_short_is_all_thinking(renderers: dict[str, Renderer]) -> None:
     message = read(renderers["qwen3"], "<think>\nHm, let me see")
     assert (message.reasoning, message.content) == ("Hm, let me see", "")

@@ -114,9 +114,9 @@ class Renderer:
         tools: Sequence[JsonValue],
         *,
         closed: bool,
-        turn: Message = Message("assistant", ""),  # noqa: B008 - a frozen value
+        turn: Message,
     ) -> list[int]:
-        """The ids after a sampled turn that `messages` followed, up to the next turn's start.
+        """The ids after a sampled `turn` that `messages` followed, up to the next turn's start.
 
         `closed` says whether the turn itself ended with the closing token; a turn that was cut
         short is closed here, as context.

@@ -95,7 +95,9 @@ class ChatTemplate:
         add_generation_prompt: bool,
         arguments: Mapping[str, JsonValue] = NO_ARGUMENTS,
     ) -> str:
-        named = "tool_use" if tools and "tool_use" in self._templates else "default"
+        # Not by the tools alone: agents leave them out of a last request about their results.
+        uses_tools = bool(tools) or any(m.tool_calls or m.role == "tool" for m in messages)
+        named = "tool_use" if uses_tools and "tool_use" in self._templates else "default"
         given: dict[str, object] = {
             **self._special_texts,
             **arguments,

@@ -16,7 +16,7 @@ class Reasoning:
 
     def ends_open(self, prompt: str) -> bool:
         """Whether a prompt ends inside a block of thinking, so that the turn starts there."""
-        return bool(self.open) and prompt.rfind(self.open) > prompt.rfind(self.close)
+        return bool(self.open) and prompt.rstrip().endswith(self.open.rstrip())
 
     def ends_closed(self, prompt: str) -> bool:
         """Whether a prompt ends with a block of thinking that is closed, so that there is none."""
