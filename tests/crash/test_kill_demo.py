@@ -56,7 +56,7 @@ def ended_rollouts(store: Path) -> int:
 
 
 def wait_for(run: subprocess.Popen[str], store: Path, rollouts: int) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900  # a busy machine is slow, not stuck
     while ended_rollouts(store) < rollouts:
         assert run.poll() is None, run.stderr and run.stderr.read()
         assert time.monotonic() < deadline, "the run does not get on"
@@ -83,7 +83,7 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
         arguments = ["--resume", "killed"] if folder.config_file.exists() else arguments
 
     with start(tmp_path, *arguments, "--json") as run:
-        out, err = run.communicate(timeout=600)
+        out, err = run.communicate(timeout=1200)
 
     assert run.returncode == 0, err
     told = json.loads(out.splitlines()[-1])
