@@ -1,3 +1,4 @@
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -9,3 +10,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_llama import make_model
 
     return make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Generator[str]:
+    """A PostgreSQL server for the whole session; each test has a schema of its own."""
+    from postgres_server import postgres_server
+
+    with postgres_server() as url:
+        yield url

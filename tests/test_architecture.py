@@ -59,6 +59,7 @@ FENCES: dict[str, set[str]] = {
     "matplotlib": {"app"},
     "argparse": {"app"},
     "sqlite3": {"store"},
+    "psycopg": {"store"},
 }
 """Where a library may be imported at all."""
 

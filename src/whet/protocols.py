@@ -4,22 +4,31 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import JsonValue
+
 from whet.config import AdamConfig, LossConfig
 from whet.types import (
     Attempt,
     AttemptId,
+    AttemptRecord,
     Call,
     Credit,
     Group,
     Metrics,
+    Mode,
     Outcome,
     Piece,
+    Resource,
     Reward,
     Rollout,
+    RolloutRecord,
     Row,
+    RunSize,
     Sampling,
+    Status,
     StepRecord,
     Trajectory,
+    WorkerRecord,
 )
 
 
@@ -27,15 +36,25 @@ class RolloutQueue(Protocol):
     """Work to do. Leases, not watchdogs: a dead worker's rollout becomes claimable by itself."""
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add rollouts. One whose id is already known is left as it is."""
+        """Add rollouts. One whose id is already known is left as it is.
+
+        Raises:
+            NotFound: one asks for a resource that was never published; none is added.
+        """
         ...
 
     async def claim(self, worker: str, *, lease_s: float, wait_s: float) -> Attempt | None:
-        """Take the oldest claimable rollout as a new attempt; wait for one up to `wait_s`."""
+        """Take a claimable rollout as a new attempt; wait for one up to `wait_s`.
+
+        The highest priority goes first, and the oldest among equals.
+        """
         ...
 
     async def heartbeat(self, attempt: AttemptId, *, lease_s: float) -> None:
-        """Keep the lease. Raises LeaseLost once the attempt has ended or was given away."""
+        """Keep the lease. Raises LeaseLost once the attempt has ended or was given away.
+
+        An attempt that outlives its rollout's `timeout_s` by more than a lease is ended here.
+        """
         ...
 
     async def finish(self, attempt: AttemptId, outcome: Outcome) -> None:
@@ -48,6 +67,22 @@ class RolloutQueue(Protocol):
 
     async def wait(self, rollouts: Sequence[str]) -> None:
         """Return once every one of them is terminal."""
+        ...
+
+    async def cancel(self, rollouts: Sequence[str]) -> int:
+        """End those that have not ended, with their attempts, and say how many there were.
+
+        Raises:
+            NotFound: one was never enqueued; none is cancelled.
+        """
+        ...
+
+
+class AttemptWatch(Protocol):
+    """How a runner hears that it works for nothing."""
+
+    async def ended(self, attempt: AttemptId) -> Status:
+        """Return once the attempt has ended, by its own worker or not. Raises NotFound."""
         ...
 
 
@@ -90,8 +125,92 @@ class StepLog(Protocol):
         """
         ...
 
-    async def steps(self) -> list[StepRecord]:
-        """All of them, oldest first."""
+    async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
+        """Those after a step, oldest first."""
+        ...
+
+
+class Resources(Protocol):
+    """Versioned named values given to agents. A version never changes."""
+
+    async def publish(self, name: str, value: JsonValue) -> int:
+        """Add the next version of a name, and say which it is."""
+        ...
+
+    async def get(self, name: str, version: int) -> Resource:
+        """One version. Raises NotFound."""
+        ...
+
+    async def latest(self, name: str) -> Resource:
+        """The newest version. Raises NotFound."""
+        ...
+
+    async def resources(self) -> list[Resource]:
+        """The newest version of every name, by name."""
+        ...
+
+
+class Directory(Protocol):
+    """What is in a run, page by page."""
+
+    async def rollouts(
+        self,
+        *,
+        status: Status | None = None,
+        mode: Mode | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        limit: int = 100,
+    ) -> list[RolloutRecord]:
+        """Rollouts in the order they came, those after the one of an id. Raises NotFound."""
+        ...
+
+    async def attempts(self, rollout: str) -> list[AttemptRecord]:
+        """The attempts of a rollout, oldest first. Raises NotFound."""
+        ...
+
+    async def workers(self) -> list[WorkerRecord]:
+        """Whoever claimed or waits to claim, the last heard of first."""
+        ...
+
+    async def counts(self) -> dict[str, int]:
+        """How many rollouts, attempts, calls, generations and sampled tokens there are."""
+        ...
+
+
+class Retention(Protocol):
+    """What is kept, and for how long."""
+
+    async def size(self) -> dict[str, RunSize]:
+        """What every run of the store keeps, by run."""
+        ...
+
+    async def prune(self, before: float) -> int:
+        """Forget calls and rewards of rollouts that ended before a time; say of how many.
+
+        The rollouts stay, with how they ended: none runs or trains again. A training rollout
+        that succeeded and that no step has consumed keeps everything.
+        """
+        ...
+
+    async def drop(self) -> None:
+        """Forget the run and all that is in it."""
+        ...
+
+    async def vacuum(self) -> None:
+        """Give the space of what was forgotten back to the disk."""
+        ...
+
+    async def export(self, file: Path) -> None:
+        """Write the run to a file, whole or not at all."""
+        ...
+
+    async def load(self, file: Path) -> None:
+        """Fill this run with what `export` wrote, exactly, whatever store that was.
+
+        Raises:
+            StoreError: the run is not empty, or the file is no export; nothing is added.
+        """
         ...
 
 

@@ -9,6 +9,8 @@
     trajectory    an attempt read back for learning
     row           one token sequence with its sampled spans and their credit: all a trainer sees
     policy        a set of weights with a version
+    resource      a named JSON value with a version, given to agents
+    run           a name in a store; what belongs to one is not seen by another
 
 Values are frozen, refuse unknown fields, and check themselves.
 """
@@ -42,13 +44,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 def _url_safe(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise ValueError(
-            f"{name!r} is no rollout id: expected 1 to 128 letters, digits, '.', '_' or '-'"
+            f"{name!r} is no name: expected 1 to 128 letters, digits, '.', '_' or '-',"
+            " the first a letter or digit"
         )
     return name
 
 
 RolloutId = Annotated[str, AfterValidator(_url_safe)]
 """Travels in URL paths, so it is made of characters that need no quoting."""
+
+Name = Annotated[str, AfterValidator(_url_safe)]
+"""Of a run or a resource; as careful as a rollout's id."""
 
 
 class Value(BaseModel):
@@ -78,12 +84,13 @@ class Status(StrEnum):
 
 
 MOVES: Mapping[Status, frozenset[Status]] = {
-    Status.QUEUED: frozenset({Status.RUNNING}),
+    Status.QUEUED: frozenset({Status.RUNNING, Status.FAILED}),
     Status.RUNNING: frozenset({Status.QUEUED, Status.SUCCEEDED, Status.FAILED}),
     Status.SUCCEEDED: frozenset(),
     Status.FAILED: frozenset(),
 }
-"""Every legal change of a rollout. `RUNNING -> QUEUED` is an attempt that will be tried again."""
+"""Every legal change of a rollout. `RUNNING -> QUEUED` is an attempt that will be tried again,
+`QUEUED -> FAILED` a rollout that was cancelled."""
 
 TERMINAL = frozenset(status for status, moves in MOVES.items() if not moves)
 
@@ -99,10 +106,12 @@ class FailureKind(StrEnum):
     """The agent gave no usable reward."""
     WORKER_LOST = "worker_lost"
     """The lease ran out: the worker died or lost touch."""
+    CANCELLED = "cancelled"
+    """Whoever ordered the rollout no longer wants it."""
 
 
-RETRIED = frozenset({FailureKind.AGENT, FailureKind.WORKER_LOST})
-"""Failures that a new attempt may mend, until the rollout's `max_attempts` are used."""
+RETRIED = (FailureKind.AGENT, FailureKind.WORKER_LOST)
+"""Failures that a new attempt may mend, unless a rollout says otherwise."""
 
 
 class SamplingOverride(Value):
@@ -124,7 +133,13 @@ class Rollout(Value):
     mode: Mode = Mode.TRAIN
     sampling: SamplingOverride = SamplingOverride()
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    max_attempts: Annotated[int, Field(ge=1)] = 2
+    max_attempts: Annotated[int, Field(ge=1, lt=2**31)] = 2
+    retried: tuple[FailureKind, ...] = RETRIED
+    """Failures after which it is tried again, until its `max_attempts` are used."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    """Higher is claimed first; equals in the order they came."""
+    resources: dict[Name, Annotated[int, Field(ge=1)] | Literal["latest"]] = {}
+    """What its attempts are given, by name and version; the latest is that of the claim."""
 
 
 class Attempt(Value):
@@ -134,6 +149,8 @@ class Attempt(Value):
     rollout: Rollout
     number: int
     """1 for the first."""
+    resources: dict[str, int] = {}
+    """The versions it was given."""
 
 
 class Failure(Value):
@@ -165,6 +182,69 @@ class Reward(Value):
 
     value: FiniteFloat
     key: str = "reward"
+
+
+class Resource(Value):
+    """A named value of one version; both stand for ever."""
+
+    name: Name
+    version: int
+    """1 for the first."""
+    value: JsonValue
+    created: float
+
+
+class RolloutRecord(Value):
+    """A rollout and how far it has come."""
+
+    rollout: Rollout
+    status: Status
+    attempts: int
+    """Begun so far."""
+    created: float
+    reward: FiniteFloat | None
+    """Of a succeeded one."""
+    failure: Failure | None
+    """Of a failed one."""
+
+
+class AttemptRecord(Value):
+    """What is known of an attempt, running or ended."""
+
+    id: AttemptId
+    number: int
+    worker: str
+    status: Status
+    started: float
+    ended: float | None
+    reward: FiniteFloat | None
+    failure: Failure | None
+    resources: dict[str, int]
+    late: tuple[Outcome, ...]
+    """Reports that came after the end: kept, never trained."""
+
+
+class WorkerRecord(Value):
+    """Someone who claims rollouts."""
+
+    name: str
+    started: float
+    """When it was first heard of."""
+    seen: float
+    """When it was last heard of."""
+    due: float
+    """It is heard of again by then, or it is dead."""
+    running: tuple[AttemptId, ...]
+
+
+class RunSize(Value):
+    """What a run keeps in its store."""
+
+    rollouts: int
+    attempts: int
+    calls: int
+    bytes: int
+    """Of tokens, log-probabilities, messages and tasks, without indexes."""
 
 
 class Endpoint(Value):

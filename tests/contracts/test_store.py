@@ -1,18 +1,31 @@
 """What every store promises. A new store is done when it passes this file."""
 
-from collections.abc import AsyncGenerator, Callable
+import os
+import zipfile
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 import pytest
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
+from postgres_server import own_schema
 from whet.errors import LeaseLost, NotFound, StoreError
-from whet.protocols import AttemptLog, RolloutQueue, StepLog
+from whet.protocols import (
+    AttemptLog,
+    AttemptWatch,
+    Directory,
+    Resources,
+    Retention,
+    RolloutQueue,
+    StepLog,
+)
+from whet.store.postgres import PostgresStore
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
+    RETRIED,
     Attempt,
     AttemptId,
     Call,
@@ -25,8 +38,10 @@ from whet.types import (
     Outcome,
     Reward,
     Rollout,
+    RunSize,
     Sampling,
     SamplingOverride,
+    Status,
     StepRecord,
 )
 
@@ -39,9 +54,13 @@ SOON = 0.02
 WON = Outcome(reward=1.0)
 
 
-class Store(RolloutQueue, AttemptLog, StepLog, Protocol):
+class Store(
+    RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Directory, Retention, Protocol
+):
+    run: str
+
+    def for_run(self, run: str) -> "Store": ...
     async def release_workers(self) -> int: ...
-    async def counts(self) -> dict[str, int]: ...
     async def close(self) -> None: ...
 
 
@@ -50,10 +69,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def sqlite(folder: Path, clock: Clock) -> Store:
-    return SQLiteStore(folder / "store.db", clock=clock)
 
 
 @pytest.fixture
@@ -66,18 +81,41 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=[sqlite])
-async def store(
-    request: pytest.FixtureRequest, tmp_path: Path, clock: Clock
-) -> AsyncGenerator[Store]:
-    build: Callable[[Path, Clock], Store] = request.param
-    store = build(tmp_path, clock)
-    yield store
-    await store.close()
+@pytest.fixture
+async def sqlite(tmp_path: Path, clock: Clock) -> AsyncGenerator[Store]:
+    async with SQLiteStore(tmp_path / "store.db", clock=clock) as store:
+        yield store
 
 
-def rollout(id_: str, *, max_attempts: int = 2) -> Rollout:
-    return Rollout(id=id_, task={"question": id_}, group="g", max_attempts=max_attempts)
+@pytest.fixture
+async def postgres(postgres_url: str, clock: Clock) -> AsyncGenerator[Store]:
+    with own_schema(postgres_url) as schema:
+        async with PostgresStore(postgres_url, schema=schema, clock=clock) as store:
+            yield store
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store(request: pytest.FixtureRequest) -> Store:
+    return request.getfixturevalue(request.param)
+
+
+def rollout(
+    id_: str,
+    *,
+    max_attempts: int = 2,
+    priority: int = 0,
+    retried: tuple[FailureKind, ...] = RETRIED,
+    resources: dict[str, int | Literal["latest"]] | None = None,
+) -> Rollout:
+    return Rollout(
+        id=id_,
+        task={"question": id_},
+        group="g",
+        max_attempts=max_attempts,
+        priority=priority,
+        retried=retried,
+        resources=resources or {},
+    )
 
 
 def failed(kind: FailureKind = FailureKind.AGENT) -> Outcome:
@@ -556,6 +594,456 @@ async def test_a_step_that_consumed_what_it_may_not_leaves_no_trace(
         await store.commit(step(1, *consumed))
     await store.commit(step(1, "b"))
     assert await store.steps() == [step(0, "a"), step(1, "b")]
+
+
+# ------------------------------------------------------------------ runs
+
+
+async def test_runs_do_not_see_each_other(store: Store) -> None:
+    other = store.for_run("other")
+    await store.enqueue([rollout("a"), rollout("mine")])
+    await other.enqueue([rollout("a"), rollout("b")])
+    await store.publish("prompt", "mine")
+    mine, theirs = await claim(store), await claim(other, "v")
+    assert mine.id == theirs.id == "a.1"
+    await store.append(call(mine.id, "x"))
+    await store.finish(mine.id, WON)
+    await store.commit(step(0, "a"))
+
+    assert await other.attempt(theirs.id) == theirs
+    assert await other.calls(theirs.id) == []
+    assert await other.steps() == []
+    assert await other.trajectories(["a", "mine"]) == []
+    assert await other.resources() == []
+    assert [w.name for w in await other.workers()] == ["v"]
+    assert (await other.counts())["calls"] == 0
+    assert [record.rollout.id for record in await other.rollouts()] == ["a", "b"]
+    with pytest.raises(NotFound):
+        await other.wait(["mine"])
+    with pytest.raises(NotFound):
+        await other.cancel(["mine"])
+    with pytest.raises(NotFound):
+        await other.rollouts(after="mine")
+    with pytest.raises(NotFound):
+        await other.attempts("mine")
+    assert await other.release_workers() == 1
+    await other.commit(step(0))
+
+
+async def test_a_run_nobody_wrote_to_is_empty(store: Store) -> None:
+    nowhere = store.for_run("nowhere")
+    assert await nowhere.steps() == []
+    assert await nowhere.rollouts() == []
+    assert await nowhere.workers() == []
+    assert set((await nowhere.counts()).values()) == {0}
+    assert await nowhere.size() == {}
+
+
+@pytest.mark.parametrize("name", ["", "../etc", "a b", "-a", "x" * 129])
+async def test_a_run_has_a_careful_name(store: Store, name: str) -> None:
+    with pytest.raises(StoreError, match="is no name"):
+        store.for_run(name)
+
+
+# ------------------------------------------------------------------ priorities, cancel, limits
+
+
+async def test_a_higher_priority_goes_first_and_equals_in_their_order(store: Store) -> None:
+    order = {"a": 0, "b": 5, "c": 0, "d": 5, "e": -1}
+    await store.enqueue([rollout(id_, priority=p) for id_, p in order.items()])
+    assert [(await claim(store)).rollout.id for _ in order] == ["b", "d", "a", "c", "e"]
+
+
+async def test_a_dead_workers_rollout_keeps_its_place(store: Store, clock: Clock) -> None:
+    await store.enqueue([rollout("low"), rollout("high", priority=1), rollout("first", priority=2)])
+    await claim(store)
+    clock.now += 61
+    assert [(await claim(store)).id for _ in range(3)] == ["first.2", "high.1", "low.1"]
+
+
+async def test_a_cancelled_rollout_ends_as_failed_and_stays_so(store: Store) -> None:
+    await store.enqueue([rollout(id_) for id_ in "abcd"])
+    a, b = await claim(store), await claim(store)
+    await store.finish(b.id, WON)
+
+    assert await store.cancel(["a", "b", "c", "c"]) == 2
+    assert await store.cancel(["a", "b", "c"]) == 0
+
+    with pytest.raises(LeaseLost):
+        await store.heartbeat(a.id, lease_s=MINUTE)
+    with pytest.raises(LeaseLost):
+        await store.finish(a.id, WON)
+    await store.enqueue([rollout("a"), rollout("c")])
+    assert (await claim(store)).id == "d.1"
+    assert await nothing_to_claim(store)
+    why = "cancelled: cancelled by whoever ordered it"
+    assert await store.failures(["a", "b", "c"]) == {"a": why, "c": why}
+    assert [t.attempt for t in await store.trajectories(["a", "b", "c"])] == [b]
+
+
+async def test_cancelling_what_is_unknown_cancels_nothing(store: Store) -> None:
+    await store.enqueue([rollout("a")])
+    with pytest.raises(NotFound, match="'nobody'"):
+        await store.cancel(["a", "nobody"])
+    assert (await claim(store)).id == "a.1"
+
+
+async def test_cancelling_ends_every_wait(store: Store) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    attempt = await claim(store)
+    statuses: list[Status] = []
+
+    async def watch() -> None:
+        statuses.append(await store.ended(attempt.id))
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            group.start_soon(store.wait, ["a", "b"])
+            group.start_soon(watch)
+            await anyio.wait_all_tasks_blocked()
+            await store.cancel(["b", "a"])
+    assert statuses == [Status.FAILED]
+
+
+async def test_the_end_of_an_attempt_is_heard_of_however_it_came(
+    store: Store, clock: Clock
+) -> None:
+    await store.enqueue([rollout("a"), rollout("b"), rollout("c")])
+    first, second, third = await claim(store), await claim(store), await claim(store)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            for attempt in (first, second, third):
+                group.start_soon(store.ended, attempt.id)
+            await anyio.wait_all_tasks_blocked()
+            await store.finish(first.id, WON)
+            await store.release_workers()
+        assert await store.ended(first.id) is Status.SUCCEEDED
+        assert await store.ended(third.id) is Status.FAILED
+    with pytest.raises(NotFound):
+        await store.ended(AttemptId("nobody.1"))
+
+
+async def test_a_rollout_says_itself_which_failures_are_tried_again(
+    store: Store, clock: Clock
+) -> None:
+    await store.enqueue(
+        [
+            rollout("timeout", retried=(FailureKind.TIMEOUT,)),
+            rollout("never", retried=()),
+            rollout("lost", retried=(FailureKind.AGENT,)),
+        ]
+    )
+    timeout, never, _ = [await claim(store) for _ in range(3)]
+    await store.finish(timeout.id, failed(FailureKind.TIMEOUT))
+    await store.finish(never.id, failed(FailureKind.AGENT))
+    timeout = await claim(store)
+    assert timeout.id == "timeout.2"
+    clock.now += 61
+    assert await nothing_to_claim(store)
+    assert set(await store.failures(["timeout", "never", "lost"])) == {"timeout", "never", "lost"}
+
+
+async def test_an_attempt_that_outlives_its_limit_by_a_lease_is_ended(
+    store: Store, clock: Clock
+) -> None:
+    await store.enqueue([Rollout(id="a", task=1, group="g", timeout_s=100)])
+    attempt = await claim(store)
+    for _ in range(3):
+        clock.now += 50
+        await store.heartbeat(attempt.id, lease_s=MINUTE)
+    clock.now += 50
+    with pytest.raises(LeaseLost):
+        await store.heartbeat(attempt.id, lease_s=MINUTE)
+    assert await store.failures(["a"]) == {"a": "timeout: the attempt ran longer than 100 s"}
+
+
+# ------------------------------------------------------------------ what is there
+
+
+async def test_rollouts_are_listed_by_page_and_filter(store: Store) -> None:
+    modes = {True: Mode.TRAIN, False: Mode.VAL}
+    await store.enqueue(
+        [Rollout(id=f"r{n}", task=n, group=f"g{n // 4}", mode=modes[n % 2 == 0]) for n in range(12)]
+    )
+    for _ in range(3):
+        await store.finish((await claim(store)).id, WON)
+    await store.finish((await claim(store)).id, failed(FailureKind.REWARD))
+    await claim(store)
+
+    async def ids(**filters: Any) -> list[str]:
+        return [record.rollout.id for record in await store.rollouts(**filters)]
+
+    assert await ids() == [f"r{n}" for n in range(12)]
+    assert await ids(limit=2) == ["r0", "r1"]
+    assert await ids(after="r9") == ["r10", "r11"]
+    assert await ids(group="g1") == ["r4", "r5", "r6", "r7"]
+    assert await ids(mode=Mode.VAL, after="r4", limit=2) == ["r5", "r7"]
+    assert await ids(status=Status.SUCCEEDED) == ["r0", "r1", "r2"]
+    assert await ids(status=Status.QUEUED, mode=Mode.TRAIN, group="g2") == ["r8", "r10"]
+    assert await ids(after="r11") == []
+    records = {record.rollout.id: record for record in await store.rollouts()}
+    assert (records["r0"].reward, records["r0"].failure, records["r0"].attempts) == (1.0, None, 1)
+    assert records["r3"].failure == Failure(kind=FailureKind.REWARD, message="it broke")
+    assert (records["r4"].status, records["r4"].reward) == (Status.RUNNING, None)
+    assert (records["r5"].status, records["r5"].attempts) == (Status.QUEUED, 0)
+
+
+async def test_attempts_are_listed_with_what_came_too_late(store: Store, clock: Clock) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    first = await claim(store, "w1")
+    clock.now += 61
+    second = await claim(store, "w2")
+    for late in (WON, failed()):
+        with pytest.raises(LeaseLost):
+            await store.finish(first.id, late)
+    clock.now += 1
+    await store.finish(second.id, Outcome(reward=0.5))
+
+    lost, won = await store.attempts("a")
+
+    assert (lost.id, lost.number, lost.worker, lost.status) == ("a.1", 1, "w1", Status.FAILED)
+    assert lost.failure is not None
+    assert lost.failure.kind is FailureKind.WORKER_LOST
+    assert lost.late == (WON, failed())
+    assert (won.reward, won.failure, won.late) == (0.5, None, ())
+    assert won.ended == won.started + 1 == clock.now
+    assert await store.attempts("b") == []
+
+
+async def test_workers_are_listed_with_what_they_run_and_when_they_are_due(
+    store: Store, clock: Clock
+) -> None:
+    assert await store.workers() == []
+    await store.enqueue([rollout("a"), rollout("b")])
+    await claim(store, "busy")
+    attempt = await claim(store, "busy")
+    start = clock.now
+    clock.now += 5
+    assert await store.claim("idle", lease_s=MINUTE, wait_s=0.01) is None
+    clock.now += 5
+    await store.heartbeat(attempt.id, lease_s=MINUTE)
+    busy, idle = await store.workers()
+    assert (busy.name, busy.started, busy.seen) == ("busy", start, clock.now)
+    assert (busy.running, busy.due) == (("a.1", "b.1"), clock.now + MINUTE)
+    assert (idle.name, idle.running) == ("idle", ())
+    assert idle.due >= idle.seen + MINUTE
+
+
+async def test_steps_are_read_by_page(store: Store) -> None:
+    await ended(store, "a", "b", "c")
+    records = [step(0, "c", "a"), step(1), step(2, "b")]
+    for record in records:
+        await store.commit(record)
+    assert await store.steps(limit=2) == records[:2]
+    assert await store.steps(after=1) == records[2:]
+    assert await store.steps(after=0, limit=1) == records[1:2]
+
+
+# ------------------------------------------------------------------ resources
+
+
+async def test_resources_have_versions_that_never_change(store: Store, clock: Clock) -> None:
+    template = {"text": "solve {task} \x00 \ud83d", "shots": [1, 2.5, None]}
+    assert await store.publish("prompt", template) == 1
+    clock.now += 1
+    assert await store.publish("prompt", "shorter") == 2
+    assert await store.publish("llm", None) == 1
+    assert (await store.get("prompt", 1)).value == template
+    assert await store.latest("prompt") == await store.get("prompt", 2)
+    assert (await store.latest("prompt")).created == clock.now
+    assert [(r.name, r.version) for r in await store.resources()] == [("llm", 1), ("prompt", 2)]
+    for wrong in (0, 3):
+        with pytest.raises(NotFound, match=f"no version {wrong} of resource 'prompt'"):
+            await store.get("prompt", wrong)
+    with pytest.raises(NotFound, match="no resource 'nothing'"):
+        await store.latest("nothing")
+    with pytest.raises(StoreError, match="is no name"):
+        await store.publish("../etc", 1)
+
+
+async def test_published_at_once_versions_are_all_there(store: Store) -> None:
+    versions: list[int] = []
+
+    async def publish(n: int) -> None:
+        versions.append(await store.publish("prompt", n))
+
+    async with anyio.create_task_group() as group:
+        for n in range(10):
+            group.start_soon(publish, n)
+    assert sorted(versions) == list(range(1, 11))
+
+
+async def test_an_attempt_gets_the_version_its_rollout_is_pinned_to_or_the_latest_at_its_claim(
+    store: Store,
+) -> None:
+    await store.publish("prompt", "one")
+    await store.publish("llm", "small")
+    pinned = rollout("a", resources={"prompt": 1, "llm": "latest"})
+    await store.enqueue([pinned])
+    await store.publish("prompt", "two")
+    await store.publish("llm", "large")
+    first = await claim(store)
+    await store.publish("llm", "larger")
+    assert first.resources == {"prompt": 1, "llm": 2}
+    assert await store.attempt(first.id) == first
+    await store.finish(first.id, failed())
+    second = await claim(store)
+    assert second.resources == {"prompt": 1, "llm": 3}
+    await store.finish(second.id, WON)
+    assert [t.attempt for t in await store.trajectories(["a"])] == [second]
+    assert [a.resources for a in await store.attempts("a")] == [first.resources, second.resources]
+
+
+@pytest.mark.parametrize("resources", [{"prompt": 2}, {"nothing": 1}, {"nothing": "latest"}])
+async def test_a_rollout_that_asks_for_what_was_never_published_is_refused(
+    store: Store, resources: dict[str, int | Literal["latest"]]
+) -> None:
+    await store.publish("prompt", "one")
+    with pytest.raises(NotFound, match="'b' cannot be enqueued"):
+        await store.enqueue([rollout("a"), rollout("b", resources=resources)])
+    assert await store.rollouts() == []
+
+
+# ------------------------------------------------------------------ retention
+
+
+async def test_the_size_of_every_run_is_known(store: Store) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    attempt = await claim(store)
+    await store.append(call(attempt.id, "1"))
+    await store.for_run("other").publish("x", 1)
+    sizes = await store.size()
+    mine = sizes[store.run]
+    assert (mine.rollouts, mine.attempts, mine.calls) == (2, 1, 1)
+    assert mine.bytes > 500
+    assert sizes["other"] == RunSize(rollouts=0, attempts=0, calls=0, bytes=0)
+
+
+async def test_pruning_forgets_calls_but_not_how_rollouts_ended(store: Store, clock: Clock) -> None:
+    val = Rollout(id="val", task=1, group="g", mode=Mode.VAL)
+    await store.enqueue([rollout("used"), rollout("unused"), val, rollout("bad", max_attempts=1)])
+    used, unused, val_attempt, bad = [await claim(store) for _ in range(4)]
+    for attempt in (used, unused, val_attempt, bad):
+        await store.append(call(attempt.id))
+        await store.emit(attempt.id, Reward(value=1))
+    for attempt in (used, unused, val_attempt):
+        await store.finish(attempt.id, WON)
+    await store.finish(bad.id, failed())
+    await store.commit(step(0, "used"))
+
+    assert await store.prune(clock.now) == 0
+    clock.now += 10
+    await ended(store, "young")
+    assert await store.prune(clock.now) == 3
+    assert await store.prune(clock.now) == 0
+    await store.vacuum()
+
+    kept = [t.attempt.rollout.id for t in await store.trajectories(["used", "unused", "val"])]
+    assert kept == ["unused"]
+    assert await store.calls(unused.id) == [call(unused.id)]
+    assert await store.calls(used.id) == []
+    assert (await store.counts())["calls"] == 1
+    assert set(await store.failures(["bad"])) == {"bad"}
+    await store.enqueue([rollout("used"), val, rollout("bad")])
+    assert await nothing_to_claim(store)
+    with pytest.raises(StoreError):
+        await store.commit(step(1, "used"))
+
+
+async def test_a_dropped_run_leaves_no_trace_and_its_neighbour_whole(store: Store) -> None:
+    other = store.for_run("other")
+    for run in (store, other):
+        await run.publish("prompt", 1)
+        await run.enqueue([rollout("a"), rollout("b")])
+        attempt = await claim(run)
+        await run.append(call(attempt.id))
+        await run.emit(attempt.id, Reward(value=1))
+        await run.finish(attempt.id, WON)
+        with pytest.raises(LeaseLost):
+            await run.finish(attempt.id, WON)
+        await run.commit(step(0, "a"))
+    before = await other.trajectories(["a"])
+    running = await claim(store)
+    with pytest.raises(StoreError, match="has running attempts"):
+        await store.drop()
+    await store.finish(running.id, WON)
+    await store.drop()
+    await store.vacuum()
+    assert list(await store.size()) == ["other"]
+    assert await store.rollouts() == []
+    assert await other.trajectories(["a"]) == before
+    await store.enqueue([rollout("a")])
+    assert (await claim(store)).id == "a.1"
+
+
+async def fill(store: Store, clock: Clock) -> None:
+    await store.publish("prompt", {"text": "\ud83d \x00"})
+    await store.enqueue([rollout(id_, resources={"prompt": "latest"}) for id_ in "abcdef"])
+    for n in range(5):
+        clock.now += 0.1
+        attempt = await claim(store, f"w{n % 2}")
+        await store.append(call(attempt.id, "1"))
+        await store.append(call(attempt.id, "2"))
+        await store.emit(attempt.id, Reward(value=n / 3, key="k"))
+        if n < 4:
+            await store.finish(attempt.id, failed() if n == 1 else Outcome(reward=n / 7))
+        if n == 2:
+            with pytest.raises(LeaseLost):
+                await store.finish(attempt.id, WON)
+    await store.cancel(["f"])
+    await store.commit(step(0, "a"))
+
+
+async def everything(store: Store) -> list[object]:
+    records = await store.rollouts()
+    ids = [record.rollout.id for record in records]
+    attempts = [await store.attempts(id_) for id_ in ids]
+    return [
+        records,
+        attempts,
+        [await store.calls(attempt.id) for row in attempts for attempt in row],
+        await store.trajectories(ids),
+        await store.steps(),
+        await store.resources(),
+        await store.workers(),
+        await store.counts(),
+    ]
+
+
+async def test_a_run_is_exported_and_loaded_exactly(
+    store: Store, clock: Clock, tmp_path: Path
+) -> None:
+    await fill(store, clock)
+    file, again = tmp_path / "run.zip", tmp_path / "again.zip"
+    await store.export(file)
+    copy = store.for_run("copy")
+    await copy.load(file)
+
+    assert await everything(copy) == await everything(store)
+    await copy.export(again)
+    assert again.read_bytes() == file.read_bytes()
+    assert not any("part" in name for name in os.listdir(tmp_path))
+    clock.now += 61
+    assert (await claim(copy)).id == (await claim(store)).id
+
+
+async def test_what_is_no_export_is_not_loaded(store: Store, clock: Clock, tmp_path: Path) -> None:
+    await fill(store, clock)
+    file = tmp_path / "run.zip"
+    await store.export(file)
+    with pytest.raises(StoreError, match="is not empty"):
+        await store.load(file)
+    (tmp_path / "bad.zip").write_bytes(file.read_bytes()[:-40])
+    with zipfile.ZipFile(file) as whole, zipfile.ZipFile(tmp_path / "cut.zip", "w") as cut:
+        for name in whole.namelist():
+            if name != "worker.jsonl":
+                cut.writestr(name, whole.read(name))
+    with zipfile.ZipFile(tmp_path / "new.zip", "w") as newer:
+        newer.writestr("format", "whet-run-99")
+    for name in ("bad.zip", "cut.zip", "new.zip", "nowhere.zip"):
+        with pytest.raises(StoreError, match=name):
+            await store.for_run("copy").load(tmp_path / name)
+    assert list(await store.size()) == [store.run]
 
 
 # ------------------------------------------------------------------ closing

@@ -24,7 +24,7 @@ from whet.store.packing import (
     unpack_ints,
     unpack_runs,
 )
-from whet.store.schema import MIGRATIONS
+from whet.store.schema import FIRST, MIGRATIONS
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
     Attempt,
@@ -172,6 +172,61 @@ async def test_a_file_knows_its_version(store: SQLiteStore, path: Path) -> None:
     db.close()
 
 
+FIRST_FILE = """
+INSERT INTO rollout VALUES
+    (1, 'won', '{"id":"won","task":1,"group":"g","mode":"val"}', 'succeeded', 2, 0, NULL),
+    (2, 'bad', '{"id":"bad","task":2,"group":"g","mode":"train"}', 'failed', 1, 1, NULL),
+    (3, 'busy', '{"id":"busy","task":3,"group":"h","mode":"train"}', 'running', 1, 1, 60.5),
+    (4, 'new', '{"id":"new","task":4,"group":"h","mode":"train"}', 'queued', 0, 2, NULL);
+INSERT INTO attempt VALUES
+    (1, 'won.1', 1, 1, 'w', 'failed', NULL, '{"kind":"agent","message":"no"}', 1.5, 2.5),
+    (2, 'won.2', 1, 2, 'w', 'succeeded', 0.5, NULL, 3.5, 4.5),
+    (3, 'bad.1', 2, 1, 'w', 'failed', NULL, '{"kind":"reward","message":"none"}', 5.5, 6.5),
+    (4, 'busy.1', 3, 1, 'w', 'running', NULL, NULL, 7.5, NULL);
+INSERT INTO call VALUES
+    (1, 'c', 2, NULL, 'root', '[]', x'0100000002000000', 2, 'digest', 3.75, '{}');
+INSERT INTO generation VALUES
+    (1, 1, 'stop', '{}', '{}', x'01000000000000000100000000000000', x'07000000',
+        x'000000000000e0bf');
+INSERT INTO reward VALUES (1, 2, 'k', 0.25);
+INSERT INTO late_report VALUES (1, 1, '{"reward":1.0}', 9.5);
+INSERT INTO step VALUES (0, 1, 'c0', '{}');
+INSERT INTO consumed VALUES ('won', 0, 0);
+PRAGMA user_version = 1;
+"""
+
+
+async def test_a_file_of_the_first_version_becomes_the_default_run(path: Path) -> None:
+    db = sqlite3.connect(path)
+    for statement in FIRST:
+        db.execute(statement)
+    db.executescript(FIRST_FILE)
+    db.close()
+
+    async with SQLiteStore(path, clock=lambda: 100.0) as store:
+        won, bad, busy, new = await store.rollouts()
+        assert (won.rollout.mode, won.reward, won.attempts, won.created) == ("val", 0.5, 2, 1.5)
+        assert bad.failure is not None
+        assert bad.failure.message == "none"
+        assert (busy.status, new.status) == ("running", "queued")
+        [trajectory] = await store.trajectories(["won", "bad", "busy"])
+        assert trajectory.calls[0].generations[0].logprobs == (-0.5,)
+        assert trajectory.rewards == (Reward(value=0.25, key="k"),)
+        assert (await store.attempts("won"))[0].late == (WON,)
+        assert [record.consumed for record in await store.steps()] == [("won",)]
+        assert [(await claim(store)).id for _ in range(2)] == ["busy.2", "new.1"]
+
+
+async def test_an_empty_file_of_the_first_version_has_no_run(path: Path) -> None:
+    db = sqlite3.connect(path)
+    for statement in FIRST:
+        db.execute(statement)
+    db.execute("PRAGMA user_version = 1")
+    db.close()
+    async with SQLiteStore(path) as store:
+        assert await store.size() == {}
+
+
 def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
@@ -214,16 +269,14 @@ def test_a_file_system_without_shared_memory_is_refused() -> None:
         SQLiteStore(":memory:")
 
 
-async def test_a_late_report_is_kept(store: SQLiteStore, path: Path) -> None:
+async def test_a_late_report_is_kept(store: SQLiteStore) -> None:
     await store.enqueue(rollouts("a"))
     attempt = await claim(store)
     await store.finish(attempt.id, Outcome(reward=0.0))
     with pytest.raises(LeaseLost):
         await store.finish(attempt.id, WON)
-    db = sqlite3.connect(path)
-    [(kept,)] = db.execute("SELECT outcome FROM late_report").fetchall()
-    db.close()
-    assert Outcome.model_validate_json(kept) == WON
+    [record] = await store.attempts("a")
+    assert (record.reward, record.late) == (0.0, (WON,))
 
 
 # ------------------------------------------------------------------ threads

@@ -4,13 +4,13 @@ What is read was checked when it was written, so it is built without being check
 """
 
 import json
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from whet.errors import NotFound, StoreError, boundary
+from whet.store.database import Column, Db
 from whet.store.packing import (
     pack_floats,
     pack_ints,
@@ -20,13 +20,13 @@ from whet.store.packing import (
     unpack_ints,
     unpack_runs,
 )
-from whet.store.queue import parse_rollout, running_attempt
+from whet.store.queue import ATTEMPT, parse_rollout, running_attempt
+from whet.store.runs import find_run
 from whet.types import (
     Attempt,
     AttemptId,
     Call,
     Generation,
-    Mode,
     Origin,
     Reward,
     Sampling,
@@ -38,7 +38,7 @@ INSERT INTO call
     (attempt, id, parent, root, messages, context, prompt_length, prompt_digest, created,
      origin)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (id) DO NOTHING
+ON CONFLICT (attempt, id) DO NOTHING
 RETURNING seq
 """
 
@@ -53,46 +53,38 @@ SELECT call.attempt, attempt.id, call.seq, call.id, call.parent, call.root, call
     call.context, call.prompt_length, call.prompt_digest, call.created,
     call.origin
 FROM call JOIN attempt ON attempt.seq = call.attempt
-WHERE call.attempt IN (SELECT value FROM json_each(?))
+WHERE call.attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS asked)
 ORDER BY call.attempt, call.seq
 """
 
 GENERATIONS = """
 SELECT call, stop, sampling, message, versions, tokens, logprobs FROM generation
-WHERE call IN (SELECT seq FROM call WHERE attempt IN (SELECT value FROM json_each(?)))
+WHERE call IN (
+    SELECT seq FROM call
+    WHERE attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS asked))
 ORDER BY call, seq
 """
 
 REWARDS = """
 SELECT attempt, value, key FROM reward
-WHERE attempt IN (SELECT value FROM json_each(?))
+WHERE attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS asked)
 ORDER BY attempt, seq
 """
 
 SUCCEEDED = """
-SELECT rollout.body, attempt.seq, attempt.id, attempt.number, attempt.reward
+SELECT rollout.body, attempt.seq, attempt.id, attempt.number, attempt.resources, attempt.reward
 FROM json_each(?) AS asked
-JOIN rollout ON rollout.id = asked.value
+JOIN rollout ON rollout.run = ? AND rollout.id = asked.value
 JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
-WHERE rollout.status = 'succeeded'
+WHERE rollout.status = 'succeeded' AND rollout.pruned = 0
 ORDER BY asked.key
 """
 
 FAILED = """
-SELECT rollout.id, attempt.failure
+SELECT rollout.id, rollout.failure
 FROM json_each(?) AS asked
-JOIN rollout ON rollout.id = asked.value
-JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
+JOIN rollout ON rollout.run = ? AND rollout.id = asked.value
 WHERE rollout.status = 'failed'
-"""
-
-COUNTS = """
-SELECT
-    (SELECT count(*) FROM rollout) AS rollouts,
-    (SELECT count(*) FROM attempt) AS attempts,
-    (SELECT count(*) FROM call) AS calls,
-    (SELECT count(*) FROM generation) AS generations,
-    (SELECT coalesce(sum(length(tokens)), 0) / 4 FROM generation) AS sampled_tokens
 """
 
 
@@ -100,8 +92,8 @@ class PackedCall(NamedTuple):
     """A call as the tables hold it."""
 
     attempt: AttemptId
-    row: tuple[str | int | float | bytes | None, ...]
-    generations: list[tuple[str | bytes, ...]]
+    row: tuple[Column, ...]
+    generations: list[tuple[Column, ...]]
 
 
 def pack_call(call: Call) -> PackedCall:
@@ -134,9 +126,9 @@ def pack_call(call: Call) -> PackedCall:
         )
 
 
-def append(db: sqlite3.Connection, call: PackedCall) -> None:
+def append(db: Db, run: str, call: PackedCall) -> None:
     """Write a call with its generations; one that is known already stays as it is."""
-    attempt = running_attempt(db, call.attempt)
+    attempt = running_attempt(db, run, call.attempt, keep=True)
     row = db.execute(APPEND_CALL, (attempt, *call.row)).fetchone()
     if row is not None:
         db.executemany(
@@ -144,36 +136,38 @@ def append(db: sqlite3.Connection, call: PackedCall) -> None:
         )
 
 
-def emit(db: sqlite3.Connection, attempt: AttemptId, reward: Reward) -> None:
+def emit(db: Db, run: str, attempt: AttemptId, reward: Reward) -> None:
     """Write a reward."""
     db.execute(
         "INSERT INTO reward (attempt, value, key) VALUES (?, ?, ?)",
-        (running_attempt(db, attempt), reward.value, reward.key),
+        (running_attempt(db, run, attempt, keep=True), reward.value, reward.key),
     )
 
 
-def read_attempt(db: sqlite3.Connection, attempt: AttemptId) -> Attempt:
+def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
     """A running attempt."""
-    seq = running_attempt(db, attempt)
-    number, body = db.execute(
-        "SELECT attempt.number, rollout.body"
+    seq = running_attempt(db, run, attempt)
+    number, given, body = db.execute(
+        "SELECT attempt.number, attempt.resources, rollout.body"
         " FROM attempt JOIN rollout ON rollout.seq = attempt.rollout WHERE attempt.seq = ?",
         (seq,),
     ).fetchone()
-    return Attempt(id=attempt, rollout=parse_rollout(body), number=number)
+    return Attempt(
+        id=attempt, rollout=parse_rollout(body), number=number, resources=_resources(given)
+    )
 
 
-def read_calls(db: sqlite3.Connection, attempt: AttemptId) -> list[Call]:
+def read_calls(db: Db, run: str, attempt: AttemptId) -> list[Call]:
     """The calls of one attempt, running or ended."""
-    row = db.execute("SELECT seq FROM attempt WHERE id = ?", (attempt,)).fetchone()
+    row = db.execute(ATTEMPT, (find_run(db, run), attempt)).fetchone()
     if row is None:
         raise NotFound(f"there is no attempt {attempt!r}")
-    return _calls(db, row)[row[0]]
+    return _calls(db, row[:1])[row[0]]
 
 
-def read_trajectories(db: sqlite3.Connection, rollouts: Sequence[str]) -> list[Trajectory]:
+def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[Trajectory]:
     """The succeeded among the rollouts, in the order asked."""
-    rows = db.execute(SUCCEEDED, (to_json(list(rollouts)),)).fetchall()
+    rows = db.execute(SUCCEEDED, (to_json(list(rollouts)), find_run(db, run))).fetchall()
     attempts = list(dict.fromkeys(row[1] for row in rows))
     calls = _calls(db, attempts)
     rewards = defaultdict[int, list[Reward]](list)
@@ -181,37 +175,26 @@ def read_trajectories(db: sqlite3.Connection, rollouts: Sequence[str]) -> list[T
         rewards[seq].append(Reward.model_construct(value=value, key=key))
     return [
         Trajectory.model_construct(
-            attempt=Attempt.model_construct(id=id_, rollout=parse_rollout(body), number=number),
+            attempt=Attempt.model_construct(
+                id=id_, rollout=parse_rollout(body), number=number, resources=_resources(given)
+            ),
             calls=tuple(calls[seq]),
             rewards=tuple(rewards[seq]),
             reward=reward,
         )
-        for body, seq, id_, number, reward in rows
+        for body, seq, id_, number, given, reward in rows
     ]
 
 
-def read_failures(db: sqlite3.Connection, rollouts: Sequence[str]) -> dict[str, str]:
+def read_failures(db: Db, run: str, rollouts: Sequence[str]) -> dict[str, str]:
     """`kind: message` of the failed among the rollouts."""
-    rows: Iterable[tuple[str, str]] = db.execute(FAILED, (to_json(list(rollouts)),))
+    asked = (to_json(list(rollouts)), find_run(db, run))
+    rows: Iterable[tuple[str, str]] = db.execute(FAILED, asked)
     failures = ((rollout, json.loads(failure)) for rollout, failure in rows)
     return {rollout: f"{failure['kind']}: {failure['message']}" for rollout, failure in failures}
 
 
-def read_rollout_ids(db: sqlite3.Connection, mode: Mode) -> list[str]:
-    """Rollouts in order of insertion."""
-    rows = db.execute(
-        "SELECT id FROM rollout WHERE json_extract(body, '$.mode') = ? ORDER BY seq", (mode.value,)
-    )
-    return [id_ for (id_,) in rows]
-
-
-def read_counts(db: sqlite3.Connection) -> dict[str, int]:
-    """How much there is of everything."""
-    cursor = db.execute(COUNTS)
-    return dict(zip((name for name, *_ in cursor.description), cursor.fetchone(), strict=True))
-
-
-def _calls(db: sqlite3.Connection, attempts: Sequence[int]) -> dict[int, list[Call]]:
+def _calls(db: Db, attempts: Sequence[int]) -> dict[int, list[Call]]:
     """The calls of these attempts by attempt, in the order they were recorded."""
     asked = (to_json(list(attempts)),)
     generations = defaultdict[int, list[Generation]](list)
@@ -250,3 +233,7 @@ def _calls(db: sqlite3.Connection, attempts: Sequence[int]) -> dict[int, list[Ca
 @lru_cache(1024)
 def _sampling(text: str) -> Sampling:
     return Sampling.model_validate(json.loads(text))
+
+
+def _resources(text: str | None) -> dict[str, int]:
+    return json.loads(text) if text else {}

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 
 from pydantic import BaseModel, JsonValue
@@ -42,7 +42,7 @@ def unpack_runs(blob: bytes) -> tuple[int, ...]:
     return values
 
 
-def to_json(value: BaseModel | JsonValue | Sequence[JsonValue]) -> str:
+def to_json(value: BaseModel | JsonValue | Sequence[JsonValue] | Mapping[str, JsonValue]) -> str:
     """JSON in ASCII. Keeps what pydantic's own loses: infinities and lone surrogates."""
     plain = value.model_dump() if isinstance(value, BaseModel) else value
     return json.dumps(plain, separators=(",", ":"))

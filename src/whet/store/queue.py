@@ -1,15 +1,16 @@
 """Rollouts, attempts and their leases, as changes to run inside a transaction."""
 
 import json
-import sqlite3
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from whet.errors import LeaseLost, NotFound
-from whet.store.bell import Bell
+from whet.store import resources
+from whet.store.bell import Bell, end_of, work_in
+from whet.store.database import Column, Db
 from whet.store.packing import to_json
+from whet.store.runs import find_run, make_run
 from whet.types import (
-    RETRIED,
     TERMINAL,
     Attempt,
     AttemptId,
@@ -21,28 +22,35 @@ from whet.types import (
 )
 
 ENQUEUE = """
-INSERT INTO rollout (id, body, status, attempts, tries_left) VALUES (?, ?, 'queued', 0, ?)
-ON CONFLICT (id) DO NOTHING
+INSERT INTO rollout
+    (run, id, body, mode, grp, priority, tries_left, retry_lost, created, status, attempts, pruned)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'queued', 0, 0)
+ON CONFLICT (run, id) DO NOTHING
+"""
+
+FIRST_QUEUED = """
+SELECT seq, priority, id, body, status, attempts FROM rollout
+WHERE run = ? AND status = 'queued'
+ORDER BY priority DESC, seq LIMIT 1 /* SKIP LOCKED */
 """
 
 # A rollout whose lease has run out is claimable: a worker that dies gives its work back without
 # anyone having to notice that it died.
-CLAIMABLE = """
-SELECT seq, id, body, status, attempts FROM rollout INDEXED BY rollout_open
-WHERE status IN ('queued', 'running')
-  AND (status = 'queued' OR (lease_until <= :now AND tries_left > 0))
-ORDER BY seq LIMIT 1
+FIRST_EXPIRED = """
+SELECT seq, priority, id, body, status, attempts FROM rollout
+WHERE run = ? AND status = 'running' AND lease_until <= ? AND tries_left > 0 AND retry_lost = 1
+ORDER BY priority DESC, seq LIMIT 1 /* SKIP LOCKED */
 """
 
 CLAIM = """
 UPDATE rollout
-SET status = 'running', attempts = attempts + 1, tries_left = tries_left - 1, lease_until = :until
-WHERE seq = :seq
+SET status = 'running', attempts = attempts + 1, tries_left = tries_left - 1, lease_until = ?
+WHERE seq = ?
 """
 
 START = """
-INSERT INTO attempt (id, rollout, number, worker, status, started)
-VALUES (?, ?, ?, ?, 'running', ?)
+INSERT INTO attempt (run, id, rollout, number, worker, status, started, resources)
+VALUES (?, ?, ?, ?, ?, 'running', ?, ?)
 """
 
 UNCLAIM = """
@@ -52,36 +60,86 @@ WHERE seq = ?
 """
 
 # Never shorter than it was: waiters have set their alarm by it.
-HEARTBEAT = "UPDATE rollout SET lease_until = max(lease_until, ?) WHERE seq = ?"
+HEARTBEAT = """
+UPDATE rollout SET lease_until = CASE WHEN lease_until > ? THEN lease_until ELSE ? END
+WHERE seq = ?
+"""
+
+# Written when somebody new comes, and then no more often than its word runs out.
+SEEN = """
+INSERT INTO worker (run, name, started, seen, due) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT (run, name) DO UPDATE SET seen = excluded.seen, due = excluded.due
+"""
 
 END_ATTEMPT = "UPDATE attempt SET status = ?, reward = ?, failure = ?, ended = ? WHERE seq = ?"
 
 END_LEASE = """
-UPDATE rollout SET status = ?, tries_left = tries_left + ?, lease_until = NULL WHERE seq = ?
+UPDATE rollout SET status = ?, failure = ?, tries_left = tries_left + ?, lease_until = NULL
+WHERE seq = ?
 """
 
+ATTEMPT = "SELECT seq, status FROM attempt WHERE run = ? AND id = ?"
+
 RUNNING = """
-SELECT attempt.seq, rollout.seq, rollout.id, attempt.worker, rollout.tries_left
-FROM rollout JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
+SELECT attempt.seq, attempt.id, attempt.worker, attempt.started,
+    rollout.seq, rollout.id, rollout.tries_left, rollout.body, run.name
+FROM rollout
+JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
+JOIN run ON run.seq = rollout.run
 WHERE rollout.status = 'running'
+"""
+
+# Whoever ends an attempt holds its rollout: with several writers, one of them does.
+LOCK = "/* LOCK OF rollout */"
+
+DOOMED = """
+rollout.lease_until <= ? AND (rollout.tries_left <= 0 OR rollout.retry_lost = 0)
+/* SKIP LOCKED OF rollout */
 """
 
 NEXT_EXPIRY = "SELECT min(lease_until) FROM rollout WHERE status = 'running' AND lease_until > ?"
 
 STATUSES = """
 SELECT asked.value, rollout.status
-FROM json_each(?) AS asked LEFT JOIN rollout ON rollout.id = asked.value
+FROM json_each(?) AS asked LEFT JOIN rollout ON rollout.run = ? AND rollout.id = asked.value
 """
+
+OPEN = """
+SELECT rollout.seq, rollout.id, rollout.status
+FROM json_each(?) AS asked JOIN rollout ON rollout.run = ? AND rollout.id = asked.value
+WHERE rollout.status IN ('queued', 'running')
+ORDER BY rollout.seq /* LOCK OF rollout */
+"""
+
+CANCELLED = Outcome(
+    failure=Failure(kind=FailureKind.CANCELLED, message="cancelled by whoever ordered it")
+)
 
 
 class Running(NamedTuple):
     """An attempt that has not ended."""
 
     seq: int
+    id: str
+    worker: str
+    started: float
     rollout_seq: int
     rollout: str
-    worker: str
     tries_left: int
+    body: str
+    run: str
+
+
+class Packed(NamedTuple):
+    """A rollout as the table holds it."""
+
+    rollout: Rollout
+    body: str
+
+
+def pack_rollout(rollout: Rollout) -> Packed:
+    """Everything that can be done before the writer's turn."""
+    return Packed(rollout, to_json(rollout))
 
 
 def parse_rollout(body: str) -> Rollout:
@@ -89,14 +147,15 @@ def parse_rollout(body: str) -> Rollout:
     return Rollout.model_validate(json.loads(body))
 
 
-def running_attempt(db: sqlite3.Connection, attempt: str) -> int:
-    """The row of an attempt that must not have ended.
+def running_attempt(db: Db, run: str, attempt: str, *, keep: bool = False) -> int:
+    """The row of an attempt that must not have ended, nor end before the commit if `keep`.
 
     Raises:
         NotFound: there is no such attempt.
         LeaseLost: it has ended.
     """
-    row = db.execute("SELECT seq, status FROM attempt WHERE id = ?", (attempt,)).fetchone()
+    sql = f"{ATTEMPT} /* SHARE */" if keep else ATTEMPT
+    row = db.execute(sql, (find_run(db, run), attempt)).fetchone()
     if row is None:
         raise NotFound(f"there is no attempt {attempt!r}")
     seq, status = row
@@ -105,9 +164,18 @@ def running_attempt(db: sqlite3.Connection, attempt: str) -> int:
     return seq
 
 
-def unfinished(db: sqlite3.Connection, rollouts: Sequence[str]) -> list[str]:
+def attempt_status(db: Db, run: str, attempt: str) -> Status:
+    """Where an attempt stands. Raises NotFound."""
+    row = db.execute(ATTEMPT, (find_run(db, run), attempt)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no attempt {attempt!r}")
+    return Status(row[1])
+
+
+def unfinished(db: Db, run: str, rollouts: Sequence[str]) -> list[str]:
     """Those that are not terminal. Raises NotFound for one that was never enqueued."""
-    rows: list[tuple[str, str | None]] = db.execute(STATUSES, (to_json(list(rollouts)),)).fetchall()
+    asked = (to_json(list(rollouts)), find_run(db, run))
+    rows: list[tuple[str, str | None]] = db.execute(STATUSES, asked).fetchall()
     for rollout, status in rows:
         if status is None:
             raise NotFound(f"there is no rollout {rollout!r}")
@@ -115,114 +183,192 @@ def unfinished(db: sqlite3.Connection, rollouts: Sequence[str]) -> list[str]:
 
 
 class Queue:
-    """What the writer thread does for the queue.
+    """What the writer thread does for the queue, for all runs of a database."""
 
-    Rings `work` when something may have become claimable, `ended` when a rollout is terminal.
-    """
+    def __init__(self, clock: Callable[[], float], bell: Bell) -> None:
+        self.clock = clock
+        self._bell = bell
+        self.next_expiry = float("inf")
+        """The first lease that runs out, as of the last upkeep."""
 
-    def __init__(self, clock: Callable[[], float], *, work: Bell, ended: Bell) -> None:
-        self._clock = clock
-        self._work = work
-        self._ended = ended
-        self._next_expiry = float("inf")
+    def enqueue(self, db: Db, run: str, rollouts: Sequence[Packed]) -> None:
+        now = self.clock()
+        seq = make_run(db, run, now)
+        wanted = ((packed.rollout.id, packed.rollout.resources) for packed in rollouts)
+        resources.check(db, seq, wanted)
+        db.executemany(ENQUEUE, [_row(seq, packed, now) for packed in rollouts])
+        self._bell.mark(work_in(run))
 
-    def enqueue(self, db: sqlite3.Connection, rows: Sequence[tuple[str, str, int]]) -> None:
-        db.executemany(ENQUEUE, rows)
-        self._work.mark()
-
-    def claim(self, db: sqlite3.Connection, worker: str, lease_s: float) -> Attempt | None:
-        now = self._clock()
-        row = db.execute(CLAIMABLE, {"now": now}).fetchone()
-        if row is None:
+    def claim(self, db: Db, run: str, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
+        now, run_seq = self.clock(), make_run(db, run, self.clock())
+        db.execute(SEEN, (run_seq, worker, now, now, now + lease_s + wait_s))
+        found = db.execute(FIRST_EXPIRED, (run_seq, now)).fetchall()
+        found += db.execute(FIRST_QUEUED, (run_seq,)).fetchall()
+        if not found:
             return None
-        seq, rollout, body, status, attempts = row
+        seq, _, rollout, body, status, attempts = min(found, key=_precedence)
         if status == Status.RUNNING:
             for lost in self._running(db, "rollout.seq = ?", seq):
-                self._end_attempt(db, lost.seq, _lost(lost))
+                self._end_attempt(db, lost, _lost(lost))
+        parsed = parse_rollout(body)
         attempt = Attempt(
             id=AttemptId(f"{rollout}.{attempts + 1}"),
-            rollout=parse_rollout(body),
+            rollout=parsed,
             number=attempts + 1,
+            resources=resources.resolve(db, run_seq, parsed.resources),
         )
-        db.execute(CLAIM, {"until": now + lease_s, "seq": seq})
-        db.execute(START, (attempt.id, seq, attempt.number, worker, now))
+        given = to_json(attempt.resources) if attempt.resources else None
+        db.execute(CLAIM, (now + lease_s, seq))
+        db.execute(START, (run_seq, attempt.id, seq, attempt.number, worker, now, given))
         return attempt
 
-    def unclaim(self, db: sqlite3.Connection, attempt: AttemptId) -> None:
+    def unclaim(self, db: Db, run: str, attempt: AttemptId) -> None:
         """Undo a claim whose caller had gone before it heard of it."""
-        for running in self._running(db, "attempt.id = ?", attempt):
+        for running in self._running_attempt(db, run, attempt):
             db.execute("DELETE FROM attempt WHERE seq = ?", (running.seq,))
             db.execute(UNCLAIM, (running.rollout_seq,))
-            self._work.mark()
+            self._bell.mark(work_in(run))
 
-    def heartbeat(self, db: sqlite3.Connection, attempt: AttemptId, lease_s: float) -> None:
-        running_attempt(db, attempt)
-        for running in self._running(db, "attempt.id = ?", attempt):
-            db.execute(HEARTBEAT, (self._clock() + lease_s, running.rollout_seq))
+    def heartbeat(self, db: Db, run: str, attempt: AttemptId, lease_s: float) -> bool:
+        """Whether the attempt may go on; one that outlived its limit by a lease is ended."""
+        running, now = self._must_run(db, run, attempt), self.clock()
+        limit = parse_rollout(running.body).timeout_s
+        if now > running.started + limit + lease_s:
+            self._finish(db, running, _timeout(limit))
+            return False
+        until = now + lease_s
+        db.execute(HEARTBEAT, (until, until, running.rollout_seq))
+        db.execute(SEEN, (find_run(db, run), running.worker, now, now, until))
+        return True
 
-    def finish(self, db: sqlite3.Connection, attempt: AttemptId, outcome: Outcome) -> None:
-        running_attempt(db, attempt)
-        for running in self._running(db, "attempt.id = ?", attempt):
-            self._end_attempt(db, running.seq, outcome)
-            failure = outcome.failure
-            if failure and failure.kind in RETRIED and running.tries_left > 0:
-                self._requeue(db, running)
-            else:
-                self._end_rollout(db, running, outcome.status)
+    def finish(self, db: Db, run: str, attempt: AttemptId, outcome: Outcome) -> None:
+        self._finish(db, self._must_run(db, run, attempt), outcome)
 
-    def keep_late(self, db: sqlite3.Connection, attempt: AttemptId, outcome: Outcome) -> None:
+    def keep_late(self, db: Db, run: str, attempt: AttemptId, outcome: Outcome) -> None:
         """Keep an outcome that was refused, for the record."""
         db.execute(
             "INSERT INTO late_report (attempt, outcome, reported)"
-            " SELECT seq, ?, ? FROM attempt WHERE id = ?",
-            (to_json(outcome), self._clock(), attempt),
+            " SELECT seq, ?, ? FROM attempt WHERE run = ? AND id = ?",
+            (to_json(outcome), self.clock(), find_run(db, run), attempt),
         )
 
-    def release(self, db: sqlite3.Connection) -> int:
+    def cancel(self, db: Db, run: str, rollouts: Sequence[str]) -> int:
+        """End what has not ended."""
+        unfinished(db, run, rollouts)  # refuses what is unknown
+        asked = (to_json(sorted(set(rollouts))), find_run(db, run))
+        open_ = db.execute(OPEN, asked).fetchall()
+        for seq, rollout, status in open_:
+            if status == Status.QUEUED:
+                self._end_rollout(db, run, seq, rollout, CANCELLED)
+            for running in self._running(db, "rollout.seq = ?", seq):
+                self._end_attempt(db, running, CANCELLED)
+                self._end_rollout(db, run, seq, rollout, CANCELLED)
+        return len(open_)
+
+    def release(self, db: Db, run: str) -> int:
         """End every running attempt and queue its rollout again, as if it had not been tried."""
-        running = self._running(db, "true")
+        running = self._running(db, f"rollout.run = ? {LOCK}", find_run(db, run))
         for lost in running:
-            self._end_attempt(
-                db, lost.seq, _worker_lost(f"worker {lost.worker!r} was released by a restart")
-            )
+            message = f"worker {lost.worker!r} was released by a restart"
+            self._end_attempt(db, lost, _failed(FailureKind.WORKER_LOST, message))
             self._requeue(db, lost, tries_back=1)
         return len(running)
 
-    def upkeep(self, db: sqlite3.Connection) -> float | None:
+    def upkeep(self, db: Db) -> float | None:
         """Fail those that died in their last attempt; say in how many seconds to look again.
 
         One that may be tried again stays as it is until somebody claims it: its worker, if only
         slow, can still finish.
         """
-        now = self._clock()
-        for lost in self._running(db, "rollout.lease_until <= ? AND rollout.tries_left <= 0", now):
-            self._end_attempt(db, lost.seq, _lost(lost))
-            self._end_rollout(db, lost, Status.FAILED)
-        if self._next_expiry <= now:
-            self._work.mark()
+        now = self.clock()
+        for lost in self._running(db, DOOMED, now):
+            self._end_attempt(db, lost, _lost(lost))
+            self._end_rollout(db, lost.run, lost.rollout_seq, lost.rollout, _lost(lost))
+        if self.next_expiry <= now:
+            self._mark_expired(db, now)
         (expiry,) = db.execute(NEXT_EXPIRY, (now,)).fetchone()
-        self._next_expiry = float("inf") if expiry is None else expiry
+        self.next_expiry = float("inf") if expiry is None else expiry
         return None if expiry is None else expiry - now
 
-    def _running(self, db: sqlite3.Connection, where: str, *values: str | float) -> list[Running]:
+    def _mark_expired(self, db: Db, now: float) -> None:
+        rows = db.execute(
+            "SELECT DISTINCT run.name FROM rollout JOIN run ON run.seq = rollout.run"
+            " WHERE rollout.status = 'running' AND rollout.lease_until <= ?",
+            (now,),
+        )
+        for (run,) in rows:
+            self._bell.mark(work_in(run))
+
+    def _running(self, db: Db, where: str, *values: Column) -> list[Running]:
         return [Running(*row) for row in db.execute(f"{RUNNING} AND {where}", values)]
 
-    def _end_attempt(self, db: sqlite3.Connection, seq: int, outcome: Outcome) -> None:
-        failure = to_json(outcome.failure) if outcome.failure else None
-        db.execute(END_ATTEMPT, (outcome.status, outcome.reward, failure, self._clock(), seq))
+    def _running_attempt(self, db: Db, run: str, attempt: str) -> list[Running]:
+        where = f"attempt.run = ? AND attempt.id = ? {LOCK}"
+        return self._running(db, where, find_run(db, run), attempt)
 
-    def _requeue(self, db: sqlite3.Connection, running: Running, tries_back: int = 0) -> None:
-        db.execute(END_LEASE, (Status.QUEUED, tries_back, running.rollout_seq))
-        self._work.mark()
+    def _must_run(self, db: Db, run: str, attempt: str) -> Running:
+        for running in self._running_attempt(db, run, attempt):
+            return running
+        running_attempt(db, run, attempt)  # says why not
+        raise LeaseLost(f"attempt {attempt!r} has just ended")
 
-    def _end_rollout(self, db: sqlite3.Connection, running: Running, status: Status) -> None:
-        db.execute(END_LEASE, (status, 0, running.rollout_seq))
-        self._ended.mark()
+    def _finish(self, db: Db, running: Running, outcome: Outcome) -> None:
+        self._end_attempt(db, running, outcome)
+        if running.tries_left > 0 and _is_retried(running, outcome):
+            self._requeue(db, running)
+        else:
+            self._end_rollout(db, running.run, running.rollout_seq, running.rollout, outcome)
+
+    def _end_attempt(self, db: Db, running: Running, outcome: Outcome) -> None:
+        status, failure = outcome.status.value, _failure(outcome)
+        db.execute(END_ATTEMPT, (status, outcome.reward, failure, self.clock(), running.seq))
+        self._bell.mark(end_of(running.run, running.id))
+
+    def _requeue(self, db: Db, running: Running, tries_back: int = 0) -> None:
+        db.execute(END_LEASE, (Status.QUEUED.value, None, tries_back, running.rollout_seq))
+        self._bell.mark(work_in(running.run))
+
+    def _end_rollout(self, db: Db, run: str, seq: int, rollout: str, outcome: Outcome) -> None:
+        db.execute(END_LEASE, (outcome.status.value, _failure(outcome), 0, seq))
+        self._bell.mark(end_of(run, rollout))
+
+
+def _row(run: int, packed: Packed, now: float) -> tuple[Column, ...]:
+    rollout = packed.rollout
+    return (
+        run,
+        rollout.id,
+        packed.body,
+        rollout.mode.value,
+        rollout.group,
+        rollout.priority,
+        rollout.max_attempts,
+        int(FailureKind.WORKER_LOST in rollout.retried),
+        now,
+    )
+
+
+def _precedence(row: tuple[int, int, *tuple[object, ...]]) -> tuple[int, int]:
+    seq, priority, *_ = row
+    return -priority, seq
+
+
+def _is_retried(running: Running, outcome: Outcome) -> bool:
+    failure = outcome.failure
+    return failure is not None and failure.kind in parse_rollout(running.body).retried
+
+
+def _failure(outcome: Outcome) -> str | None:
+    return to_json(outcome.failure) if outcome.failure else None
 
 
 def _lost(running: Running) -> Outcome:
-    return _worker_lost(f"the lease of worker {running.worker!r} ran out")
+    return _failed(FailureKind.WORKER_LOST, f"the lease of worker {running.worker!r} ran out")
 
 
-def _worker_lost(message: str) -> Outcome:
-    return Outcome(failure=Failure(kind=FailureKind.WORKER_LOST, message=message))
+def _timeout(limit: float) -> Outcome:
+    return _failed(FailureKind.TIMEOUT, f"the attempt ran longer than {limit:g} s")
+
+
+def _failed(kind: FailureKind, message: str) -> Outcome:
+    return Outcome(failure=Failure(kind=kind, message=message))

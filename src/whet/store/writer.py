@@ -5,7 +5,6 @@ the cost of a durable commit is shared by everybody who waits for one.
 """
 
 import logging
-import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from whet.errors import StoreError, WhetError, boundary
+from whet.store.database import Db
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,18 @@ T = TypeVar("T")
 MAX_NAP_S = 60.0
 """Upkeep is looked at this often at least: a suspended machine's timers stand still."""
 
+MAX_TRIES = 10
+"""How often a transaction is begun again that another process got in the way of."""
+
 
 class _Job(NamedTuple):
-    change: Callable[[sqlite3.Connection], Any]  # Any: jobs of all results share one queue
+    change: Callable[[Db], Any]  # Any: jobs of all results share one queue
     future: Future[Any]
+    alone: bool
+
+
+def _never(error: BaseException | None) -> bool:
+    return False
 
 
 class Writer:
@@ -34,15 +42,21 @@ class Writer:
 
     def __init__(
         self,
-        db: sqlite3.Connection,
+        db: Db,
         *,
-        upkeep: Callable[[sqlite3.Connection], float | None],
+        upkeep: Callable[[Db], float | None],
         committed: Callable[[], None],
+        transient: Callable[[BaseException | None], bool] = _never,
     ) -> None:
-        """`upkeep` ends every transaction and says in how many seconds it is due again."""
+        """`upkeep` ends every transaction and says in how many seconds it is due again.
+
+        A transaction that failed with a `transient` error is done once more: nothing of it was
+        seen by anybody.
+        """
         self._db = db
         self._upkeep = upkeep
         self._committed = committed
+        self._transient = transient
         self._nap_s: float | None = None
         self._jobs = SimpleQueue[_Job | None]()
         self._closing = threading.Lock()
@@ -50,16 +64,17 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="whet-store-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, change: Callable[[sqlite3.Connection], T]) -> Future[T]:
+    def submit(self, change: Callable[[Db], T], *, alone: bool = False) -> Future[T]:
         """Have `change` committed; the future resolves once it is durable, or was undone.
 
-        Cancelling the future stops a change that has not begun.
+        Cancelling the future stops a change that has not begun. One that runs `alone` is in no
+        transaction.
         """
         future = Future[T]()
         with self._closing:
             if self._closed:
                 raise StoreError("the store is closed")
-            self._jobs.put(_Job(change, future))
+            self._jobs.put(_Job(change, future, alone))
         return future
 
     def close(self) -> None:
@@ -75,9 +90,11 @@ class Writer:
         while more:
             jobs = self._take()
             more = None not in jobs
-            self._transact(
-                [job for job in jobs if job and job.future.set_running_or_notify_cancel()]
-            )
+            begun = [job for job in jobs if job and job.future.set_running_or_notify_cancel()]
+            self._transact([job for job in begun if not job.alone])
+            for job in begun:
+                if job.alone:
+                    self._run_alone(job)
         self._db.close()
 
     def _take(self) -> list[_Job | None]:
@@ -92,24 +109,41 @@ class Writer:
         return jobs
 
     def _transact(self, jobs: Sequence[_Job]) -> None:
+        for tries_left in reversed(range(MAX_TRIES)):
+            try:
+                replies = self._commit(jobs)
+            except StoreError as error:
+                with suppress(StoreError), boundary(StoreError, "it was undone already"):
+                    self._db.execute("ROLLBACK")
+                if tries_left and self._transient(error.__cause__):
+                    continue
+                logger.error("transaction failed changes=%d error=%s", len(jobs), error)
+                self._nap_s = MAX_NAP_S
+                for job in jobs:
+                    job.future.set_exception(StoreError(str(error)))
+                return
+            self._committed()
+            for reply in replies:
+                reply()
+            return
+
+    def _commit(self, jobs: Sequence[_Job]) -> list[Callable[[], None]]:
+        with boundary(StoreError, "store"):
+            self._db.execute("BEGIN IMMEDIATE")
+            replies = [self._change(job) for job in jobs]
+            due_s = self._upkeep(self._db)
+            self._db.execute("COMMIT")
+        self._nap_s = None if due_s is None else min(max(due_s, 0.0), MAX_NAP_S)
+        return replies
+
+    def _run_alone(self, job: _Job) -> None:
         try:
             with boundary(StoreError, "store"):
-                self._db.execute("BEGIN IMMEDIATE")
-                replies = [self._change(job) for job in jobs]
-                due_s = self._upkeep(self._db)
-                self._db.execute("COMMIT")
-        except StoreError as error:
-            with suppress(sqlite3.Error):  # it may have been rolled back already
-                self._db.execute("ROLLBACK")
-            logger.error("transaction failed changes=%d error=%s", len(jobs), error)
-            self._nap_s = MAX_NAP_S
-            for job in jobs:
-                job.future.set_exception(StoreError(str(error)))
-            return
-        self._nap_s = None if due_s is None else min(max(due_s, 0.0), MAX_NAP_S)
-        self._committed()
-        for reply in replies:
-            reply()
+                result = job.change(self._db)
+        except WhetError as error:
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(result)
 
     def _change(self, job: _Job) -> Callable[[], None]:
         """Run one change; what it answers is given only after the commit."""
@@ -118,8 +152,9 @@ class Writer:
             with boundary(StoreError, "store"):
                 result = job.change(self._db)
         except WhetError as error:
-            if not self._db.in_transaction:  # a full disk undoes the neighbours too
-                raise StoreError(str(error)) from error
+            # A full disk undoes the neighbours too, and so does whoever got in the way.
+            if not self._db.in_transaction or self._transient(error.__cause__):
+                raise StoreError(str(error)) from error.__cause__
             self._db.execute("ROLLBACK TO change")
             reply = partial(job.future.set_exception, error)
         else:

@@ -1,0 +1,149 @@
+"""What is in a run, page by page."""
+
+import json
+from collections import defaultdict
+
+from whet.errors import NotFound
+from whet.store.database import Column, Db
+from whet.store.queue import parse_rollout
+from whet.store.runs import find_run
+from whet.types import AttemptId, AttemptRecord, Mode, Outcome, RolloutRecord, Status, WorkerRecord
+
+ROLLOUTS = """
+SELECT rollout.body, rollout.status, rollout.attempts, rollout.created, rollout.failure,
+    attempt.reward
+FROM rollout
+LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
+WHERE rollout.run = ? AND rollout.seq > ?
+"""
+
+ROLLOUT = "SELECT seq FROM rollout WHERE run = ? AND id = ?"
+
+ATTEMPTS = """
+SELECT seq, id, number, worker, status, started, ended, reward, failure, resources
+FROM attempt WHERE rollout = ? ORDER BY number
+"""
+
+LATE = """
+SELECT late_report.attempt, late_report.outcome
+FROM late_report JOIN attempt ON attempt.seq = late_report.attempt
+WHERE attempt.rollout = ? ORDER BY late_report.seq
+"""
+
+WORKERS = "SELECT name, started, seen, due FROM worker WHERE run = ? ORDER BY seen DESC, name"
+
+WORKING = "SELECT worker, id FROM attempt WHERE run = ? AND status = 'running' ORDER BY seq"
+
+COUNTS = """
+SELECT
+    (SELECT count(*) FROM rollout WHERE run = ?),
+    (SELECT count(*) FROM attempt WHERE run = ?),
+    (SELECT count(*) FROM call JOIN attempt ON attempt.seq = call.attempt WHERE attempt.run = ?)
+"""
+
+SAMPLED = """
+SELECT count(*), coalesce(sum(length(generation.tokens)), 0) / 4
+FROM generation
+JOIN call ON call.seq = generation.call
+JOIN attempt ON attempt.seq = call.attempt
+WHERE attempt.run = ?
+"""
+
+
+def read_rollouts(
+    db: Db,
+    run: str,
+    *,
+    status: Status | None,
+    mode: Mode | None,
+    group: str | None,
+    after: str | None,
+    limit: int,
+) -> list[RolloutRecord]:
+    """A page of rollouts."""
+    run_seq = find_run(db, run)
+    values: list[Column] = [run_seq, 0 if after is None else _rollout(db, run_seq, after)]
+    sql = ROLLOUTS
+    for column, value in (("status", status), ("mode", mode), ("grp", group)):
+        if value is not None:
+            sql += f" AND rollout.{column} = ?"
+            values.append(str(value))
+    rows = db.execute(f"{sql} ORDER BY rollout.seq LIMIT ?", (*values, limit))
+    return [
+        RolloutRecord(
+            rollout=parse_rollout(body),
+            status=Status(state),
+            attempts=attempts,
+            created=created,
+            reward=reward if state == Status.SUCCEEDED else None,
+            failure=json.loads(failure) if failure else None,
+        )
+        for body, state, attempts, created, failure, reward in rows
+    ]
+
+
+def read_attempts(db: Db, run: str, rollout: str) -> list[AttemptRecord]:
+    """All attempts of a rollout, with the reports that came too late."""
+    seq = _rollout(db, find_run(db, run), rollout)
+    late = defaultdict[int, list[Outcome]](list)
+    for attempt, outcome in db.execute(LATE, (seq,)):
+        late[attempt].append(Outcome.model_validate(json.loads(outcome)))
+    return [
+        AttemptRecord(
+            id=AttemptId(id_),
+            number=number,
+            worker=worker,
+            status=Status(status),
+            started=started,
+            ended=ended,
+            reward=reward,
+            failure=json.loads(failure) if failure else None,
+            resources=json.loads(given) if given else {},
+            late=tuple(late[attempt]),
+        )
+        for attempt, id_, number, worker, status, started, ended, reward, failure, given in (
+            db.execute(ATTEMPTS, (seq,))
+        )
+    ]
+
+
+def read_workers(db: Db, run: str) -> list[WorkerRecord]:
+    """Whoever was heard of, with what they run."""
+    seq = find_run(db, run)
+    running = defaultdict[str, list[AttemptId]](list)
+    for worker, attempt in db.execute(WORKING, (seq,)):
+        running[worker].append(AttemptId(attempt))
+    return [
+        WorkerRecord(name=name, started=started, seen=seen, due=due, running=tuple(running[name]))
+        for name, started, seen, due in db.execute(WORKERS, (seq,))
+    ]
+
+
+def read_rollout_ids(db: Db, run: str, mode: Mode) -> list[str]:
+    """Rollouts in order of insertion."""
+    rows = db.execute(
+        "SELECT id FROM rollout WHERE run = ? AND mode = ? ORDER BY seq",
+        (find_run(db, run), mode.value),
+    )
+    return [id_ for (id_,) in rows]
+
+
+def read_counts(db: Db, run: str) -> dict[str, int]:
+    """How much there is of everything."""
+    seq = find_run(db, run)
+    rollouts, attempts, calls = db.execute(COUNTS, (seq, seq, seq)).fetchone()
+    generations, tokens = db.execute(SAMPLED, (seq,)).fetchone()
+    return {
+        "rollouts": rollouts,
+        "attempts": attempts,
+        "calls": calls,
+        "generations": generations,
+        "sampled_tokens": int(tokens),
+    }
+
+
+def _rollout(db: Db, run: int, rollout: str) -> int:
+    row = db.execute(ROLLOUT, (run, rollout)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no rollout {rollout!r}")
+    return row[0]

@@ -1,0 +1,111 @@
+"""The runs of a store: names, and what they keep."""
+
+from whet.errors import StoreError
+from whet.store.database import Db
+from whet.types import RunSize
+
+# A run without rollouts has only resources and steps, which are small.
+SIZES = """
+SELECT run.name,
+    (SELECT count(*) FROM rollout WHERE rollout.run = run.seq),
+    (SELECT count(*) FROM attempt WHERE attempt.run = run.seq),
+    (SELECT coalesce(sum(length(body)), 0) FROM rollout WHERE rollout.run = run.seq),
+    count(call.seq),
+    coalesce(sum(length(call.messages) + length(call.context) + length(call.origin)), 0)
+FROM run
+LEFT JOIN attempt ON attempt.run = run.seq
+LEFT JOIN call ON call.attempt = attempt.seq
+GROUP BY run.seq, run.name
+ORDER BY run.name
+"""
+
+SAMPLED = """
+SELECT run.name, sum(length(tokens) + length(logprobs) + length(versions) + length(message)
+    + length(sampling))
+FROM generation
+JOIN call ON call.seq = generation.call
+JOIN attempt ON attempt.seq = call.attempt
+JOIN run ON run.seq = attempt.run
+GROUP BY run.name
+"""
+
+ENDED_BEFORE = """
+SELECT rollout.seq FROM rollout
+WHERE run = ? AND pruned = 0 AND status IN ('succeeded', 'failed')
+  AND coalesce((SELECT max(ended) FROM attempt WHERE attempt.rollout = rollout.seq), created) < ?
+  AND (status = 'failed' OR mode <> 'train' OR EXISTS (
+    SELECT 1 FROM consumed WHERE consumed.run = rollout.run AND consumed.rollout = rollout.id))
+"""
+
+FORGET_ATTEMPTS = (
+    "DELETE FROM generation WHERE call IN"
+    " (SELECT call.seq FROM call JOIN attempt ON attempt.seq = call.attempt WHERE {which})",
+    "DELETE FROM call WHERE attempt IN (SELECT seq FROM attempt WHERE {which})",
+    "DELETE FROM reward WHERE attempt IN (SELECT seq FROM attempt WHERE {which})",
+)
+
+FORGET_RUN = (
+    *(statement.format(which="attempt.run = ?") for statement in FORGET_ATTEMPTS),
+    "DELETE FROM late_report WHERE attempt IN (SELECT seq FROM attempt WHERE run = ?)",
+    "DELETE FROM consumed WHERE run = ?",
+    "DELETE FROM step WHERE run = ?",
+    "DELETE FROM attempt WHERE run = ?",
+    "DELETE FROM rollout WHERE run = ?",
+    "DELETE FROM resource WHERE run = ?",
+    "DELETE FROM worker WHERE run = ?",
+    "DELETE FROM run WHERE seq = ?",
+)
+
+NOWHERE = -1
+"""The row of a run that has nothing yet."""
+
+
+def find_run(db: Db, name: str) -> int:
+    """The row of a run; `NOWHERE` if nothing was ever written to it."""
+    row = db.execute("SELECT seq FROM run WHERE name = ?", (name,)).fetchone()
+    return NOWHERE if row is None else row[0]
+
+
+def make_run(db: Db, name: str, now: float) -> int:
+    """The row of a run, made if there was none."""
+    run = find_run(db, name)
+    if run == NOWHERE:
+        db.execute(
+            "INSERT INTO run (name, created) VALUES (?, ?) ON CONFLICT (name) DO NOTHING",
+            (name, now),
+        )
+        run = find_run(db, name)
+    return run
+
+
+def read_sizes(db: Db) -> dict[str, RunSize]:
+    """What every run keeps."""
+    sampled: dict[str, int] = {name: int(total) for name, total in db.execute(SAMPLED)}
+    return {
+        name: RunSize(
+            rollouts=rollouts,
+            attempts=attempts,
+            calls=calls,
+            bytes=int(bodies) + int(said) + sampled.get(name, 0),
+        )
+        for name, rollouts, attempts, bodies, calls, said in db.execute(SIZES)
+    }
+
+
+def prune(db: Db, run: str, before: float) -> int:
+    """Forget what was said and sampled in rollouts that ended before a time."""
+    rows = db.execute(ENDED_BEFORE, (find_run(db, run), before)).fetchall()
+    for row in rows:
+        for statement in FORGET_ATTEMPTS:
+            db.execute(statement.format(which="attempt.rollout = ?"), row)
+    db.executemany("UPDATE rollout SET pruned = 1 WHERE seq = ?", rows)
+    return len(rows)
+
+
+def drop(db: Db, run: str) -> None:
+    """Forget a run. Raises StoreError while somebody works in it."""
+    seq = find_run(db, run)
+    if db.execute("SELECT 1 FROM rollout WHERE run = ? AND status = 'running'", (seq,)).fetchone():
+        raise StoreError(f"run {run!r} has running attempts: cancel its rollouts first")
+    for statement in FORGET_RUN:
+        db.execute(statement, (seq,))
