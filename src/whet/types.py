@@ -338,7 +338,7 @@ class Fork(StrEnum):
     THINKING_DROPPED = "thinking_dropped"
     """The template leaves out earlier thinking from here on."""
     TEMPLATE = "template"
-    """The template cannot be continued turn by turn: every call is rendered whole."""
+    """The template cannot continue this turn: the call is rendered whole."""
 
 
 class Origin(Value):

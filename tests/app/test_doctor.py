@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.app.cli import build_parser
 from whet.app.doctor import run_doctor, template_verdict
 from whet.errors import ConfigError
 from whet.policies.catalogue import TINY
@@ -16,10 +17,9 @@ COUNTING = (
 )
 
 
-def args_of(
-    *, model: str = "", template: str = "", tokenizer: str = "", as_json: bool = False
-) -> argparse.Namespace:
-    return argparse.Namespace(model=model, template=template, tokenizer=tokenizer, json=as_json)
+def args_of(*, as_json: bool = False, **named: str) -> argparse.Namespace:
+    flags = [part for name, value in named.items() for part in (f"--{name}", value)]
+    return build_parser().parse_args(["doctor", *flags, *(["--json"] if as_json else [])])
 
 
 def test_a_model_gets_its_verdict() -> None:
@@ -60,3 +60,74 @@ def test_a_reader_gets_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_missing_is_said(args: argparse.Namespace, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run_doctor(args)
+
+
+TRAFFIC = [
+    {
+        "run": "r",
+        "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        "reply": {
+            "choices": [
+                {
+                    "message": {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [
+                            {
+                                "id": "c1",
+                                "type": "function",
+                                "function": {"name": "f", "arguments": '{"a":  1}'},
+                            }
+                        ],
+                    }
+                }
+            ]
+        },
+    },
+    {
+        "run": "r",
+        "body": {
+            "model": "m",
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"a": 1}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "2"},
+            ],
+        },
+        "reply": {"choices": []},
+    },
+    {"run": "r", "body": {"prompt": "no chat"}, "reply": {}},
+]
+
+
+def test_recorded_traffic_is_told_what_rendering_it_again_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "traffic.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in TRAFFIC))
+    run_doctor(args_of(traffic=str(file), model=str(TINY), as_json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["calls"], found["skipped"]) == (2, 1)
+    assert (found["turns_back"], found["matched"], found["turns_drifted"]) == (1, 1, 1)
+    assert found["tokens_drifted"] > 0
+
+
+def test_traffic_that_is_not_json_is_told_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "traffic.jsonl"
+    file.write_text("{}\nnonsense\n")
+    with pytest.raises(ConfigError, match="line 2 is not JSON"):
+        run_doctor(args_of(traffic=str(file), model=str(TINY)))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run"):
+        run_doctor(args_of(run=str(tmp_path)))

@@ -57,6 +57,15 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_flags(train)
     train.set_defaults(run=_train)
 
+    doctor = commands.add_parser("doctor", help="say how exact a model, run or recording is")
+    doctor.add_argument("--model", default=None, help="a model's name or folder")
+    doctor.add_argument("--template", default=None, metavar="FILE", help="a template to judge")
+    doctor.add_argument("--tokenizer", default=None, metavar="DIR", help="for --template")
+    doctor.add_argument("--run", default=None, dest="run_folder", metavar="DIR", help="a run")
+    doctor.add_argument("--traffic", default=None, metavar="FILE", help="recorded calls, JSONL")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(run=_doctor)
+
     models = commands.add_parser("models", help="list models, or get one")
     which = models.add_subparsers(metavar="ACTION", parser_class=OneLineParser)
     get = which.add_parser("get", help="fetch and convert a model into the cache")
@@ -94,6 +103,10 @@ def _train(args: argparse.Namespace) -> int:
     held_out = load_tasks(args.held_out) if args.held_out else []
     train_command = _with_extra("whet.app.api", "train_command")
     return train_command(agent, tasks, held_out, values, args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    return _with_extra("whet.app.doctor", "run_doctor")(args)
 
 
 def _get_model(args: argparse.Namespace) -> int:

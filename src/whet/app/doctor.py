@@ -1,6 +1,8 @@
-"""`whet doctor`: what a model's chat template allows, told before a run depends on it.
+"""`whet doctor`: how exact a run can be, or was.
 
-Reads a tokenizer and a template; needs neither weights nor torch.
+Of a model or a template: what the chat template allows, told before a run depends on it. Of a
+run: what its records prove, and what would be trained. Of recorded traffic: what re-tokenising it
+would have cost. Needs neither weights nor torch.
 """
 
 import argparse
@@ -9,8 +11,12 @@ import sys
 from pathlib import Path
 from typing import cast
 
+import anyio
 from pydantic import JsonValue
 
+from whet.app.drift import drift_report
+from whet.app.folder import RunFolder
+from whet.app.traffic import traffic_report
 from whet.errors import ConfigError
 from whet.gateway.render import Renderer
 from whet.gateway.template import ChatTemplate
@@ -34,11 +40,38 @@ def template_verdict(
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print the verdict: a table, or with `--json` one JSON object."""
-    verdict = template_verdict(_folder(args), Path(args.template) if args.template else None)
-    text = json.dumps(verdict, ensure_ascii=False) if args.json else describe(verdict)
-    sys.stdout.write(text + "\n")
+    """Print what was found out: a table, or with `--json` one JSON object."""
+    if args.run_folder:
+        folder = RunFolder(Path(args.run_folder))
+        selection = folder.config().selection
+        found = anyio.run(drift_report, folder.store, selection)
+        text = describe_counts(found)
+    elif args.traffic:
+        found = traffic_report(Path(args.traffic), ChatTemplate(_folder(args)))
+        text = describe_counts(found)
+    else:
+        found = template_verdict(_folder(args), Path(args.template) if args.template else None)
+        text = describe(found)
+    sys.stdout.write((json.dumps(found, ensure_ascii=False) if args.json else text) + "\n")
     return 0
+
+
+def describe_counts(found: dict[str, JsonValue]) -> str:
+    """A report of numbers for a reader; nested ones, such as forks by cause, indented."""
+    lines: list[str] = []
+    for name, value in found.items():
+        if isinstance(value, dict):
+            lines.append(f"{name.replace('_', ' ')}")
+            lines += [f"  {below:<34}{_number(count)}" for below, count in value.items()]
+        else:
+            lines.append(f"{name.replace('_', ' '):<36}{_number(value)}")
+    return "\n".join(lines)
+
+
+def _number(value: JsonValue) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
 
 
 def describe(verdict: dict[str, JsonValue]) -> str:
@@ -60,7 +93,10 @@ def _folder(args: argparse.Namespace) -> Path:
     if args.tokenizer:
         return Path(args.tokenizer)
     if not args.model:
-        raise ConfigError("say what to look at: --model NAME, or --template FILE --tokenizer DIR")
+        raise ConfigError(
+            "say what to look at: --model NAME, --template FILE --tokenizer DIR, --run DIR, or "
+            "--traffic FILE --model NAME"
+        )
     return resolve_model(args.model)
 
 
