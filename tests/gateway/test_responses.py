@@ -119,7 +119,7 @@ async def test_instructions_are_not_inherited(new_gateway: NewGateway) -> None:
     assert [m["role"] for m in without.messages] == ["user", "assistant", "user"]
     assert [m["role"] for m in other.messages] == ["system", "user", "assistant", "user"]
     assert other.messages[0]["content"] == "be long"
-    assert other.origin.fork is Fork.NEW_CONVERSATION
+    assert other.origin.fork is Fork.EDITED_HISTORY
 
 
 async def test_what_is_not_stored_or_was_deleted_is_not_found(gateway: Gateway) -> None:

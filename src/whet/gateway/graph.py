@@ -6,7 +6,7 @@ from the stored ids, byte for byte; only what follows is rendered. Sub-agents, e
 parallel calls and several choices are branches, found by the same walk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +59,7 @@ class Graph:
         """Calls their agent asked to forget. They stay what they are: what was sampled."""
         self._turns: dict[GenerationId, Turn] = {}
         self._after: dict[GenerationId | None, list[Turn]] = {}
+        self._index = _Index()
         for call in calls:
             self.add(call)
 
@@ -72,28 +73,23 @@ class Graph:
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)
+            self._index.add(turn)
 
     def find(self, root: str, messages: Sequence[Message]) -> Found:
         """The deepest turn that `messages` continue, under the same root."""
         best = Found(None, messages)
         # Newest first: of two turns that read the same, the later is the one being continued.
-        open_ends = [
-            (turn, messages, False) for turn in self._after.get(None, []) if turn.call.root == root
-        ]
+        open_ends = [(turn, messages, False) for turn in self._index.begin(None, messages)]
         while open_ends:
             turn, rest, lossy = open_ends.pop()
             end = len(turn.context)
-            if len(rest) <= end or not all_same(turn.context, rest[:end]):
-                continue
-            if not turn.message.same_as(rest[end]):
+            if turn.call.root != root or len(rest) <= end or not turn.message.same_as(rest[end]):
                 continue
             lossy = lossy or turn.message.lost_in(rest[end])
             after = rest[end + 1 :]
             if best.turn is None or len(after) < len(best.rest):
                 best = Found(turn, after, lossy)
-            open_ends += [
-                (t, after, lossy) for t in self._after.get(turn.id, []) if t.call.root == root
-            ]
+            open_ends += [(t, after, lossy) for t in self._index.begin(turn.id, after)]
         return best
 
     def find_tokens(self, ids: Sequence[int]) -> Turn | None:
@@ -147,20 +143,20 @@ class Graph:
         """Why a request is not simply the next of the attempt, or None if it is."""
         if not self._turns:
             return None
-        siblings = self._after.get(found.turn.id if found.turn else None, [])
-        peers = [turn for turn in siblings if found.turn or turn.call.root == root]
-        if any(all_same(turn.context, found.rest) for turn in peers):
-            return Fork.RESAMPLED
-        if found.turn is not None:
-            edited = any(message.role == "assistant" for message in found.rest)
-            return Fork.EDITED_HISTORY if edited else Fork.BRANCH if peers else None
+        parent = found.turn.id if found.turn else None
+        alike = self._index.begin(parent, found.rest)
         if any(
-            all_same(turn.context, found.rest[: len(turn.context)])
-            for turn in siblings
-            if turn.call.root != root and turn.context
+            len(turn.context) == len(found.rest) and (parent or turn.call.root == root)
+            for turn in alike
         ):
+            return Fork.RESAMPLED
+        if parent is not None:
+            edited = any(message.role == "assistant" for message in found.rest)
+            branched = parent in self._after
+            return Fork.EDITED_HISTORY if edited else Fork.BRANCH if branched else None
+        if any(turn.call.root != root for turn in alike):
             return Fork.OTHER_TOOLS
-        begun = any(turn.context[0].same_as(found.rest[0]) for turn in peers if turn.context)
+        begun = self._index.has_begun(root, found.rest)
         return Fork.EDITED_HISTORY if begun else Fork.NEW_CONVERSATION
 
     def turn(self, id: GenerationId) -> Turn:
@@ -185,3 +181,58 @@ class Graph:
             return []
         turn = self._turns[self.calls[call].generation_id(choice)]
         return [m for t in self.path(turn) for m in (*t.context, t.message)]
+
+
+class _Index:
+    """Turns by the messages their calls brought, so that siblings need not be walked.
+
+    Messages that are the same have the same key; those that share a key are compared.
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[tuple[GenerationId | None, int, int], list[tuple[int, Turn]]] = {}
+        self._lengths: dict[GenerationId | None, set[int]] = {}
+        self._begun: set[tuple[str, Hashable]] = set()
+        self._added = 0
+
+    def add(self, turn: Turn) -> None:
+        if not turn.context:
+            return  # of a raw prompt: found by its text or ids
+        parent, length = turn.call.parent, len(turn.context)
+        digest = 0
+        for message in turn.context:
+            digest = hash((digest, _key(message)))
+        self._turns.setdefault((parent, length, digest), []).append((self._added, turn))
+        self._lengths.setdefault(parent, set()).add(length)
+        if parent is None:
+            self._begun.add((turn.call.root, _opening(turn.context)))
+        self._added += 1
+
+    def begin(self, parent: GenerationId | None, messages: Sequence[Message]) -> list[Turn]:
+        """The turns after `parent` whose calls brought what these begin with, oldest first."""
+        lengths = self._lengths.get(parent)
+        if not lengths:
+            return []
+        found: list[tuple[int, Turn]] = []
+        digest = 0
+        for length, message in enumerate(messages[: max(lengths)], 1):
+            digest = hash((digest, _key(message)))
+            if length in lengths:
+                alike = self._turns.get((parent, length, digest), [])
+                found += [e for e in alike if all_same(e[1].context, messages[:length])]
+        return [turn for _, turn in sorted(found, key=lambda entry: entry[0])]
+
+    def has_begun(self, root: str, messages: Sequence[Message]) -> bool:
+        """Whether a conversation under this root began as these messages do."""
+        return (root, _opening(messages)) in self._begun
+
+
+def _key(message: Message) -> Hashable:
+    if message.role == "assistant":  # its text may be dropped on the way back, its calls are not
+        return tuple(call.id for call in message.tool_calls)
+    return (message.role, message.content, message.tool_call_id)
+
+
+def _opening(messages: Sequence[Message]) -> Sequence[Message]:
+    """What a conversation begins with, beside the system prompt, which several may share."""
+    return [message for message in messages if message.role != "system"][:1]
