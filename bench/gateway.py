@@ -1,0 +1,389 @@
+"""What recording every call exactly and durably costs in requests per second and in latency.
+
+    python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 32] [--delay-ms 0]
+    AGL_PYTHON=/path/to/venv/bin/python python bench/gateway.py
+
+Conversations of several turns run against (1) the gateway: tokenizer and template of the tiny
+model, an engine that always says the same, every call committed to a SQLite file before its reply
+ends; (2) the bare stub: the same bytes from a Starlette app that does nothing; and (3), where
+AGL_PYTHON names an environment with it, Agent Lightning's proxy in front of that stub. Each server
+is a process of its own, the load comes from another, and all are measured in the same run, in
+turns: what the machine does besides falls on each alike.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import uvloop
+from load import Connection, Measured, conversation, put_load
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from whet.config import GatewayConfig
+from whet.gateway import keys
+from whet.gateway.app import build_app
+from whet.gateway.render import Renderer
+from whet.gateway.server import GatewayServer
+from whet.gateway.service import Service
+from whet.gateway.template import ChatTemplate
+from whet.policies.catalogue import resolve_model
+from whet.protocols import Engine
+from whet.store.sqlite import SQLiteStore
+from whet.types import Piece, Rollout, Sampling
+
+TURNS = 4
+MODEL = "m"
+SECRET = b"bench"
+TELLS = "bench: "
+"""How a line begins that a server says to the bench."""
+AGL_LAUNCHER = Path(__file__).with_name("agl_proxy.py")
+UNIQUE = b"chatcmpl-" + b"0" * 24
+"""Stands in stored replies where every reply must have an id of its own."""
+
+
+# --------------------------------------------------------------------------- the servers
+
+
+class ConstantEngine(Engine):
+    """Says the same each time: token by token if it streams, else in one piece."""
+
+    def __init__(self, tokens: Sequence[int], delay_s: float) -> None:
+        self._tokens = tuple(tokens)
+        self._delay_s = delay_s
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+    ) -> AsyncGenerator[Piece]:
+        size = 1 if stream else len(self._tokens)
+        for start in range(0, len(self._tokens), size):
+            await asyncio.sleep(self._delay_s * size)
+            some = self._tokens[start : start + size]
+            last = start + size >= len(self._tokens)
+            yield Piece(some, (-0.5,) * len(some), (0,) * len(some), stop="stop" if last else None)
+
+    async def close(self) -> None:
+        pass
+
+
+async def serve_gateway(folder: Path, tokens: int, delay_s: float) -> None:
+    """Print the address; then, for each number read, make that many attempts."""
+    template = ChatTemplate(resolve_model("tiny"))
+    renderer = Renderer(template)
+    answer = [*(template.encode("2 + 3 = 5. " * tokens)[: tokens - 1]), renderer.stop_ids[0]]
+    async with SQLiteStore(folder / "store.sqlite") as store:
+        service = Service(
+            engine=ConstantEngine(answer, delay_s), log=store, renderer=renderer, models=(MODEL,)
+        )
+        config = GatewayConfig()
+        server = GatewayServer(build_app(service, store, SECRET, config), config)
+        tell(server.url)
+        made = 0
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            wanted = [
+                Rollout(id=f"r{made + i}", task=None, group="g", timeout_s=86_400)
+                for i in range(int(line))
+            ]
+            made += len(wanted)
+            await store.enqueue(wanted)
+            claims = (store.claim("bench", lease_s=86_400, wait_s=0) for _ in wanted)
+            places: list[tuple[str, str]] = []
+            for attempt in await asyncio.gather(*claims):
+                assert attempt is not None
+                path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1/chat/completions"
+                places.append((path, keys.mint(attempt.id, SECRET)))
+            tell(json.dumps(places))
+        server.close()
+
+
+def serve_stub(folder: Path) -> None:
+    """The replies that lie in the folder, whole or event by event, and nothing else done."""
+    whole = (folder / "whole").read_bytes()
+    events = [event + b"\n\n" for event in (folder / "events").read_bytes().split(b"\n\n")[:-1]]
+    served = 0
+
+    class Events(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for event in events:
+                body = event.replace(UNIQUE, self.body)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+    async def handle(request: Request) -> Response:
+        nonlocal served
+        served += 1
+        id = b"chatcmpl-%024x" % served
+        if b'"stream": true' in (body := await request.body()) or b'"stream":true' in body:
+            return Events(id)
+        return Response(whole.replace(UNIQUE, id), media_type="application/json")
+
+    app = Starlette(routes=[Route("/{path:path}", handle, methods=["POST"])])
+    server = GatewayServer(app, GatewayConfig())
+    tell(server.url)
+    sys.stdin.read()
+    server.close()
+
+
+def tell(line: str) -> None:
+    print(TELLS + line, flush=True)
+
+
+@dataclass(frozen=True)
+class Server:
+    process: "subprocess.Popen[str]"
+    address: str
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return read_line(self.process)
+
+
+def read_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if line.startswith(TELLS):  # whatever else it says is not for us
+            return line.removeprefix(TELLS).strip()
+    raise SystemExit(f"a server stopped early: {process.args}")
+
+
+@contextmanager
+def started(*command: str | Path, errors: IO[str] | None = None) -> Iterator[Server]:
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+    try:
+        yield Server(process, read_line(process))
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+# --------------------------------------------------------------------------- the comparison
+
+
+def bodies(answer: str, *, stream: bool, **more: object) -> list[bytes]:
+    """Each turn's request, with the turns before it as an SDK would echo them."""
+    messages = [
+        {"role": "system", "content": "You are a careful assistant."},
+        {"role": "user", "content": "Add these numbers: " + " ".join(map(str, range(40)))},
+    ]
+    requests: list[bytes] = []
+    for turn in range(TURNS):
+        request = {"model": MODEL, "messages": messages, "temperature": 0.7, "max_tokens": 100}
+        request |= ({"stream": True} if stream else {}) | more
+        requests.append(json.dumps(request).encode())
+        messages = [
+            *messages,
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": f"And now number {turn}."},
+        ]
+    return requests
+
+
+class Bench:
+    """The servers of a comparison, and how each is talked to."""
+
+    def __init__(self, stack: ExitStack, folder: Path, options: argparse.Namespace) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._options = options
+        size = ("--tokens", str(options.tokens), "--delay-ms", str(options.delay_ms))
+        command = (sys.executable, __file__, "--serve", "gateway", "--folder", folder, *size)
+        self.servers = {"gateway": stack.enter_context(started(*command))}
+        self._answer = ""
+
+    async def prepare(self) -> None:
+        """Have the gateway answer once, and the others say the same."""
+        reply = json.loads(await self._capture("plain", stream=False))
+        self._answer = reply["choices"][0]["message"]["content"]
+        await self._capture("plain", stream=True)
+        self.servers["stub"] = self._stub("plain")
+        if python := os.environ.get("AGL_PYTHON"):
+            wanted = {"return_token_ids": True, "logprobs": True}
+            await self._capture("vllm", stream=False, **wanted)
+            await self._capture("vllm", stream=True, **wanted)
+            upstream = self._stub("vllm")
+            log = self._stack.enter_context((self._folder / "agl.log").open("w"))
+            command = (python, AGL_LAUNCHER, upstream.address + "/v1", MODEL)
+            self.servers["agl"] = self._stack.enter_context(started(*command, errors=log))
+
+    async def measure(
+        self, name: str, concurrency: int, seconds: float, *, stream: bool
+    ) -> Measured:
+        server = self.servers[name]
+        count = 8 + int(seconds * 4000 / TURNS)
+        texts = bodies(self._answer, stream=stream)
+        if name == "stub":
+            places = [("/v1/chat/completions", "x")] * count
+        else:
+            count = min(count, 8 + int(seconds * 50)) if name == "agl" else count
+            places = json.loads(server.ask(str(max(count, concurrency))))
+        conversations = [conversation(path, key, texts) for path, key in places]
+        return await put_load(
+            server.address,
+            server.process.pid,
+            conversations,
+            concurrency=concurrency,
+            seconds=seconds,
+        )
+
+    async def _capture(self, name: str, *, stream: bool, **more: object) -> bytes:
+        [(path, key)] = json.loads(self.servers["gateway"].ask("1"))
+        [request, *_] = conversation(path, key, bodies("", stream=stream, **more))
+        host, port = self.servers["gateway"].address.removeprefix("http://").split(":")
+        loop = asyncio.get_running_loop()
+        _, line = await loop.create_connection(Connection, host, int(port))
+        body = await line.send(request)
+        line.close()
+        body = unchunked(body) if stream else body
+        at = body.index(b"chatcmpl-")
+        body = body.replace(body[at : at + len(UNIQUE)], UNIQUE)
+        place = self._folder / name / ("events" if stream else "whole")
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(body)
+        return body
+
+    def _stub(self, name: str) -> Server:
+        command = (sys.executable, __file__, "--serve", "stub", "--folder", self._folder / name)
+        return self._stack.enter_context(started(*command))
+
+
+def unchunked(body: bytes) -> bytes:
+    plain = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        plain += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+    return plain
+
+
+async def bench(options: argparse.Namespace) -> None:
+    results: dict[tuple[str, int, bool], Measured] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-bench-")))
+        servers = Bench(stack, folder, options)
+        await servers.prepare()
+        for name in servers.servers:
+            await servers.measure(name, 1, 0, stream=False)  # warm
+        for stream in (False, True):
+            for concurrency in options.concurrency:
+                for name in servers.servers:
+                    results[name, concurrency, stream] = Measured()
+                for _ in range(options.rounds):
+                    for name in servers.servers:
+                        results[name, concurrency, stream] += await servers.measure(
+                            name, concurrency, options.seconds / options.rounds, stream=stream
+                        )
+        names = list(servers.servers)
+        size = (folder / "store.sqlite").stat().st_size
+    show(results, names, options)
+    calls = sum(len(m.latencies) for (name, *_), m in results.items() if name == "gateway")
+    print(f"\n{calls} calls recorded; the store's file is {size / 2**20:.0f} MiB")
+    targets(results, options)
+
+
+def show(
+    results: dict[tuple[str, int, bool], Measured], names: list[str], options: argparse.Namespace
+) -> None:
+    load = os.getloadavg()[0]
+    print(
+        f"{options.tokens} tokens a reply, {TURNS} turns a conversation, "
+        f"{options.delay_ms:g} ms a token, {os.cpu_count()} cores, load average {load:.1f}\n"
+    )
+    header = f"{'':8} {'at once':>7} {'server':8} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} "
+    print(header + f"{'first ms':>9} {'cpu ms':>7} {'of stub':>8} {'added p50':>10}")
+    for stream in (False, True):
+        for concurrency in options.concurrency:
+            stub = results["stub", concurrency, stream]
+            for name in names:
+                m = results[name, concurrency, stream]
+                first = 1000 * statistics.median(m.first_bytes)
+                added = m.latency_ms(0.5) - stub.latency_ms(0.5)
+                print(
+                    f"{'stream' if stream else 'plain':8} {concurrency:7} {name:8} "
+                    f"{m.per_second:8.0f} {m.latency_ms(0.5):8.2f} {m.latency_ms(0.99):8.2f} "
+                    f"{first:9.2f} {m.cpu_ms:7.2f} {m.per_second / stub.per_second:8.2f} "
+                    f"{added:10.2f}"
+                )
+
+
+def targets(results: dict[tuple[str, int, bool], Measured], options: argparse.Namespace) -> None:
+    """The promises, kept or not."""
+    middle = 16 if 16 in options.concurrency else options.concurrency[-1]
+    one = options.concurrency[0]
+    gateway, stub = results["gateway", one, False], results["stub", one, False]
+    added = gateway.latency_ms(0.5) - stub.latency_ms(0.5)
+    print()
+    promise(f"added p50 at {one}: {added:.2f} ms", added < 3, "under 3 ms")
+    plain, streamed = (
+        results["gateway", middle, stream].per_second / results["stub", middle, stream].per_second
+        for stream in (False, True)
+    )
+    promise(f"of the stub's requests/s at {middle}: {plain:.2f}", plain >= 0.25, "at least 0.25")
+    promise(f"of the stub's streamed calls/s at {middle}: {streamed:.2f}", streamed >= plain,
+            "no less than plain: streaming costs the gateway no more a token")  # fmt: skip
+    if ("agl", middle, False) in results:
+        for stream in (False, True):
+            ratio = (
+                results["gateway", middle, stream].per_second
+                / results["agl", middle, stream].per_second
+            )
+            kind = "streamed" if stream else "plain"
+            promise(
+                f"Agent Lightning's requests/s at {middle}, {kind}: {ratio:.0f} times",
+                ratio >= 50,
+                "at least 50 times",
+            )
+    else:
+        print("AGL_PYTHON is not set: no comparison with Agent Lightning's proxy")
+
+
+def promise(said: str, kept: bool, wanted: str) -> None:
+    print(f"{'ok  ' if kept else 'MISS'} {said} ({wanted})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of load for each number")
+    parser.add_argument("--rounds", type=int, default=2, help="in which the servers take turns")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of the engine for each token")
+    parser.add_argument("--serve", choices=["gateway", "stub"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve == "gateway":
+        asyncio.run(serve_gateway(options.folder, options.tokens, options.delay_ms / 1000))
+    elif options.serve == "stub":
+        serve_stub(options.folder)
+    else:
+        uvloop.run(bench(options))
+
+
+if __name__ == "__main__":
+    main()
