@@ -207,6 +207,8 @@ class Queue:
         if not found:
             return None
         seq, _, rollout, body, status, attempts = min(found, key=_precedence)
+        if len(found) > 1:  # who was kept from the other one meanwhile shall look again
+            self._bell.mark(work_in(run))
         if status == Status.RUNNING:
             for lost in self._running(db, "rollout.seq = ?", seq):
                 self._end_attempt(db, lost, _lost(lost))

@@ -1,0 +1,358 @@
+"""The queue against a model of it, with several workers at once and a clock turned by hand."""
+
+import math
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import anyio
+import pytest
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from postgres_server import own_schema
+from whet.errors import LeaseLost
+from whet.store.postgres import PostgresStore
+from whet.store.sql import SQLStore
+from whet.store.sqlite import SQLiteStore
+from whet.types import (
+    TERMINAL,
+    Attempt,
+    AttemptId,
+    Failure,
+    FailureKind,
+    Outcome,
+    Rollout,
+    Status,
+)
+
+LEASE_S = 10.0
+LOST = FailureKind.WORKER_LOST
+
+Open = Callable[[ExitStack, "Clock"], list[SQLStore]]
+"""Opens stores on one new database: the first for most, all of them in races."""
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Model:
+    """A rollout as it must be."""
+
+    rollout: Rollout
+    order: int
+    status: Status = Status.QUEUED
+    attempts: int = 0
+    tries_left: int = 0
+    lease_until: float = math.inf
+    late: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def attempt(self) -> str:
+        return f"{self.rollout.id}.{self.attempts}"
+
+    def is_claimable(self, now: float) -> bool:
+        return self.status is Status.QUEUED or (
+            self.status is Status.RUNNING
+            and self.lease_until <= now
+            and self.tries_left > 0
+            and LOST in self.rollout.retried
+        )
+
+    def claim(self, now: float) -> None:
+        self.status, self.attempts = Status.RUNNING, self.attempts + 1
+        self.tries_left, self.lease_until = self.tries_left - 1, now + LEASE_S
+
+    def end(self, outcome: Outcome) -> None:
+        failure = outcome.failure
+        again = failure and failure.kind in self.rollout.retried and self.tries_left > 0
+        self.status = Status.QUEUED if again else outcome.status
+
+    def upkeep(self, now: float) -> None:
+        is_over = self.status is Status.RUNNING and self.lease_until <= now
+        if is_over and not self.is_claimable(now):
+            self.status = Status.FAILED
+
+
+KINDS = st.sampled_from([FailureKind.AGENT, FailureKind.TIMEOUT, FailureKind.REWARD, LOST])
+OUTCOMES = st.one_of(
+    st.floats(-1, 1).map(lambda reward: Outcome(reward=reward)),
+    KINDS.map(lambda kind: Outcome(failure=Failure(kind=kind, message="it broke"))),
+)
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> Rollout:
+    return Rollout(
+        id=f"r{draw(st.integers(0, 30))}",
+        task=draw(st.integers(0, 3)),
+        group="g",
+        timeout_s=1e9,
+        priority=draw(st.integers(-1, 1)),
+        max_attempts=draw(st.integers(1, 3)),
+        retried=tuple(draw(st.sets(KINDS))),
+    )
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Does what orderers and workers do, in any order and some of it at once."""
+
+    attempts = Bundle("attempts")
+
+    def __init__(self, open_: Open) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        self.clock = Clock()
+        self.portal: BlockingPortal = self.stack.enter_context(start_blocking_portal())
+        self.stores = open_(self.stack, self.clock)
+        self.store = self.stores[0]
+        self.models: dict[str, Model] = {}
+
+    def teardown(self) -> None:
+        async def close() -> None:
+            for store in self.stores:
+                await store.close()
+
+        self.portal.call(close)
+        self.stack.close()
+
+    def at_once(self, *acts: Callable[[], Awaitable[object]]) -> list[object]:
+        """What each gave; LeaseLost itself where it was raised."""
+        gave: list[object] = [None] * len(acts)
+
+        async def do(n: int, act: Callable[[], Awaitable[object]]) -> None:
+            try:
+                gave[n] = await act()
+            except LeaseLost as error:
+                gave[n] = error
+
+        async def run() -> None:
+            with anyio.fail_after(20):
+                async with anyio.create_task_group() as group:
+                    for n, act in enumerate(acts):
+                        group.start_soon(do, n, act)
+
+        self.portal.call(run)
+        return gave
+
+    def claimable(self) -> list[Model]:
+        found = [m for m in self.models.values() if m.is_claimable(self.clock.now)]
+        return sorted(found, key=lambda m: (-m.rollout.priority, m.order))
+
+    def model_of(self, attempt: str) -> Model:
+        return self.models[attempt.rpartition(".")[0]]
+
+    def is_current(self, attempt: str) -> bool:
+        model = self.model_of(attempt)
+        return model.status is Status.RUNNING and model.attempt == attempt
+
+    # -------------------------------------------------------------- what orderers do
+
+    @rule(batch=st.lists(rollouts(), max_size=6))
+    def enqueue(self, batch: list[Rollout]) -> None:
+        self.at_once(lambda: self.store.enqueue(batch))
+        for rollout in batch:
+            if rollout.id not in self.models:
+                self.models[rollout.id] = Model(
+                    rollout, len(self.models), tries_left=rollout.max_attempts
+                )
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        ids = (
+            data.draw(st.lists(st.sampled_from(sorted(self.models)), max_size=3))
+            if (self.models)
+            else []
+        )
+        open_ = {id_ for id_ in ids if self.models[id_].status not in TERMINAL}
+        assert self.at_once(lambda: self.store.cancel(ids)) == [len(open_)]
+        for id_ in open_:
+            self.models[id_].status = Status.FAILED
+
+    # -------------------------------------------------------------- what workers do
+
+    @rule(target=attempts, count=st.integers(1, 4))
+    def claim(self, count: int) -> object:
+        """Several at once in one process take the first ones, each another."""
+        expected = self.claimable()[:count]
+        gave = self.at_once(
+            *(lambda: self.store.claim("w", lease_s=LEASE_S, wait_s=0) for _ in range(count))
+        )
+        claimed = [attempt for attempt in gave if isinstance(attempt, Attempt)]
+        for model in expected:
+            model.claim(self.clock.now)
+        assert sorted(a.id for a in claimed) == sorted(m.attempt for m in expected)
+        assert [a.rollout for a in claimed if a.rollout != self.model_of(a.id).rollout] == []
+        return multiple(*(attempt.id for attempt in claimed))
+
+    @rule(target=attempts, count=st.integers(2, 6))
+    def claim_from_everywhere(self, count: int) -> object:
+        """Several processes at once: none is claimed twice, and nothing that may not be."""
+        claimable = {model.rollout.id for model in self.claimable()}
+
+        def of(store: SQLStore) -> Callable[[], Awaitable[object]]:
+            return lambda: store.claim("w", lease_s=LEASE_S, wait_s=0)
+
+        gave = self.at_once(*(of(self.stores[n % len(self.stores)]) for n in range(count)))
+        claimed = [attempt for attempt in gave if isinstance(attempt, Attempt)]
+        ids = [attempt.rollout.id for attempt in claimed]
+        assert len(set(ids)) == len(ids)
+        assert set(ids) <= claimable
+        for attempt in claimed:
+            model = self.models[attempt.rollout.id]
+            model.claim(self.clock.now)
+            assert model.attempt == attempt.id
+        return multiple(*(attempt.id for attempt in claimed))
+
+    @rule(
+        chosen=st.lists(st.tuples(attempts, OUTCOMES), max_size=4, unique_by=lambda pair: pair[0])
+    )
+    def finish(self, chosen: list[tuple[str, Outcome]]) -> None:
+        def of(attempt: str, outcome: Outcome) -> Callable[[], Awaitable[object]]:
+            return lambda: self.store.finish(AttemptId(attempt), outcome)
+
+        gave = self.at_once(*(of(*pair) for pair in chosen))
+        for (attempt, outcome), answer in zip(chosen, gave, strict=True):
+            model = self.model_of(attempt)
+            assert isinstance(answer, LeaseLost) is not self.is_current(attempt)
+            if self.is_current(attempt):
+                model.end(outcome)
+            else:
+                model.late[attempt] = model.late.get(attempt, 0) + 1
+
+    @rule(attempt=attempts)
+    def heartbeat(self, attempt: str) -> None:
+        [gave] = self.at_once(lambda: self.store.heartbeat(AttemptId(attempt), lease_s=LEASE_S))
+        assert isinstance(gave, LeaseLost) is not self.is_current(attempt)
+        if self.is_current(attempt):
+            self.model_of(attempt).lease_until = self.clock.now + LEASE_S
+
+    @rule(attempt=consumes(attempts), outcome=OUTCOMES)
+    def everybody_wants_another_end(self, attempt: str, outcome: Outcome) -> None:
+        """Two reports and a cancel at once: one of them counts, and the others are told so."""
+        model, current = self.model_of(attempt), self.is_current(attempt)
+        before = model.status
+        reports = [outcome, Outcome(reward=7.0)]
+        first, last = self.stores[0], self.stores[-1]
+        a, b, cancelled = self.at_once(
+            lambda: first.finish(AttemptId(attempt), reports[0]),
+            lambda: last.finish(AttemptId(attempt), reports[1]),
+            lambda: last.cancel([model.rollout.id]),
+        )
+        taken = [r for r, gave in zip(reports, (a, b), strict=True) if gave is None]
+        assert len(taken) <= current
+        model.late[attempt] = model.late.get(attempt, 0) + 2 - len(taken)
+        if taken:
+            model.end(taken[0])
+        ended_before_cancel = model.status in TERMINAL
+        assert cancelled == (not ended_before_cancel)
+        if cancelled:
+            model.status = Status.FAILED
+        assert before not in TERMINAL or model.status is before
+
+    # -------------------------------------------------------------- time, and what must hold
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.at_once(*(lambda s=store: s.wait([]) for store in self.stores))
+        for model in self.models.values():
+            model.upkeep(self.clock.now)
+
+    @initialize()
+    def nothing_is_there(self) -> None:
+        assert self.at_once(lambda: self.store.rollouts()) == [[]]
+
+    @invariant()
+    def the_store_is_as_the_model(self) -> None:
+        async def look() -> tuple[dict[str, tuple[Status, int]], list[str], list[str]]:
+            records = await self.stores[-1].rollouts(limit=1000)
+            workers = await self.stores[-1].workers()
+            return (
+                {r.rollout.id: (r.status, r.attempts) for r in records},
+                [r.rollout.id for r in records],
+                [attempt for worker in workers for attempt in worker.running],
+            )
+
+        stored, order, running = self.portal.call(look)
+        assert stored == {id_: (m.status, m.attempts) for id_, m in self.models.items()}
+        assert order == sorted(order, key=lambda id_: self.models[id_].order)
+        current = [m.attempt for m in self.models.values() if m.status is Status.RUNNING]
+        assert sorted(running) == sorted(current)
+
+    @rule()
+    def late_reports_are_kept(self) -> None:
+        async def late(ids: Sequence[str]) -> dict[str, int]:
+            records = [record for id_ in ids for record in await self.store.attempts(id_)]
+            return {record.id: len(record.late) for record in records if record.late}
+
+        expected: dict[str, int] = {}
+        for model in self.models.values():
+            expected |= {attempt: n for attempt, n in model.late.items() if n}
+        assert self.portal.call(late, list(self.models)) == expected
+
+
+@contextmanager
+def folder() -> Generator[Path]:
+    with TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def on_sqlite(stack: ExitStack, clock: Clock) -> list[SQLStore]:
+    return [SQLiteStore(stack.enter_context(folder()) / "store.db", clock=clock)]
+
+
+def check(open_: Open, examples: int) -> None:
+    run_state_machine_as_test(
+        lambda: QueueMachine(open_),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_queue_on_sqlite_does_what_the_model_does() -> None:
+    check(on_sqlite, examples=20)
+
+
+def test_the_queue_on_postgres_does_what_the_model_does(postgres_url: str) -> None:
+    def on_postgres(stack: ExitStack, clock: Clock) -> list[SQLStore]:
+        schema = stack.enter_context(own_schema(postgres_url))
+        return [PostgresStore(postgres_url, schema=schema, clock=clock) for _ in range(2)]
+
+    check(on_postgres, examples=8)
+
+
+@pytest.mark.slow
+def test_the_queue_on_sqlite_does_what_the_model_does_at_length() -> None:
+    check(on_sqlite, examples=300)
+
+
+@pytest.mark.slow
+def test_the_queue_on_postgres_does_what_the_model_does_at_length(postgres_url: str) -> None:
+    def on_postgres(stack: ExitStack, clock: Clock) -> list[SQLStore]:
+        schema = stack.enter_context(own_schema(postgres_url))
+        return [PostgresStore(postgres_url, schema=schema, clock=clock) for _ in range(3)]
+
+    check(on_postgres, examples=60)
