@@ -233,6 +233,6 @@ def _key(message: Message) -> Hashable:
     return (message.role, message.content, message.tool_call_id)
 
 
-def _opening(messages: Sequence[Message]) -> Sequence[Message]:
+def _opening(messages: Sequence[Message]) -> Hashable:
     """What a conversation begins with, beside the system prompt, which several may share."""
-    return [message for message in messages if message.role != "system"][:1]
+    return next((_key(message) for message in messages if message.role != "system"), None)
