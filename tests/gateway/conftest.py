@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ class ScriptedEngine(Engine):
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
         self.active = 0
+        self.left = threading.Event()
+        """Set once a request has ended."""
         self.gate: anyio.Event | None = None
         self.breaks: Exception | None = None
 
@@ -98,6 +101,7 @@ class ScriptedEngine(Engine):
                 )
         finally:
             self.active -= 1
+            self.left.set()
 
     async def close(self) -> None:
         pass

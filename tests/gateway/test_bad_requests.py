@@ -10,6 +10,7 @@ from typing import Any, cast
 import anyio
 import httpx
 import pytest
+from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -298,6 +299,26 @@ async def test_clients_that_break_off_leave_the_server_well(gateway: Gateway, se
     async with httpx.AsyncClient(base_url=served, timeout=10) as client:
         headers = {"authorization": f"Bearer {gateway.key}"}
         assert (await client.get("/v1/models", headers=headers)).status_code == 200
+    assert await gateway.calls() == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_a_served_gateway_ends_its_sampling(
+    gateway: Gateway, served: str, stream: bool
+) -> None:
+    gateway.engine.gate = anyio.Event()
+    headers = {"authorization": f"Bearer {gateway.key}"}
+    body = BODIES["/v1/chat/completions"] | {"stream": stream}
+    async with httpx.AsyncClient(base_url=served, timeout=10) as client:
+        if stream:
+            request = client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
+            async with request as response:
+                assert await anext(response.aiter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/chat/completions", json=body, headers=headers, timeout=0.2)
+    assert await to_thread.run_sync(gateway.engine.left.wait, 10)
+    assert gateway.engine.active == 0
     assert await gateway.calls() == []
 
 
