@@ -371,7 +371,11 @@ def test_messages_held_to_a_schema(served: Served) -> None:
     with (
         anthropic.Anthropic(**served.anthropic) as client,
         client.messages.stream(
-            model=MODEL, max_tokens=200, messages=said, output_format=Answer
+            model=MODEL,
+            max_tokens=200,
+            messages=said,
+            output_format=Answer,
+            extra_body={"temperature": 0},
         ) as stream,
     ):
         final = stream.get_final_message()
