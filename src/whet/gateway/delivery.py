@@ -1,6 +1,7 @@
 """How a reply leaves: whole or as it is sampled, recorded first, and only to who still listens."""
 
 import logging
+import time
 
 import anyio
 from anyio import CancelScope, create_task_group
@@ -91,9 +92,9 @@ class Answer(Response):
                 prompt=prompt.tokens,
                 as_text=prompt.ask.raw is not None,
             )
-            for _ in range(prompt.ask.n)
+            for _ in range(prompt.ask.n if prompt.ask.stream else 0)
         ]
-        self._tops: list[list[tuple[tuple[int, float], ...]]] = [[] for _ in self._texts]
+        self._tops: list[list[tuple[tuple[int, float], ...]]] = [[] for _ in range(prompt.ask.n)]
         super().__init__()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,17 +150,16 @@ class Answer(Response):
         await self._write(send, self._reply.first())
 
     async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        self._last_write = anyio.current_time()
+        self._last_write = time.monotonic()
         if data or not more:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _keep_alive(self, send: Send) -> None:
         """Comments, which clients skip: a proxy or a client with a read timeout sees life."""
-        self._last_write = anyio.current_time()
+        self._last_write = time.monotonic()
         while True:
-            due = self._last_write + KEEP_ALIVE_S
-            await anyio.sleep_until(due)
-            if self._last_write + KEEP_ALIVE_S <= anyio.current_time():
+            await anyio.sleep(self._last_write + KEEP_ALIVE_S - time.monotonic())
+            if self._last_write + KEEP_ALIVE_S <= time.monotonic():
                 await self._start(send)
                 await self._write(send, b": keep-alive\n\n")
 

@@ -4,13 +4,12 @@ Python's own reader lets NaN, lone surrogates and any depth in; each of them wou
 in a reply or a record.
 """
 
-import json
 import math
 import re
 from typing import cast
 
 from pydantic import JsonValue
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 _MAY_OVERFLOW = re.compile(rb"\d[eE]\+?\d{3}|\d{300}")
 
@@ -26,7 +25,7 @@ def loads(text: str | bytes) -> JsonValue:
 
 def dumps(value: JsonValue) -> bytes:
     """A value as compact JSON text."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return to_json(value)
 
 
 def _is_finite(value: JsonValue) -> bool:

@@ -23,6 +23,8 @@ __all__ = ["Delta", "TextStream", "read_message"]
 
 OVERLAP = 4
 """Ids decoded again: a character may span tokens, and some decoders drop the first space."""
+WINDOW = 24
+"""Ids that are decoded at most, unless they are half a character."""
 
 
 def read_message(
@@ -112,7 +114,8 @@ class TextStream:
         self._decode = renderer.template.decode_all
         self._stops = sampling.stop
         self._ids: list[int] = []
-        self._from = 0
+        self._known = ""
+        """The text of those ids that have gone out."""
         self._held = ""
         self._stopped = False
         self._content = 0
@@ -132,13 +135,14 @@ class TextStream:
     def _new_text(self, ids: Sequence[int]) -> str:
         """The whole characters that these ids complete."""
         self._ids += self._reader.visible(ids)
-        start = max(0, self._from - OVERLAP)
-        known = self._decode(self._ids[start : self._from])
-        text = self._decode(self._ids[start:])
+        text = self._decode(self._ids)
         if text.endswith("\ufffd"):
             return ""
-        self._from = len(self._ids)
-        return text[len(known) :]
+        new, self._known = text[len(self._known) :], text
+        if len(self._ids) > WINDOW:
+            del self._ids[:-OVERLAP]
+            self._known = self._decode(self._ids)
+        return new
 
     def _until_stop(self, text: str) -> str:
         """The text before a stop string, without what may become one."""
