@@ -155,7 +155,7 @@ class _Gateway:
         self, caller: Caller, dialect: str, model: str, request: Request, body: bytes
     ) -> Source:
         self._check_model(model)
-        attempt = await self._log.attempt(caller.attempt) if caller.attempt else None
+        attempt = await self._service.attempt(caller.attempt) if caller.attempt else None
         rollout = request.path_params.get("rollout")
         if attempt is not None and rollout not in (None, attempt.rollout.id):
             raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")

@@ -13,7 +13,7 @@ from functools import cached_property
 from anyio import CancelScope, Lock, create_task_group, to_thread
 from pydantic import JsonValue
 
-from whet.errors import PromptTooLong
+from whet.errors import LeaseLost, PromptTooLong
 from whet.gateway.constraint import Constraint
 from whet.gateway.graph import TEXT, Graph, Turn
 from whet.gateway.messages import Message
@@ -44,6 +44,11 @@ from the store when they are continued."""
 LONGEST_TOKEN = 256
 """Characters; no common vocabulary has a longer one, so a text may be refused before it is encoded
 when even such tokens would not bring it into the context."""
+
+ATTEMPTS_KEPT = 10_000
+BELIEVED_S = 1.0
+"""An attempt that ran so short a time ago is not looked up again: should it have ended, what it is
+served is refused when it is recorded."""
 
 LARGE_REQUEST = 256 * 2**10
 """Bytes from which on a request is rendered beside the event loop, to hold up nobody else's."""
@@ -159,6 +164,19 @@ class Service:
         """Tokens in the graphs."""
         self._loading = Lock()
         self._retries = Retries()
+        self._running: OrderedDict[AttemptId, tuple[Attempt, float]] = OrderedDict()
+
+    async def attempt(self, id: AttemptId) -> Attempt:
+        """An attempt that is running, or was a moment ago. Raises as `AttemptLog.attempt` does."""
+        attempt, until = self._running.get(id, (None, 0.0))
+        now = time.monotonic()
+        if attempt is None or now >= until:
+            self._running.pop(id, None)
+            attempt = await self._log.attempt(id)
+            self._running[id] = attempt, now + BELIEVED_S
+            while len(self._running) > ATTEMPTS_KEPT:
+                self._running.popitem(last=False)
+        return attempt
 
     async def graph(self, attempt: Attempt | None) -> Graph:
         """What is known of an attempt's conversations."""
@@ -177,12 +195,13 @@ class Service:
         else:
             context = self._context(place, ask)
         forced = source.attempt.rollout.sampling if source.attempt else SamplingOverride()
+        tokens = (*stored, *context)
         return Prompt(
             call=CallId(secrets.token_hex(12)),
             attempt=source.attempt.id if source.attempt else None,
             ask=ask,
-            sampling=self._sampling(ask, forced, (*stored, *context)),
-            tokens=(*stored, *context),
+            sampling=self._sampling(ask, forced, tokens),
+            tokens=tokens,
             root=root,
             parent=place.turn.id if place.turn else None,
             messages=tuple(place.messages),
@@ -214,7 +233,11 @@ class Service:
             call = await self._sample(prompt, on_piece)
             # What was sampled whole is kept even if the client leaves now: it may ask again.
             with CancelScope(shield=True):
-                await self._log.append(call)
+                try:
+                    await self._log.append(call)
+                except LeaseLost:
+                    self._running.pop(prompt.attempt, None)
+                    raise
                 graph = await self._graph(prompt.attempt)
                 self._held -= graph.size
                 graph.add(call)
