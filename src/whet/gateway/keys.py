@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+from functools import lru_cache
 
 from whet.types import AttemptId
 
@@ -17,6 +18,7 @@ def mint(attempt: AttemptId, secret: bytes) -> str:
     return f"{PREFIX}{attempt}-{_mac(attempt, secret)}"
 
 
+@lru_cache(4096)
 def read(key: str, secret: bytes) -> AttemptId | None:
     """The attempt a key was minted for, or None if it was not minted with this secret."""
     body, _, mac = key.removeprefix(PREFIX).rpartition("-")
