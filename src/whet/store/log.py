@@ -159,7 +159,7 @@ def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
 
 def read_calls(db: Db, run: str, attempt: AttemptId) -> list[Call]:
     """The calls of one attempt, running or ended."""
-    row = db.execute(ATTEMPT, (find_run(db, run), attempt)).fetchone()
+    row = db.execute(ATTEMPT, (run, attempt)).fetchone()
     if row is None:
         raise NotFound(f"there is no attempt {attempt!r}")
     return _calls(db, row[:1])[row[0]]

@@ -30,6 +30,8 @@ def unpack_floats(blob: bytes) -> tuple[float, ...]:
 
 def pack_runs(values: Sequence[int]) -> bytes:
     """Pairs of a value and how often it repeats: most generations have a single version."""
+    if values and values.count(values[0]) == len(values):
+        return struct.pack("<qq", values[0], len(values))
     runs = [(value, len(list(run))) for value, run in groupby(values)]
     return struct.pack(f"<{2 * len(runs)}q", *chain.from_iterable(runs))
 

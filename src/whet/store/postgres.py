@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -132,11 +132,14 @@ class PostgresDatabase(Database):
         self._known_expiry = float("inf")
         self.bell = Bell()
         self.queue = Queue(clock, self.bell)
-        with boundary(StoreError, "cannot open the store"):
+        with boundary(StoreError, "cannot open the store"), ExitStack() as undo:
             writes = PostgresDb(url, schema)
+            undo.callback(writes.close)
             migrate(writes, schema)
             self._heard = PostgresDb(url, schema)
+            undo.callback(self._heard.close)
             self._heard.execute(f'LISTEN "{schema}"')
+            undo.pop_all()
         self._mine = threading.local()
         self._opened: list[PostgresDb] = []
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="whet-store-reader")

@@ -78,7 +78,9 @@ UPDATE rollout SET status = ?, failure = ?, tries_left = tries_left + ?, lease_u
 WHERE seq = ?
 """
 
-ATTEMPT = "SELECT seq, status FROM attempt WHERE run = ? AND id = ?"
+OF_RUN = "(SELECT seq FROM run WHERE name = ?)"
+
+ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {OF_RUN} AND id = ?"
 
 RUNNING = """
 SELECT attempt.seq, attempt.id, attempt.worker, attempt.started,
@@ -155,7 +157,7 @@ def running_attempt(db: Db, run: str, attempt: str, *, keep: bool = False) -> in
         LeaseLost: it has ended.
     """
     sql = f"{ATTEMPT} /* SHARE */" if keep else ATTEMPT
-    row = db.execute(sql, (find_run(db, run), attempt)).fetchone()
+    row = db.execute(sql, (run, attempt)).fetchone()
     if row is None:
         raise NotFound(f"there is no attempt {attempt!r}")
     seq, status = row
@@ -166,7 +168,7 @@ def running_attempt(db: Db, run: str, attempt: str, *, keep: bool = False) -> in
 
 def attempt_status(db: Db, run: str, attempt: str) -> Status:
     """Where an attempt stands. Raises NotFound."""
-    row = db.execute(ATTEMPT, (find_run(db, run), attempt)).fetchone()
+    row = db.execute(ATTEMPT, (run, attempt)).fetchone()
     if row is None:
         raise NotFound(f"there is no attempt {attempt!r}")
     return Status(row[1])
@@ -305,8 +307,8 @@ class Queue:
         return [Running(*row) for row in db.execute(f"{RUNNING} AND {where}", values)]
 
     def _running_attempt(self, db: Db, run: str, attempt: str) -> list[Running]:
-        where = f"attempt.run = ? AND attempt.id = ? {LOCK}"
-        return self._running(db, where, find_run(db, run), attempt)
+        where = f"attempt.run = {OF_RUN} AND attempt.id = ? {LOCK}"
+        return self._running(db, where, run, attempt)
 
     def _must_run(self, db: Db, run: str, attempt: str) -> Running:
         for running in self._running_attempt(db, run, attempt):

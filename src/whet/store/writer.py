@@ -33,6 +33,10 @@ class _Job(NamedTuple):
     alone: bool
 
 
+class _Refused(WhetError):
+    """A change was refused, and may have left something in the transaction."""
+
+
 def _never(error: BaseException | None) -> bool:
     return False
 
@@ -109,9 +113,14 @@ class Writer:
         return jobs
 
     def _transact(self, jobs: Sequence[_Job]) -> None:
+        careful = False
         for tries_left in reversed(range(MAX_TRIES)):
             try:
-                replies = self._commit(jobs)
+                replies = self._commit(jobs, careful=careful)
+            except _Refused:
+                self._db.execute("ROLLBACK")
+                careful = True
+                continue
             except StoreError as error:
                 with suppress(StoreError), boundary(StoreError, "it was undone already"):
                     self._db.execute("ROLLBACK")
@@ -127,10 +136,12 @@ class Writer:
                 reply()
             return
 
-    def _commit(self, jobs: Sequence[_Job]) -> list[Callable[[], None]]:
+    def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[Callable[[], None]]:
+        """Do all in one transaction; only if `careful` can one be refused without the others."""
+        change = self._change if careful else self._change_boldly
         with boundary(StoreError, "store"):
             self._db.execute("BEGIN IMMEDIATE")
-            replies = [self._change(job) for job in jobs]
+            replies = [change(job) for job in jobs]
             due_s = self._upkeep(self._db)
             self._db.execute("COMMIT")
         self._nap_s = None if due_s is None else min(max(due_s, 0.0), MAX_NAP_S)
@@ -144,6 +155,16 @@ class Writer:
             job.future.set_exception(error)
         else:
             job.future.set_result(result)
+
+    def _change_boldly(self, job: _Job) -> Callable[[], None]:
+        """Run one change without a way back: refusals are rare, and savepoints are not free."""
+        try:
+            with boundary(StoreError, "store"):
+                return partial(job.future.set_result, job.change(self._db))
+        except WhetError as error:
+            if not self._db.in_transaction or self._transient(error.__cause__):
+                raise StoreError(str(error)) from error.__cause__
+            raise _Refused from error
 
     def _change(self, job: _Job) -> Callable[[], None]:
         """Run one change; what it answers is given only after the commit."""

@@ -1,0 +1,241 @@
+"""The store at work, beside Agent Lightning's where that is installed.
+
+    python bench/store.py [--cycles 1000] [--workers 32] [--million] [--no-postgres]
+    AGL_PYTHON=/path/to/python bench/store.py       # of an environment with agentlightning 0.3
+
+The same work on each: enqueue in batches of 100; workers that claim a rollout, record 5 calls of
+500 sampled tokens after 500 of context, and finish it; a training batch of 512 rollouts read
+back; the first 100 succeeded rollouts listed in a store of 1k, 10k and 100k. Ours is durable on
+disk when a call returns; theirs is in memory. `--million` also times claims in a file of a million.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import anyio
+
+from whet.store.sql import SQLStore
+from whet.store.sqlite import SQLiteStore
+from whet.types import Attempt, Call, CallId, Generation, Outcome, Rollout, Sampling, Status
+
+CALLS, TOKENS = 5, 500
+IDS = [tuple(random.randrange(1000, 150_000) for _ in range(TOKENS)) for _ in range(64)]
+LOGPROBS = tuple(random.random() - 1 for _ in range(TOKENS))
+MESSAGE = {"role": "assistant", "content": "y" * 400}
+PROMPT = {"role": "user", "content": "x" * 400}
+
+Numbers = dict[str, float]
+
+
+def rss_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def call(attempt: Attempt, number: int) -> Call:
+    ids = random.choice(IDS)
+    return Call(
+        id=CallId(f"{attempt.id}-{number}"),
+        attempt=attempt.id,
+        parent=None,
+        root="root",
+        messages=(PROMPT,),
+        context=ids,
+        prompt_length=TOKENS,
+        prompt_digest="digest",
+        generations=(
+            Generation(
+                tokens=ids,
+                logprobs=LOGPROBS,
+                versions=(1,) * TOKENS,
+                stop="stop",
+                sampling=Sampling(),
+                message=MESSAGE,
+            ),
+        ),
+        created=time.time(),
+    )
+
+
+def rollouts(start: int, count: int) -> list[Rollout]:
+    return [
+        Rollout(id=f"r{n}", task={"n": 1}, group=f"g{n // 8}") for n in range(start, start + count)
+    ]
+
+
+async def enqueue(store: SQLStore, start: int, end: int, batch: int) -> float:
+    began = time.perf_counter()
+    for first in range(start, end, batch):
+        await store.enqueue(rollouts(first, min(batch, end - first)))
+    return (end - start) / (time.perf_counter() - began)
+
+
+async def cycles(store: SQLStore, workers: int) -> tuple[float, list[str]]:
+    done: list[str] = []
+
+    async def work() -> None:
+        while attempt := await store.claim("w", lease_s=60, wait_s=0):
+            for number in range(CALLS):
+                await store.append(call(attempt, number))
+            await store.finish(attempt.id, Outcome(reward=1.0))
+            done.append(attempt.rollout.id)
+
+    began = time.perf_counter()
+    async with anyio.create_task_group() as group:
+        for _ in range(workers):
+            group.start_soon(work)
+    return len(done) / (time.perf_counter() - began), done
+
+
+async def latency_ms(times: int, act: Callable[[], Awaitable[object]]) -> float:
+    took: list[float] = []
+    for _ in range(times):
+        began = time.perf_counter()
+        await act()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took) * 1e3
+
+
+async def wake_ms(store: SQLStore) -> float:
+    """From an enqueue to the claim that waited for it."""
+    took: list[float] = []
+    for n in range(20):
+        claimed: list[float] = []
+
+        async def wait(claimed: list[float] = claimed) -> None:
+            attempt = await store.claim("w", lease_s=60, wait_s=30)
+            claimed.append(time.perf_counter())
+            assert attempt is not None
+            await store.finish(attempt.id, Outcome(reward=1.0))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.sleep(0.02)
+            began = time.perf_counter()
+            await store.enqueue([Rollout(id=f"wake{n}", task=1, group="wake")])
+        took.append(claimed[0] - began)
+    return statistics.median(took) * 1e3
+
+
+async def measure(
+    store: SQLStore, count: int, workers: int, bytes_used: Callable[[], int]
+) -> Numbers:
+    result: Numbers = {"wake_ms": await wake_ms(store)}
+    used, memory = bytes_used(), rss_mb()
+    result["enqueue_per_s"] = await enqueue(store, 0, count, 100)
+    cpu = time.process_time()
+    result["cycles_per_s"], done = await cycles(store, workers)
+    result["cpu_ms_per_cycle"] = (time.process_time() - cpu) / len(done) * 1e3
+    await store.vacuum()
+    result["kb_per_rollout"] = (bytes_used() - used) / 1024 / len(done)
+    result["rss_growth_mb"] = rss_mb() - memory
+    batch = done[:512]
+    began = time.perf_counter()
+    assert len(await store.trajectories(batch)) == len(batch)
+    result["batch_s"] = (time.perf_counter() - began) * 512 / len(batch)
+    known = count
+    for size in (1000, 10_000, 100_000):
+        if size > known:
+            await enqueue(store, known, size, 1000)
+            known = size
+        result[f"query_ms_at_{size}"] = await latency_ms(
+            10, lambda: store.rollouts(status=Status.SUCCEEDED, limit=100)
+        )
+        result[f"claim_ms_at_{size}"] = await latency_ms(
+            20, lambda: store.claim("w", lease_s=3600, wait_s=0)
+        )
+    result["rss_mb"] = rss_mb()
+    return result
+
+
+async def on_sqlite(count: int, workers: int) -> Numbers:
+    with tempfile.TemporaryDirectory() as name:
+        async with SQLiteStore(Path(name) / "store.db") as store:
+            return await measure(store, count, workers, lambda: size_of(Path(name)))
+
+
+async def on_postgres(count: int, workers: int) -> Numbers:
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from postgres_server import postgres_server  # noqa: PLC0415 - of the tests, if they are there
+    from whet.store.postgres import PostgresStore  # noqa: PLC0415 - needs the extra
+
+    with ExitStack() as stack:
+        url = stack.enter_context(postgres_server("fsync=on"))
+        data = Path(url.split("host=")[1]) / "base"
+        async with PostgresStore(url) as store:
+            return await measure(store, count, workers, lambda: size_of(data))
+
+
+async def on_a_million() -> Numbers:
+    with tempfile.TemporaryDirectory() as name:
+        async with SQLiteStore(Path(name) / "store.db") as store:
+            result = {"enqueue_per_s": await enqueue(store, 0, 1_000_000, 5000)}
+            result["claim_ms"] = await latency_ms(
+                200, lambda: store.claim("w", lease_s=3600, wait_s=0)
+            )
+            return result
+
+
+def theirs(how: str, count: int, workers: int) -> Numbers | None:
+    python = os.environ.get("AGL_PYTHON")
+    if not python:
+        return None
+    command = [python, str(Path(__file__).with_name("agl_store.py")), how, str(count), str(workers)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(out.strip().splitlines()[-1])
+
+
+def show(results: dict[str, Numbers]) -> None:
+    names = list(dict.fromkeys(name for numbers in results.values() for name in numbers))
+    print(f"{'':20}" + "".join(f"{column:>16}" for column in results))
+    for name in names:
+        cells = (numbers.get(name) for numbers in results.values())
+        print(
+            f"{name:20}" + "".join("               -" if c is None else f"{c:16.2f}" for c in cells)
+        )
+    for ours in ("sqlite", "postgres"):
+        for other in ("agl memory", "agl http"):
+            if ours in results and other in results:
+                ratio = results[ours]["cycles_per_s"] / results[other]["cycles_per_s"]
+                print(f"cycles, {ours} / {other}: {ratio:.1f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=32)
+    parser.add_argument("--million", action="store_true")
+    parser.add_argument("--postgres", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    results: dict[str, Numbers] = {}
+    if args.million:
+        results["sqlite, 1M"] = anyio.run(on_a_million)
+    results["sqlite"] = anyio.run(on_sqlite, args.cycles, args.workers)
+    if args.postgres:
+        results["postgres"] = anyio.run(on_postgres, args.cycles, args.workers)
+    for how, most in (("memory", 1000), ("http", 200)):
+        numbers = theirs(how, min(args.cycles, most), args.workers)
+        if numbers is not None:
+            results[f"agl {how}"] = numbers
+    show(results)
+    print(f"load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What the PostgreSQL store promises beyond the contract: several processes, lost connections."""
+
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+
+import anyio
+import psycopg
+import pytest
+
+from postgres_server import own_schema
+from whet.errors import StoreError
+from whet.store.opening import open_store
+from whet.store.postgres import PostgresStore
+from whet.store.sqlite import SQLiteStore
+from whet.types import Outcome, Rollout, Status
+
+pytestmark = pytest.mark.anyio
+
+MINUTE = 60.0
+WON = Outcome(reward=1.0)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def schema(postgres_url: str) -> Generator[str]:
+    with own_schema(postgres_url) as schema:
+        yield schema
+
+
+@pytest.fixture
+async def here(postgres_url: str, schema: str) -> AsyncGenerator[PostgresStore]:
+    async with PostgresStore(postgres_url, schema=schema) as store:
+        yield store
+
+
+@pytest.fixture
+async def there(postgres_url: str, schema: str) -> AsyncGenerator[PostgresStore]:
+    """Another process, as far as the database can tell."""
+    async with PostgresStore(postgres_url, schema=schema) as store:
+        yield store
+
+
+def rollouts(*ids: str, max_attempts: int = 2) -> list[Rollout]:
+    return [Rollout(id=id_, task=id_, group="g", max_attempts=max_attempts) for id_ in ids]
+
+
+async def test_processes_wake_each_other(here: PostgresStore, there: PostgresStore) -> None:
+    claimed = anyio.Event()
+    ended: list[Status] = []
+
+    async def work() -> None:
+        attempt = await there.claim("w", lease_s=MINUTE, wait_s=MINUTE)
+        assert attempt is not None
+        claimed.set()
+        ended.append(await there.ended(attempt.id))
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(work)
+            await anyio.wait_all_tasks_blocked()
+            await here.enqueue(rollouts("a"))
+            group.start_soon(there.wait, ["a"])
+            await claimed.wait()
+            await here.cancel(["a"])
+    assert ended == [Status.FAILED]
+
+
+async def test_a_lease_taken_elsewhere_ends_a_wait_here_when_that_process_is_dead(
+    postgres_url: str, schema: str
+) -> None:
+    clock = Clock()
+    async with PostgresStore(postgres_url, schema=schema, clock=clock) as here:
+        await here.enqueue(rollouts("a", max_attempts=1))
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as group:
+                group.start_soon(here.wait, ["a"])
+                await anyio.wait_all_tasks_blocked()
+                async with PostgresStore(postgres_url, schema=schema, clock=clock) as there:
+                    assert await there.claim("w", lease_s=0.05, wait_s=0)
+                    clock.now += 1
+        assert "worker_lost" in (await here.failures(["a"]))["a"]
+
+
+async def test_many_workers_of_two_processes_do_each_rollout_once(
+    here: PostgresStore, there: PostgresStore
+) -> None:
+    done: list[str] = []
+
+    async def work(store: PostgresStore) -> None:
+        while attempt := await store.claim("w", lease_s=MINUTE, wait_s=0.2):
+            await store.finish(attempt.id, WON)
+            done.append(attempt.rollout.id)
+
+    ids = [f"r{n}" for n in range(60)]
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            for store in (here, there) * 4:
+                group.start_soon(work, store)
+            await here.enqueue(rollouts(*ids[:30]))
+            await there.enqueue(rollouts(*ids[30:]))
+            await here.wait(ids)
+    assert sorted(done) == sorted(ids)
+
+
+async def test_a_lost_connection_is_an_error_and_the_next_call_has_a_new_one(
+    here: PostgresStore, postgres_url: str
+) -> None:
+    await here.enqueue(rollouts("a"))
+    await here.rollouts()
+    with psycopg.connect(postgres_url, autocommit=True) as db:
+        db.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            " AND backend_type = 'client backend'"
+        )
+    with pytest.raises(StoreError):
+        await here.enqueue(rollouts("lost"))
+    with pytest.raises(StoreError):
+        await here.rollouts()
+    with anyio.fail_after(10):
+        await here.enqueue(rollouts("b"))
+        while True:  # each reader finds out for itself
+            try:
+                records = await here.rollouts()
+                break
+            except StoreError:
+                continue
+    assert [record.rollout.id for record in records] == ["a", "b"]
+
+
+async def test_tables_of_a_newer_version_are_refused(
+    here: PostgresStore, postgres_url: str, schema: str
+) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as db:
+        db.execute(f"UPDATE {schema}.schema_version SET version = 99")
+    with pytest.raises(StoreError, match=r"schema version 99.*upgrade whet"):
+        PostgresStore(postgres_url, schema=schema)
+
+
+def test_a_server_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot open the store"):
+        PostgresStore(f"postgresql://nobody@/none?host={tmp_path}")
+
+
+def test_a_schema_has_a_careful_name() -> None:
+    with pytest.raises(StoreError, match="is no schema name"):
+        PostgresStore("postgresql://", schema='x"; DROP TABLE rollout')
+
+
+async def test_a_run_goes_from_one_database_to_the_other_and_back(
+    here: PostgresStore, tmp_path: Path
+) -> None:
+    await here.enqueue(rollouts("a", "b"))
+    attempt = await here.claim("w", lease_s=MINUTE, wait_s=0)
+    assert attempt is not None
+    await here.finish(attempt.id, WON)
+    await here.export(tmp_path / "1.zip")
+    async with open_store(tmp_path / "store.db", run="copy") as file:
+        assert isinstance(file, SQLiteStore)
+        await file.load(tmp_path / "1.zip")
+        assert await file.trajectories(["a"]) == await here.trajectories(["a"])
+        await file.export(tmp_path / "2.zip")
+    back = here.for_run("back")
+    await back.load(tmp_path / "2.zip")
+    await back.export(tmp_path / "3.zip")
+    one, two, three = ((tmp_path / f"{n}.zip").read_bytes() for n in (1, 2, 3))
+    assert one == two == three
+
+
+async def test_a_store_is_opened_by_its_url(postgres_url: str) -> None:
+    async with open_store(postgres_url, run="by-url") as store:
+        assert isinstance(store, PostgresStore)
+        assert await store.rollouts() == []
