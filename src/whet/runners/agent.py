@@ -77,9 +77,8 @@ def finite(value: object) -> float:
 
 
 def is_async(agent: Agent) -> bool:
-    """Whether calling the agent gives something to await."""
-    call = agent if inspect.isroutine(agent) else getattr(type(agent), "__call__", agent)
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)
+    """Whether calling the agent gives something to await: an async function, or such a class."""
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__)
 
 
 async def awaited(result: Awaitable[object] | object) -> object:

@@ -4,7 +4,8 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 
 import anyio
 from anyio import CapacityLimiter, Semaphore, create_task_group, move_on_after, to_thread
@@ -75,14 +76,8 @@ class LocalRunner:
 
     async def _run_one(self, attempt: Attempt) -> None:
         rewards: list[Reward] = []
-        async with create_task_group() as tasks:
-            tasks.start_soon(self._keep_lease, attempt)
-            try:
-                outcome = Outcome(reward=await self._reward(attempt, rewards))
-            except AttemptError as error:
-                outcome = Outcome(failure=Failure(kind=KINDS[type(error)], message=str(error)))
-                logger.warning("attempt failed attempt=%s reason=%s", attempt.id, error)
-            tasks.cancel_scope.cancel()
+        async with self._lease_kept(attempt):
+            outcome = await self._outcome(attempt, rewards)
         try:
             for reward in rewards:
                 await self._log.emit(attempt.id, reward)
@@ -92,14 +87,21 @@ class LocalRunner:
             return
         self._on_outcome(attempt, outcome)
 
+    async def _outcome(self, attempt: Attempt, rewards: list[Reward]) -> Outcome:
+        try:
+            return Outcome(reward=await self._reward(attempt, rewards))
+        except AttemptError as error:
+            logger.warning("attempt failed attempt=%s reason=%s", attempt.id, error)
+            return Outcome(failure=Failure(kind=KINDS[type(error)], message=str(error)))
+
     async def _reward(self, attempt: Attempt, rewards: list[Reward]) -> float:
         emitted.set(rewards)
         limit = attempt.rollout.timeout_s
-        with move_on_after(limit) as scope, boundary(AgentFailed, "the agent raised"):
-            returned = await self._call_agent(attempt)
-        if scope.cancelled_caught:
-            raise AttemptTimeout(f"the attempt ran longer than {limit:g} s")
-        return final_reward(returned, rewards)
+        with move_on_after(limit):
+            with boundary(AgentFailed, "the agent raised"):
+                returned = await self._call_agent(attempt)
+            return final_reward(returned, rewards)
+        raise AttemptTimeout(f"the attempt ran longer than {limit:g} s")
 
     async def _call_agent(self, attempt: Attempt) -> object:
         task, llm = attempt.rollout.task, self._endpoint(attempt)
@@ -109,6 +111,13 @@ class LocalRunner:
             self._agent, task, llm, limiter=self._threads, abandon_on_cancel=True
         )
         return await awaited(result)
+
+    @asynccontextmanager
+    async def _lease_kept(self, attempt: Attempt) -> AsyncGenerator[None]:
+        async with create_task_group() as tasks:
+            tasks.start_soon(self._keep_lease, attempt)
+            yield
+            tasks.cancel_scope.cancel()
 
     async def _keep_lease(self, attempt: Attempt) -> None:
         while True:

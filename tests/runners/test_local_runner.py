@@ -1,0 +1,199 @@
+import math
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+import whet
+from whet.config import RunnerConfig
+from whet.errors import ConfigError
+from whet.runners.agent import Agent
+from whet.runners.collect import QueueCollector
+from whet.runners.local import LocalRunner
+from whet.store.sqlite import SQLiteStore
+from whet.types import Attempt, Endpoint, Group, Rollout
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[SQLiteStore]:
+    async with SQLiteStore(tmp_path / "store.db") as store:
+        yield store
+
+
+def endpoint(attempt: Attempt) -> Endpoint:
+    return Endpoint(base_url=f"http://nowhere/{attempt.id}", api_key="key", model="policy")
+
+
+async def run(
+    agent: Agent, tasks: list[object], store: SQLiteStore, *, timeout_s: float = 30, tries: int = 1
+) -> list[Group]:
+    """The groups that come of these tasks, one rollout each."""
+    rollouts = [
+        Rollout(id=f"r{i}", group=f"r{i}", task=task, timeout_s=timeout_s, max_attempts=tries)
+        for i, task in enumerate(tasks)
+    ]
+    runner = LocalRunner(agent, RunnerConfig(), queue=store, log=store, endpoint=endpoint)
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(runner.run)
+            groups = await QueueCollector(queue=store, log=store).collect(rollouts)
+            tg.cancel_scope.cancel()
+    return groups
+
+
+async def why(agent: Agent, store: SQLiteStore, **settings: float) -> str:
+    """Why the one rollout of an agent failed."""
+    assert await run(agent, ["t"], store, **settings) == [[]]
+    return (await store.failures(["r0"]))["r0"]
+
+
+async def test_async_and_sync_agents_give_their_reward(store: SQLiteStore) -> None:
+    async def one(task: float, llm: Endpoint) -> float:
+        return task
+
+    groups = await run(one, [0.25, 1], store)
+    assert [group[0].reward for group in groups] == [0.25, 1.0]
+
+
+async def test_a_sync_agent_runs_beside_the_loop(store: SQLiteStore) -> None:
+    threads: list[int] = []
+
+    def one(task: object, llm: Endpoint) -> bool:
+        threads.append(threading.get_ident())
+        return llm.base_url.endswith("r0.1")
+
+    groups = await run(one, ["t"], store)
+    assert groups[0][0].reward == 1.0
+    assert threads != [threading.get_ident()]
+
+
+async def test_an_object_with_an_async_call_is_an_agent(store: SQLiteStore) -> None:
+    class Solver:
+        async def __call__(self, task: object, llm: Endpoint) -> float:
+            return 0.5
+
+    assert (await run(Solver(), ["t"], store))[0][0].reward == 0.5
+
+
+async def test_many_attempts_run_at_once(store: SQLiteStore) -> None:
+    arrived, all_here = 0, anyio.Event()
+
+    async def one(task: object, llm: Endpoint) -> float:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 32:
+            all_here.set()
+        await all_here.wait()
+        return 1.0
+
+    assert len(await run(one, list(range(32)), store)) == 32
+
+
+async def test_the_last_emitted_reward_counts_where_none_is_returned(store: SQLiteStore) -> None:
+    async def one(task: object, llm: Endpoint) -> None:
+        whet.emit_reward(0.1)
+        whet.emit_reward(0.7)
+        whet.emit_reward(5.0, key="length")
+
+    trajectory = (await run(one, ["t"], store))[0][0]
+    assert trajectory.reward == 0.7
+    assert [(r.key, r.value) for r in trajectory.rewards] == [
+        ("reward", 0.1),
+        ("reward", 0.7),
+        ("length", 5.0),
+    ]
+
+
+async def test_rewards_emitted_in_a_thread_find_their_attempt(store: SQLiteStore) -> None:
+    def one(task: float, llm: Endpoint) -> None:
+        whet.emit_reward(task)
+
+    groups = await run(one, [0.0, 1.0, 2.0, 3.0], store)
+    assert [group[0].reward for group in groups] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (math.nan, "finite number; found nan"),
+        (math.inf, "finite number; found inf"),
+        ("1.0", "found str '1.0'"),
+        ([1.0], "found list [1.0]"),
+        (None, "no reward: return a number"),
+    ],
+)
+async def test_a_reward_that_is_no_number_fails_the_rollout(
+    store: SQLiteStore, reward: object, says: str
+) -> None:
+    async def one(task: object, llm: Endpoint) -> object:
+        return reward
+
+    reason = await why(one, store, tries=3)
+    assert reason.startswith("reward: ")
+    assert says in reason
+    assert (await store.counts())["attempts"] == 1
+
+
+async def test_an_agent_that_raises_fails_its_rollout_and_the_others_go_on(
+    store: SQLiteStore,
+) -> None:
+    async def one(task: int, llm: Endpoint) -> float:
+        if task == 1:
+            raise KeyError("gone")
+        return 1.0
+
+    groups = await run(one, [0, 1, 2], store)
+    assert [len(group) for group in groups] == [1, 0, 1]
+    assert await store.failures(["r1"]) == {"r1": "agent: the agent raised: KeyError: 'gone'"}
+
+
+async def test_an_agent_that_raises_is_tried_again(store: SQLiteStore) -> None:
+    tries: list[object] = []
+
+    async def one(task: object, llm: Endpoint) -> float:
+        tries.append(task)
+        if len(tries) == 1:
+            raise OSError("flaky")
+        return 1.0
+
+    groups = await run(one, ["t"], store, tries=2)
+    assert groups[0][0].attempt.number == 2
+
+
+async def test_an_attempt_that_outlives_its_limit_is_stopped(store: SQLiteStore) -> None:
+    stopped = False
+
+    async def one(task: object, llm: Endpoint) -> float:
+        nonlocal stopped
+        try:
+            await anyio.sleep_forever()
+        finally:
+            stopped = True
+
+    reason = await why(one, store, timeout_s=0.1)
+    assert reason == "timeout: the attempt ran longer than 0.1 s"
+    assert stopped
+
+
+async def test_an_agents_own_timeout_error_is_its_failure(store: SQLiteStore) -> None:
+    async def one(task: object, llm: Endpoint) -> float:
+        raise TimeoutError("the tool was slow")
+
+    assert (await why(one, store)).startswith("agent: the agent raised: TimeoutError")
+
+
+def test_an_agent_with_another_signature_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"takes \(task, llm\); 'one' takes \(task: object\)"):
+
+        @whet.rollout
+        def one(task: object) -> float:  # pyright: ignore[reportUnusedFunction]
+            return 1.0
+
+
+def test_rewards_cannot_be_emitted_outside_an_attempt() -> None:
+    with pytest.raises(ConfigError, match="inside an agent"):
+        whet.emit_reward(1.0)
