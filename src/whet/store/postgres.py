@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
 from whet.errors import MissingExtra, StoreError, boundary
@@ -36,6 +37,7 @@ READERS = 4
 MAX_PAYLOAD = 7000
 """PostgreSQL takes notifications of up to 8000 bytes."""
 RECONNECT_S = 1.0
+FEW = 4
 
 # `FOR NO KEY UPDATE`: rows that only refer to a locked one need not wait for it.
 DIFFERENCES = (
@@ -107,8 +109,14 @@ class PostgresDb(Db):
         return self._connection.execute(cast(Any, in_postgres(sql)), values)
 
     def executemany(self, sql: str, values: Iterable[Sequence[Column]], /) -> object:
-        with self._connection.cursor() as cursor:
-            cursor.executemany(cast(Any, in_postgres(sql)), values)
+        rows = iter(values)
+        first = list(islice(rows, FEW))
+        if len(first) < FEW:  # a pipeline costs more than it saves
+            for row in first:
+                self.execute(sql, row)
+        else:
+            with self._connection.cursor() as cursor:
+                cursor.executemany(cast(Any, in_postgres(sql)), chain(first, rows))
         return None
 
     def close(self) -> None:

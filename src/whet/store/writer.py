@@ -113,28 +113,32 @@ class Writer:
         return jobs
 
     def _transact(self, jobs: Sequence[_Job]) -> None:
-        careful = False
-        for tries_left in reversed(range(MAX_TRIES)):
+        tries, careful = 0, False
+        while True:
             try:
                 replies = self._commit(jobs, careful=careful)
             except _Refused:
-                self._db.execute("ROLLBACK")
+                self._undo()
                 careful = True
-                continue
             except StoreError as error:
-                with suppress(StoreError), boundary(StoreError, "it was undone already"):
-                    self._db.execute("ROLLBACK")
-                if tries_left and self._transient(error.__cause__):
+                self._undo()
+                tries += 1
+                if tries < MAX_TRIES and self._transient(error.__cause__):
                     continue
                 logger.error("transaction failed changes=%d error=%s", len(jobs), error)
                 self._nap_s = MAX_NAP_S
                 for job in jobs:
                     job.future.set_exception(StoreError(str(error)))
                 return
-            self._committed()
-            for reply in replies:
-                reply()
-            return
+            else:
+                self._committed()
+                for reply in replies:
+                    reply()
+                return
+
+    def _undo(self) -> None:
+        with suppress(StoreError), boundary(StoreError, "it was undone already"):
+            self._db.execute("ROLLBACK")
 
     def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[Callable[[], None]]:
         """Do all in one transaction; only if `careful` can one be refused without the others."""
