@@ -12,6 +12,10 @@ from whet.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 120
+"""Longer than clients keep an idle connection: the one who closes it must not be the server, while
+a request may be on its way."""
+
 
 class GatewayServer:
     """A served app. `url` is where it is; it listens once this exists."""
@@ -21,7 +25,13 @@ class GatewayServer:
         host, port = listener.getsockname()[:2]
         self.url = f"http://{host}:{port}"
         self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
         )
         self._thread = threading.Thread(
             target=self._server.run,
