@@ -63,6 +63,7 @@ class Writer:
         self._transient = transient
         self._nap_s: float | None = None
         self._jobs = SimpleQueue[_Job | None]()
+        self._begun: list[_Job] = []
         self._closing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="whet-store-writer", daemon=True)
@@ -90,16 +91,27 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            # However the thread ends, nobody waits for it in vain.
+            with self._closing:
+                self._closed = True
+            for job in [*self._begun, *self._take_now()]:
+                if job is not None and not job.future.done():
+                    job.future.set_exception(StoreError("the store's writer has stopped"))
+            self._db.close()
+
+    def _work(self) -> None:
         more = True
         while more:
             jobs = self._take()
             more = None not in jobs
-            begun = [job for job in jobs if job and job.future.set_running_or_notify_cancel()]
-            self._transact([job for job in begun if not job.alone])
-            for job in begun:
+            self._begun = [j for j in jobs if j and j.future.set_running_or_notify_cancel()]
+            self._transact([job for job in self._begun if not job.alone])
+            for job in self._begun:
                 if job.alone:
                     self._run_alone(job)
-        self._db.close()
 
     def _take(self) -> list[_Job | None]:
         """All that is waiting; empty when upkeep is due instead."""
@@ -107,6 +119,10 @@ class Writer:
             jobs = [self._jobs.get(timeout=self._nap_s)]
         except Empty:
             return []
+        return [*jobs, *self._take_now()]
+
+    def _take_now(self) -> list[_Job | None]:
+        jobs: list[_Job | None] = []
         with suppress(Empty):
             for _ in range(self._jobs.qsize()):
                 jobs.append(self._jobs.get_nowait())
