@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from anyio import CancelScope, Lock, create_task_group, to_thread
+from anyio import CancelScope, Event, create_task_group, to_thread
 from pydantic import JsonValue
 
 from whet.errors import LeaseLost, PromptTooLong
@@ -162,7 +162,7 @@ class Service:
         self._graphs: OrderedDict[AttemptId, Graph] = OrderedDict()
         self._held = 0
         """Tokens in the graphs."""
-        self._loading = Lock()
+        self._loading: dict[AttemptId, Event] = {}
         self._retries = Retries()
         self._running: OrderedDict[AttemptId, tuple[Attempt, float]] = OrderedDict()
 
@@ -348,11 +348,11 @@ class Service:
         return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     async def _graph(self, attempt: AttemptId) -> Graph:
-        if attempt not in self._graphs:
-            async with self._loading:
-                if attempt not in self._graphs:
-                    self._graphs[attempt] = Graph(await self._log.calls(attempt))
-                    self._held += self._graphs[attempt].size
+        while attempt not in self._graphs:
+            if (loading := self._loading.get(attempt)) is not None:
+                await loading.wait()
+            else:
+                await self._load(attempt)
         self._graphs.move_to_end(attempt)
         graph = self._graphs[attempt]
         while self._held > TOKENS_KEPT and len(self._graphs) > 1:
@@ -360,6 +360,16 @@ class Service:
             self._held -= dropped.size
             self._retries.forget(forgotten)
         return graph
+
+    async def _load(self, attempt: AttemptId) -> None:
+        loaded = self._loading[attempt] = Event()
+        try:
+            graph = Graph(await self._log.calls(attempt))
+            self._graphs[attempt] = graph
+            self._held += graph.size
+        finally:
+            del self._loading[attempt]
+            loaded.set()
 
     # ------------------------------------------------------------- sampling
 
