@@ -34,7 +34,7 @@ clean: ## remove the environment and caches; runs in .whet stay
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-BENCH ?= bench/demo_seeds.py bench/merge.py
+BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

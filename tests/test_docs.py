@@ -85,3 +85,24 @@ def test_the_programs_of_the_quickstart_run_as_printed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("last step: ")
     assert (tmp_path / ".whet" / "runs" / "even" / "report.json").exists()
+
+
+def test_the_first_screen_shows_the_first_example_in_twelve_lines() -> None:
+    program = (ROOT / "examples" / "first.py").read_text()
+    assert f"```python\n{program}```" in (ROOT / "README.md").read_text()
+    assert len([line for line in program.splitlines() if line]) <= 12
+
+
+@pytest.mark.slow
+def test_the_program_of_the_first_screen_runs_as_printed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "first.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    base, trained = re.findall(r"greedy +│ +([\d.]+)% │ +([\d.]+)%", done.stdout)[0]
+    assert float(trained) - float(base) >= 30
