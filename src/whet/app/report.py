@@ -41,7 +41,7 @@ def print_report(console: Console, result: Result) -> None:
             console.print(f"{failed} evaluation rollouts failed and are left out")
     rewards = [step.metrics["reward"] for step in result.steps]
     for line in curve(rewards):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     trained = result.total("trained_rollouts")
     per_rollout = result.total("rows") / trained if trained else 0.0
     console.print(
