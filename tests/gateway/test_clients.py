@@ -145,6 +145,7 @@ def test_chat_completions_streamed_and_accumulated(served: Served) -> None:
                 model=MODEL,
                 messages=CHAT,
                 tools=[TOOL],
+                temperature=0,  # sampled, it might talk until its context is full
                 stream=True,
                 stream_options={"include_usage": True},
             )
@@ -153,7 +154,9 @@ def test_chat_completions_streamed_and_accumulated(served: Served) -> None:
             validated_chunk = type(chunk).model_validate(chunk.model_dump())
             assert validated_chunk.id == chunks[0].id
         assert chunks[-1].usage is not None
-        with client.chat.completions.stream(model=MODEL, messages=CHAT, tools=[TOOL]) as stream:
+        with client.chat.completions.stream(
+            model=MODEL, messages=CHAT, tools=[TOOL], temperature=0
+        ) as stream:
             kinds = {event.type for event in stream}
             final = stream.get_final_completion()
     assert "chunk" in kinds
