@@ -83,8 +83,10 @@ async def drift_report(file: Path, selection: SelectionConfig) -> dict[str, Json
     """Read a store through and report. `selection` says what would be trained."""
     drift = Drift()
     async with SQLiteStore(file) as store:
-        ids = await store.rollout_ids(Mode.TRAIN)
-        for start in range(0, len(ids), PAGE):
-            for trajectory in await store.trajectories(ids[start : start + PAGE]):
+        last: str | None = None
+        while page := await store.rollouts(mode=Mode.TRAIN, after=last, limit=PAGE):
+            ids = [record.rollout.id for record in page]
+            for trajectory in await store.trajectories(ids):
                 drift.add(trajectory, selection)
+            last = ids[-1]
         return drift.as_json(await store.steps())

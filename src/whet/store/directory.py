@@ -119,15 +119,6 @@ def read_workers(db: Db, run: str) -> list[WorkerRecord]:
     ]
 
 
-def read_rollout_ids(db: Db, run: str, mode: Mode) -> list[str]:
-    """Rollouts in order of insertion."""
-    rows = db.execute(
-        "SELECT id FROM rollout WHERE run = ? AND mode = ? ORDER BY seq",
-        (find_run(db, run), mode.value),
-    )
-    return [id_ for (id_,) in rows]
-
-
 def read_counts(db: Db, run: str) -> dict[str, int]:
     """How much there is of everything."""
     seq = find_run(db, run)

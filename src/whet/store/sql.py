@@ -231,10 +231,6 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
     async def counts(self) -> dict[str, int]:
         return await self._read(self._in_run(directory.read_counts))
 
-    async def rollout_ids(self, mode: Mode) -> list[str]:
-        """The rollouts of a mode, in the order they came."""
-        return await self._read(self._in_run(directory.read_rollout_ids, mode=mode))
-
     # ------------------------------------------------------------------ retention
 
     async def size(self) -> dict[str, RunSize]:
