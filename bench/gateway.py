@@ -37,11 +37,11 @@ from whet.config import GatewayConfig
 from whet.gateway import keys
 from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
-from whet.gateway.server import GatewayServer
 from whet.gateway.service import Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
 from whet.protocols import Engine
+from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import Piece, Rollout, Sampling
 
@@ -88,8 +88,7 @@ async def serve_gateway(folder: Path, tokens: int, delay_s: float) -> None:
         service = Service(
             engine=ConstantEngine(answer, delay_s), log=store, renderer=renderer, models=(MODEL,)
         )
-        config = GatewayConfig()
-        server = GatewayServer(build_app(service, store, SECRET, config), config)
+        server = AppServer(build_app(service, store, SECRET, GatewayConfig()))
         tell(server.url)
         made = 0
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -133,7 +132,7 @@ def serve_stub(folder: Path) -> None:
         return Response(whole.replace(UNIQUE, id), media_type="application/json")
 
     app = Starlette(routes=[Route("/{path:path}", handle, methods=["POST"])])
-    server = GatewayServer(app, GatewayConfig())
+    server = AppServer(app)
     tell(server.url)
     sys.stdin.read()
     server.close()

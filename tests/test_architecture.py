@@ -24,11 +24,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "protocols": {"types", "config"},
     "rows": {"types"},
+    "serving": {"errors"},
     "selection": {"types", "config"},
     "algorithms": {"types", "protocols", "config"},
     "runners": SHARED,
     "gateway": SHARED,
-    "store": SHARED,
+    "store": SHARED | {"serving"},
     "policies": SHARED,
     "trainers": SHARED | {"policies"},
     "engines": SHARED | {"policies"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demos": PUBLIC,
     "app": SHARED
     | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies"}
-    | {"trainers", "engines", "demos", ""},
+    | {"trainers", "engines", "demos", "serving", ""},
     # The package itself: its names are imported when they are asked for, not before.
     "": set(),
 }
@@ -52,8 +53,8 @@ FENCES: dict[str, set[str]] = {
     "tokenizers": {"gateway", "policies"},
     "jinja2": {"gateway"},
     "llguidance": {"engines"},
-    "starlette": {"gateway", "app"},
-    "uvicorn": {"gateway", "app"},
+    "starlette": {"gateway", "store", "serving", "app"},
+    "uvicorn": {"serving"},
     "openai": {"demos"},
     "rich": {"app"},
     "matplotlib": {"app"},

@@ -14,7 +14,6 @@ from whet.engines.local import LocalEngine
 from whet.gateway import keys
 from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
-from whet.gateway.server import GatewayServer
 from whet.gateway.service import Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
@@ -24,6 +23,7 @@ from whet.protocols import Engine
 from whet.rows import build_rows
 from whet.runners.collect import QueueCollector
 from whet.runners.local import LocalRunner
+from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, Credit, Endpoint, Piece, Rollout, Row, Sampling
 
@@ -55,8 +55,7 @@ async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[
     engine = Witness(LocalEngine(policy, EngineConfig(), template.decode, threads=1))
     async with SQLiteStore(folder / "store.db") as store:
         service = Service(engine=engine, log=store, renderer=Renderer(template), models=("policy",))
-        config = GatewayConfig()
-        server = GatewayServer(build_app(service, store, SECRET, config), config)
+        server = AppServer(build_app(service, store, SECRET, GatewayConfig()))
 
         def endpoint(attempt: Attempt) -> Endpoint:
             path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"

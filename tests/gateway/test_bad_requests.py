@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import CALLING, CHAT_TOOL, CLAUDE_TOOL, FLAT_TOOL, Gateway, Json, NewGateway
-from whet.config import GatewayConfig
 from whet.errors import NotFound, RequestError
 from whet.gateway import app
 from whet.gateway.dialects.chat import ChatDialect
@@ -24,7 +23,7 @@ from whet.gateway.dialects.dialect import Dialect
 from whet.gateway.dialects.messages import MessagesDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.graph import Graph
-from whet.gateway.server import GatewayServer
+from whet.serving import AppServer
 
 pytestmark = pytest.mark.anyio
 
@@ -260,7 +259,7 @@ async def test_odd_values_the_model_samples_are_shown_in_every_format(
 
 @pytest.fixture
 def served(gateway: Gateway) -> Generator[str]:
-    server = GatewayServer(gateway.app, GatewayConfig())
+    server = AppServer(gateway.app)
     yield server.url
     server.close()
 

@@ -22,9 +22,9 @@ from whet.engines.local import LocalEngine
 from whet.gateway import keys
 from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
-from whet.gateway.server import GatewayServer
 from whet.gateway.service import Service
 from whet.policies.local import LocalPolicy
+from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import AttemptId, Call, Rollout
 
@@ -94,7 +94,7 @@ def served(tmp_path: Path, renderer: Renderer, engine: LocalEngine) -> Iterator[
             context_length=engine.context_length,
         )
         app = build_app(service, store, SECRET, GatewayConfig())
-        server = GatewayServer(app, GatewayConfig())
+        server = AppServer(app)
         try:
             yield Served(server.url, portal.call(claim), store)
         finally:

@@ -16,7 +16,6 @@ from whet.engines.local import LocalEngine
 from whet.gateway import keys
 from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
-from whet.gateway.server import GatewayServer
 from whet.gateway.service import Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
@@ -25,6 +24,7 @@ from whet.protocols import Algorithm, Collector, Trainer
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collect import QueueCollector
 from whet.runners.local import LocalRunner
+from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import Attempt, Endpoint, Outcome
@@ -115,7 +115,13 @@ async def _serve(
             context_length=engine.context_length,
         )
         secret = folder.secret()
-        server = GatewayServer(build_app(service, store, secret, config.gateway), config.gateway)
+        server = AppServer(
+            build_app(service, store, secret, config.gateway),
+            host=config.gateway.host,
+            port=config.gateway.port,
+            name="gateway",
+            port_flag="--gateway.port",
+        )
         stack.callback(server.close)
         # Ahead of the server, which waits for its requests: none is left without an answer.
         stack.push_async_callback(engine.close)

@@ -1,13 +1,12 @@
-"""Runs the gateway in a thread of its own, so that an agent that blocks its loop cannot stop it."""
+"""Runs an app in a thread of its own, so that whoever blocks its own loop cannot stop it."""
 
 import logging
 import socket
 import threading
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
-from whet.config import GatewayConfig
 from whet.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -17,13 +16,22 @@ KEEP_ALIVE_S = 120
 a request may be on its way."""
 
 
-class GatewayServer:
+class AppServer:
     """A served app. `url` is where it is; it listens once this exists."""
 
-    def __init__(self, app: Starlette, config: GatewayConfig) -> None:
-        listener = _listen(config)
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://{host}:{port}"
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str = "server",
+        port_flag: str = "--port",
+    ) -> None:
+        """Port 0 takes any free one. Raises ConfigError, which names the flag, if it cannot."""
+        listener = _listen(host, port, port_flag)
+        address, port = listener.getsockname()[:2]
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -36,11 +44,11 @@ class GatewayServer:
         self._thread = threading.Thread(
             target=self._server.run,
             kwargs={"sockets": [listener]},
-            name="whet-gateway",
+            name=f"whet-{name}",
             daemon=True,
         )
         self._thread.start()
-        logger.info("gateway listens url=%s", self.url)
+        logger.info("%s listens url=%s", name, self.url)
 
     def close(self) -> None:
         """Finish what is under way, then stop. Idempotent."""
@@ -48,16 +56,16 @@ class GatewayServer:
         self._thread.join(timeout=10)
 
 
-def _listen(config: GatewayConfig) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+def _listen(host: str, port: int, port_flag: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
+        listener.bind((host, port))
         listener.listen(2048)
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; "
-            "choose another with --gateway.port, or 0 for any free one"
+            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"choose another with {port_flag}, or 0 for any free one"
         ) from error
     return listener
