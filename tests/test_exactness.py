@@ -22,6 +22,7 @@ from whet.policies.local import LocalPolicy
 from whet.protocols import Engine
 from whet.rows import build_rows
 from whet.runners.collect import QueueCollector
+from whet.runners.gateways import OwnGateway
 from whet.runners.local import LocalRunner
 from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
@@ -62,7 +63,7 @@ async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[
             key = keys.mint(attempt.id, SECRET)
             return Endpoint(base_url=server.url + path, api_key=key, model="policy")
 
-        runner = LocalRunner(solve, RunnerConfig(), queue=store, log=store, endpoint=endpoint)
+        runner = LocalRunner(solve, RunnerConfig(), store=store, gateways=OwnGateway(endpoint))
         rollouts = [
             Rollout(id=f"r{i}", group="g", task=task)
             for i, task in enumerate(problems("train", 24, 0))

@@ -102,6 +102,8 @@ class RunnerConfig(Section):
 
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Attempts that run at once."""
+    lease_s: Annotated[float, Field(ge=1)] = 30.0
+    """A runner that is silent for so long is dead, and what it ran is run again."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """The limit of one attempt."""
     max_attempts: Annotated[int, Field(ge=1)] = 2

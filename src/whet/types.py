@@ -106,12 +106,25 @@ class FailureKind(StrEnum):
     """The agent gave no usable reward."""
     WORKER_LOST = "worker_lost"
     """The lease ran out: the worker died or lost touch."""
+    WORKER_LEFT = "worker_left"
+    """The worker was told to stop, and handed the rollout back."""
+    MODEL_LOST = "model_lost"
+    """The agent failed while its gateway was gone, or had been started anew."""
     CANCELLED = "cancelled"
     """Whoever ordered the rollout no longer wants it."""
 
 
-RETRIED = (FailureKind.AGENT, FailureKind.WORKER_LOST)
+RETRIED = (
+    FailureKind.AGENT,
+    FailureKind.WORKER_LOST,
+    FailureKind.WORKER_LEFT,
+    FailureKind.MODEL_LOST,
+)
 """Failures that a new attempt may mend, unless a rollout says otherwise."""
+
+BLAMELESS = frozenset({FailureKind.WORKER_LEFT, FailureKind.MODEL_LOST})
+"""Failures that say nothing of the rollout: where it is tried again, the try does not count. A
+worker that died is none of them: the rollout may be what kills it."""
 
 
 class SamplingOverride(Value):

@@ -743,6 +743,17 @@ async def test_a_rollout_says_itself_which_failures_are_tried_again(
     assert set(await store.failures(["timeout", "never", "lost"])) == {"timeout", "never", "lost"}
 
 
+async def test_a_failure_that_is_not_the_rollouts_uses_up_no_try(store: Store) -> None:
+    await store.enqueue([rollout("a", max_attempts=1), rollout("never", retried=())])
+    for kind in (FailureKind.WORKER_LEFT, FailureKind.MODEL_LOST):
+        await store.finish((await claim(store)).id, failed(kind))
+    last = await claim(store)
+    assert last.id == "a.3"
+    await store.finish(last.id, failed(FailureKind.AGENT))
+    await store.finish((await claim(store)).id, failed(FailureKind.WORKER_LEFT))
+    assert set(await store.failures(["a", "never"])) == {"a", "never"}
+
+
 async def test_an_attempt_that_outlives_its_limit_by_a_lease_is_ended(
     store: Store, clock: Clock
 ) -> None:

@@ -11,9 +11,10 @@ from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.runners.agent import Agent
 from whet.runners.collect import QueueCollector
-from whet.runners.local import LocalRunner
+from whet.runners.gateways import OwnGateway
+from whet.runners.local import HANDED_BACK, LocalRunner
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, Endpoint, Group, Rollout
+from whet.types import Attempt, Endpoint, FailureKind, Group, Rollout, Status
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +37,7 @@ async def run(
         Rollout(id=f"r{i}", group=f"r{i}", task=task, timeout_s=timeout_s, max_attempts=tries)
         for i, task in enumerate(tasks)
     ]
-    runner = LocalRunner(agent, RunnerConfig(), queue=store, log=store, endpoint=endpoint)
+    runner = LocalRunner(agent, RunnerConfig(), store=store, gateways=OwnGateway(endpoint))
     with anyio.fail_after(60):
         async with anyio.create_task_group() as tg:
             tg.start_soon(runner.run)
@@ -177,6 +178,108 @@ async def test_an_attempt_that_outlives_its_limit_is_stopped(store: SQLiteStore)
     reason = await why(one, store, timeout_s=0.1)
     assert reason == "timeout: the attempt ran longer than 0.1 s"
     assert stopped
+
+
+async def enqueue(store: SQLiteStore, *ids: str, tries: int = 1) -> None:
+    await store.enqueue([Rollout(id=id, group=id, task=id, max_attempts=tries) for id in ids])
+
+
+async def test_a_cancel_reaches_the_agent_at_once(store: SQLiteStore) -> None:
+    begun, stopped = anyio.Event(), anyio.Event()
+
+    async def one(task: object, llm: Endpoint) -> float:
+        begun.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            stopped.set()
+
+    runner = LocalRunner(one, RunnerConfig(), store=store, gateways=OwnGateway(endpoint))
+    await enqueue(store, "a")
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(runner.run)
+            await begun.wait()
+            asked = anyio.current_time()
+            await store.cancel(["a"])
+            await stopped.wait()
+            assert anyio.current_time() - asked < 1
+            tg.cancel_scope.cancel()
+    (attempt,) = await store.attempts("a")
+    assert attempt.failure is not None
+    assert attempt.failure.kind is FailureKind.CANCELLED
+    assert attempt.late == ()
+
+
+async def test_a_sync_agent_that_was_cancelled_is_left_alone(store: SQLiteStore) -> None:
+    begun, let_go = threading.Event(), threading.Event()
+
+    def one(task: str, llm: Endpoint) -> float:
+        if task == "a":
+            begun.set()
+            let_go.wait(30)
+        return 1.0
+
+    config = RunnerConfig(concurrency=1)
+    runner = LocalRunner(one, config, store=store, gateways=OwnGateway(endpoint))
+    await enqueue(store, "a", "b")
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(runner.run)
+            await anyio.to_thread.run_sync(begun.wait)
+            await store.cancel(["a"])
+            await store.wait(["b"])  # its place is free though the thread still runs
+            let_go.set()
+            tg.cancel_scope.cancel()
+    assert await store.failures(["a", "b"]) == {"a": "cancelled: cancelled by whoever ordered it"}
+
+
+async def test_a_runner_that_leaves_lets_short_attempts_end_and_hands_back_the_rest(
+    store: SQLiteStore,
+) -> None:
+    both, may_end = anyio.Semaphore(0), anyio.Event()
+
+    async def one(task: str, llm: Endpoint) -> float:
+        both.release()
+        await (may_end.wait() if task == "short" else anyio.sleep_forever())
+        return 1.0
+
+    runner = LocalRunner(one, RunnerConfig(), store=store, gateways=OwnGateway(endpoint))
+    await enqueue(store, "short", "long")
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(runner.run)
+            await both.acquire()
+            await both.acquire()
+            runner.leave(grace_s=0.5)
+            await enqueue(store, "later")
+            may_end.set()
+            await store.wait(["short"])
+    # The runner has returned by itself, and what it did not end is there at once, untried.
+    claimed = [await store.claim("other", lease_s=60, wait_s=0) for _ in range(3)]
+    assert [c and c.id for c in claimed] == ["long.2", "later.1", None]
+    assert (await store.attempts("long"))[0].failure == HANDED_BACK.failure
+
+
+async def test_a_runner_started_anew_under_its_name_returns_what_it_ran_when_it_was_killed(
+    store: SQLiteStore,
+) -> None:
+    async def one(task: object, llm: Endpoint) -> float:
+        return 1.0
+
+    await enqueue(store, "a", "other")
+    for worker in ("mine", "another"):
+        await store.claim(worker, lease_s=3600, wait_s=0)
+    runner = LocalRunner(
+        one, RunnerConfig(), store=store, gateways=OwnGateway(endpoint), name="mine"
+    )
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(runner.run)
+            await store.wait(["a"])
+            tg.cancel_scope.cancel()
+    assert [attempt.worker for attempt in await store.attempts("a")] == ["mine", "mine"]
+    assert (await store.attempts("other"))[0].status is Status.RUNNING
 
 
 async def test_an_agents_own_timeout_error_is_its_failure(store: SQLiteStore) -> None:

@@ -29,6 +29,7 @@ from whet.store.postgres import PostgresStore
 from whet.store.sql import SQLStore
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
+    BLAMELESS,
     TERMINAL,
     Attempt,
     AttemptId,
@@ -83,8 +84,11 @@ class Model:
 
     def end(self, outcome: Outcome) -> None:
         failure = outcome.failure
-        again = failure and failure.kind in self.rollout.retried and self.tries_left > 0
-        self.status = Status.QUEUED if again else outcome.status
+        if failure and failure.kind in self.rollout.retried:
+            self.tries_left += failure.kind in BLAMELESS
+            self.status = Status.QUEUED if self.tries_left > 0 else outcome.status
+        else:
+            self.status = outcome.status
 
     def upkeep(self, now: float) -> None:
         is_over = self.status is Status.RUNNING and self.lease_until <= now
@@ -92,7 +96,7 @@ class Model:
             self.status = Status.FAILED
 
 
-KINDS = st.sampled_from([FailureKind.AGENT, FailureKind.TIMEOUT, FailureKind.REWARD, LOST])
+KINDS = st.sampled_from([kind for kind in FailureKind if kind is not FailureKind.CANCELLED])
 OUTCOMES = st.one_of(
     st.floats(-1, 1).map(lambda reward: Outcome(reward=reward)),
     KINDS.map(lambda kind: Outcome(failure=Failure(kind=kind, message="it broke"))),

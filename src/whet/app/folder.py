@@ -22,6 +22,7 @@ MAY_CHANGE = frozenset(
         "gateway.host",
         "gateway.port",
         "runner.concurrency",
+        "runner.lease_s",
         "trainer.micro_batch_tokens",
     }
 )

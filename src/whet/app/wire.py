@@ -23,6 +23,7 @@ from whet.policies.local import LocalPolicy
 from whet.protocols import Algorithm, Collector, Trainer
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collect import QueueCollector
+from whet.runners.gateways import OwnGateway
 from whet.runners.local import LocalRunner
 from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
@@ -76,9 +77,8 @@ async def open_run(
         runner = LocalRunner(
             agent,
             config.runner,
-            queue=store,
-            log=store,
-            endpoint=endpoint,
+            store=store,
+            gateways=OwnGateway(endpoint),
             on_outcome=on_outcome,
         )
         run = Run(

@@ -1,6 +1,7 @@
 """The HTTP side of the gateway: paths, bodies, callers and errors."""
 
 import hashlib
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
@@ -54,8 +55,9 @@ def build_app(service: Service, log: AttemptLog, secret: bytes, config: GatewayC
         WhetError: _told_as_openai,
         Exception: _crashed,
     }
+    health = Route("/health", _health(secrets.token_hex(8)))
     return Starlette(
-        routes=[Mount(prefix, routes=versions) for prefix in PREFIXES],
+        routes=[health, *(Mount(prefix, routes=versions) for prefix in PREFIXES)],
         exception_handlers=handlers,
     )
 
@@ -184,6 +186,15 @@ class _Gateway:
                 f"the header {self._config.trace_header!r}"
             )
         return caller
+
+
+def _health(instance: str) -> Handler:
+    """That the gateway answers, and by the instance whether it is still the one that did before."""
+
+    async def health(request: Request) -> Response:
+        return JsonReply({"status": "ok", "instance": instance})
+
+    return health
 
 
 def _model(name: str) -> Json:

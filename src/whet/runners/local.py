@@ -1,24 +1,41 @@
 """Runs agents in this process, many attempts at once."""
 
 import logging
-import math
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
 
 import anyio
-from anyio import CapacityLimiter, Semaphore, create_task_group, move_on_after, to_thread
+from anyio import (
+    CancelScope,
+    CapacityLimiter,
+    Event,
+    Semaphore,
+    create_task_group,
+    move_on_after,
+    to_thread,
+)
 
 from whet.config import RunnerConfig
-from whet.errors import AgentFailed, AttemptError, AttemptTimeout, BadReward, LeaseLost, boundary
-from whet.protocols import AttemptLog, RolloutQueue
+from whet.errors import (
+    AgentFailed,
+    AttemptError,
+    AttemptTimeout,
+    BadReward,
+    LeaseLost,
+    NotFound,
+    boundary,
+)
+from whet.protocols import AttemptLog, AttemptWatch, Directory, RolloutQueue
 from whet.runners.agent import Agent, awaited, check_agent, emitted, final_reward, is_async
-from whet.types import Attempt, Endpoint, Failure, FailureKind, Outcome, Reward
+from whet.runners.gateways import Connection, Gateways
+from whet.types import Attempt, AttemptId, Endpoint, Failure, FailureKind, Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 60.0
 CLAIM_WAIT_S = 30.0
 
 KINDS: dict[type[AttemptError], FailureKind] = {
@@ -27,12 +44,26 @@ KINDS: dict[type[AttemptError], FailureKind] = {
     BadReward: FailureKind.REWARD,
 }
 
+HANDED_BACK = Outcome(
+    failure=Failure(kind=FailureKind.WORKER_LEFT, message="its worker left and handed it back")
+)
+
+NO_GATEWAY = Outcome(
+    failure=Failure(kind=FailureKind.MODEL_LOST, message="no gateway answered when it began")
+)
+
+
+class Work(RolloutQueue, AttemptWatch, AttemptLog, Directory, Protocol):
+    """What a runner needs of a store."""
+
 
 class LocalRunner:
     """Claims rollouts and runs the agent on each.
 
     Async agents share this event loop, sync ones get a thread each. A failure is recorded on the
-    attempt and the next one is claimed: a bad rollout is data, not a crash.
+    attempt and the next one is claimed: a bad rollout is data, not a crash. An attempt that was
+    ended from elsewhere is stopped at once: an async agent is cancelled, a sync one is left alone
+    with a model that no longer answers it.
     """
 
     def __init__(
@@ -40,71 +71,131 @@ class LocalRunner:
         agent: Agent,
         config: RunnerConfig,
         *,
-        queue: RolloutQueue,
-        log: AttemptLog,
-        endpoint: Callable[[Attempt], Endpoint],
+        store: Work,
+        gateways: Gateways,
+        name: str | None = None,
         on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     ) -> None:
+        """`name` is the worker's in the store; one that had it before is taken to be dead."""
         check_agent(agent)
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._is_renamed = name is not None
         self._agent = agent
-        self._queue = queue
-        self._log = log
-        self._endpoint = endpoint
+        self._concurrency = config.concurrency
+        self._lease_s = config.lease_s
+        self._store = store
+        self._gateways = gateways
         self._on_outcome = on_outcome
         self._slots = Semaphore(config.concurrency)
         self._threads = CapacityLimiter(config.concurrency)
-        self._worker = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._running = set[AttemptId]()
+        self._claiming = CancelScope()
+        self._grace_s = 0.0
+        self._hand_back = Event()
 
     async def run(self) -> None:
-        """Work until cancelled."""
-        async with create_task_group() as tasks:
-            while True:
-                await self._slots.acquire()
-                attempt = await self._queue.claim(
-                    self._worker, lease_s=LEASE_S, wait_s=CLAIM_WAIT_S
-                )
-                if attempt is None:
-                    self._slots.release()
-                else:
-                    tasks.start_soon(self._run_and_release, attempt)
+        """Work until cancelled, or until told to leave."""
+        if self._is_renamed:
+            await self._return_strays()
+        async with create_task_group() as attempts:
+            with self._claiming:
+                while True:
+                    await self._slots.acquire()
+                    await self._gateways.ready()
+                    attempt = await self._store.claim(
+                        self.name, lease_s=self._lease_s, wait_s=CLAIM_WAIT_S
+                    )
+                    if attempt is None:
+                        self._slots.release()
+                    else:
+                        self._running.add(attempt.id)
+                        attempts.start_soon(self._run_and_release, attempt)
+            with move_on_after(self._grace_s):
+                while self._running:
+                    await self._slots.acquire()
+            self._hand_back.set()
+        await self._return_strays()
+
+    def leave(self, grace_s: float) -> None:
+        """Claim nothing more, let what runs go on so long, and hand back what is left then."""
+        logger.info("runner leaves name=%s running=%d", self.name, len(self._running))
+        self._grace_s = grace_s
+        self._claiming.cancel()
+
+    @property
+    def running(self) -> int:
+        """Attempts at work here."""
+        return len(self._running)
+
+    async def _return_strays(self) -> None:
+        """Hand back what the store holds to be at work here and is not.
+
+        A claim whose answer never arrived, or what ran under this name when it was killed.
+        """
+        for worker in await self._store.workers():
+            if worker.name == self.name:
+                for attempt in set(worker.running) - self._running:
+                    with suppress(LeaseLost):
+                        await self._store.finish(attempt, HANDED_BACK)
 
     async def _run_and_release(self, attempt: Attempt) -> None:
         try:
             await self._run_one(attempt)
         finally:
+            self._running.discard(attempt.id)
             self._slots.release()
 
     async def _run_one(self, attempt: Attempt) -> None:
         rewards: list[Reward] = []
-        async with self._lease_kept(attempt):
+        outcome = HANDED_BACK
+        async with create_task_group() as tasks:
+            tasks.start_soon(self._keep_lease, attempt, tasks.cancel_scope)
+            tasks.start_soon(self._stop_when_ended, attempt, tasks.cancel_scope)
+            tasks.start_soon(self._stop_when_leaving, tasks.cancel_scope)
             outcome = await self._outcome(attempt, rewards)
+            tasks.cancel_scope.cancel()
+        if outcome is HANDED_BACK and not self._hand_back.is_set():
+            logger.warning("attempt was ended from elsewhere attempt=%s", attempt.id)
+            return
         try:
             for reward in rewards:
-                await self._log.emit(attempt.id, reward)
-            await self._queue.finish(attempt.id, outcome)
+                await self._store.emit(attempt.id, reward)
+            await self._store.finish(attempt.id, outcome)
         except LeaseLost:
             logger.warning("attempt reported too late attempt=%s", attempt.id)
             return
         self._on_outcome(attempt, outcome)
 
     async def _outcome(self, attempt: Attempt, rewards: list[Reward]) -> Outcome:
+        connection = self._gateways.connect(attempt)
+        if connection is None:  # lost while this was being claimed
+            return NO_GATEWAY
         try:
-            return Outcome(reward=await self._reward(attempt, rewards))
+            return Outcome(reward=await self._reward(attempt, connection.endpoint, rewards))
         except AttemptError as error:
-            logger.warning("attempt failed attempt=%s reason=%s", attempt.id, error)
-            return Outcome(failure=Failure(kind=KINDS[type(error)], message=str(error)))
+            kind = await self._kind(error, connection)
+            logger.warning(
+                "attempt failed attempt=%s kind=%s reason=%s", attempt.id, kind.value, error
+            )
+            return Outcome(failure=Failure(kind=kind, message=str(error)))
 
-    async def _reward(self, attempt: Attempt, rewards: list[Reward]) -> float:
+    async def _kind(self, error: AttemptError, connection: Connection) -> FailureKind:
+        # An agent without its model fails in any way, late or soon.
+        if not isinstance(error, BadReward) and await connection.was_lost():
+            return FailureKind.MODEL_LOST
+        return KINDS[type(error)]
+
+    async def _reward(self, attempt: Attempt, llm: Endpoint, rewards: list[Reward]) -> float:
         emitted.set(rewards)
         limit = attempt.rollout.timeout_s
         with move_on_after(limit):
             with boundary(AgentFailed, "the agent raised"):
-                returned = await self._call_agent(attempt)
+                returned = await self._call_agent(attempt, llm)
             return final_reward(returned, rewards)
         raise AttemptTimeout(f"the attempt ran longer than {limit:g} s")
 
-    async def _call_agent(self, attempt: Attempt) -> object:
-        task, llm = attempt.rollout.task, self._endpoint(attempt)
+    async def _call_agent(self, attempt: Attempt, llm: Endpoint) -> object:
+        task = attempt.rollout.task
         if is_async(self._agent):
             return await awaited(self._agent(task, llm))
         result = await to_thread.run_sync(
@@ -112,17 +203,18 @@ class LocalRunner:
         )
         return await awaited(result)
 
-    @asynccontextmanager
-    async def _lease_kept(self, attempt: Attempt) -> AsyncGenerator[None]:
-        async with create_task_group() as tasks:
-            tasks.start_soon(self._keep_lease, attempt)
-            yield
-            tasks.cancel_scope.cancel()
+    async def _keep_lease(self, attempt: Attempt, scope: CancelScope) -> None:
+        with suppress(LeaseLost):
+            while True:
+                await anyio.sleep(self._lease_s / 3)
+                await self._store.heartbeat(attempt.id, lease_s=self._lease_s)
+        scope.cancel()
 
-    async def _keep_lease(self, attempt: Attempt) -> None:
-        while True:
-            await anyio.sleep(LEASE_S / 3)
-            try:
-                await self._queue.heartbeat(attempt.id, lease_s=LEASE_S)
-            except LeaseLost:
-                await anyio.sleep(math.inf)  # Finishing will find out too, and say so.
+    async def _stop_when_ended(self, attempt: Attempt, scope: CancelScope) -> None:
+        with suppress(NotFound):  # its run was dropped
+            await self._store.ended(attempt.id)
+        scope.cancel()
+
+    async def _stop_when_leaving(self, scope: CancelScope) -> None:
+        await self._hand_back.wait()
+        scope.cancel()

@@ -11,6 +11,7 @@ from whet.store.database import Column, Db
 from whet.store.packing import to_json
 from whet.store.runs import find_run, make_run
 from whet.types import (
+    BLAMELESS,
     TERMINAL,
     Attempt,
     AttemptId,
@@ -318,8 +319,9 @@ class Queue:
 
     def _finish(self, db: Db, running: Running, outcome: Outcome) -> None:
         self._end_attempt(db, running, outcome)
-        if running.tries_left > 0 and _is_retried(running, outcome):
-            self._requeue(db, running)
+        tries_back = int(outcome.failure is not None and outcome.failure.kind in BLAMELESS)
+        if running.tries_left + tries_back > 0 and _is_retried(running, outcome):
+            self._requeue(db, running, tries_back)
         else:
             self._end_rollout(db, running.run, running.rollout_seq, running.rollout, outcome)
 
