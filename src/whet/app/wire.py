@@ -4,27 +4,22 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
-
-from anyio import create_task_group
 
 from whet.algorithms.grpo import GRPO
 from whet.app.folder import RunFolder
+from whet.app.working import agents_at_work, endpoint_of
 from whet.config import RunConfig
 from whet.engines.grammar import Grammars
 from whet.engines.local import LocalEngine
-from whet.gateway import keys
 from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
 from whet.gateway.service import Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
-from whet.protocols import Algorithm, Collector, Trainer
+from whet.protocols import Algorithm, AttemptLog, Collector, Trainer
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collect import QueueCollector
-from whet.runners.gateways import OwnGateway
-from whet.runners.local import LocalRunner
 from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
@@ -61,26 +56,18 @@ async def open_run(
     check_agent(agent)
     config = folder.config()
     model = resolve_model(config.model, progress=progress)
-    cores = os.cpu_count() or 1
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.owned())
         store = await stack.enter_async_context(SQLiteStore(folder.store))
         # This process owns the run, so whoever held a lease before is dead.
         await store.release_workers()
         policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
-        trainer = LocalTrainer(policy, threads=cores)
+        trainer = LocalTrainer(policy, threads=os.cpu_count() or 1)
         # Before anybody samples: what a kill left in the queue runs as soon as there is a runner.
         if done := await store.steps():
             await trainer.restore(folder.checkpoints / done[-1].checkpoint)
-        serving = _serve(folder, config, policy, store, threads=_sampler_threads(policy, cores))
+        serving = serve(policy, config, store, folder.secret())
         endpoint = await stack.enter_async_context(serving)
-        runner = LocalRunner(
-            agent,
-            config.runner,
-            store=store,
-            gateways=OwnGateway(endpoint),
-            on_outcome=on_outcome,
-        )
         run = Run(
             config=config,
             folder=folder,
@@ -89,13 +76,13 @@ async def open_run(
             algorithm=GRPO(config.algorithm),
             trainer=trainer,
         )
-        async with _at_work(runner):
+        async with agents_at_work(agent, config.runner, store, endpoint, on_outcome):
             yield run
 
 
 @asynccontextmanager
-async def _serve(
-    folder: RunFolder, config: RunConfig, policy: LocalPolicy, store: SQLiteStore, *, threads: int
+async def serve(
+    policy: LocalPolicy, config: RunConfig, log: AttemptLog, secret: bytes
 ) -> AsyncGenerator[Callable[[Attempt], Endpoint]]:
     """Engine and gateway at work; gives where an attempt reaches its model."""
     async with AsyncExitStack() as stack:
@@ -103,20 +90,23 @@ async def _serve(
         renderer = Renderer(template, keep_thinking=config.gateway.keep_thinking)
         grammars = Grammars(policy.folder, renderer.stop_ids)
         engine = LocalEngine(
-            policy, config.engine, template.decode, grammars=grammars, threads=threads
+            policy,
+            config.engine,
+            template.decode,
+            grammars=grammars,
+            threads=_sampler_threads(policy),
         )
         stack.push_async_callback(engine.close)
         names = (POLICY, *config.gateway.models)
         service = Service(
             engine=engine,
-            log=store,
+            log=log,
             renderer=renderer,
             models=names,
             context_length=engine.context_length,
         )
-        secret = folder.secret()
         server = AppServer(
-            build_app(service, store, secret, config.gateway),
+            build_app(service, log, secret, config.gateway),
             host=config.gateway.host,
             port=config.gateway.port,
             name="gateway",
@@ -126,35 +116,10 @@ async def _serve(
         # Ahead of the server, which waits for its requests: none is left without an answer.
         stack.push_async_callback(engine.close)
 
-        def endpoint(attempt: Attempt) -> Endpoint:
-            """Path and key both name the attempt."""
-            path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
-            key = keys.mint(attempt.id, secret)
-            return Endpoint(base_url=server.url + path, api_key=key, model=POLICY)
-
-        yield endpoint
+        yield endpoint_of(server.url, secret, POLICY)
 
 
-def _sampler_threads(policy: LocalPolicy, cores: int) -> int:
+def _sampler_threads(policy: LocalPolicy) -> int:
     """A small model gains nothing from more threads, and loses much where agents share cores."""
     size = sum(parameter.numel() for parameter in policy.model.parameters())
-    return 1 if size < SMALL_MODEL else cores
-
-
-@asynccontextmanager
-async def _at_work(runner: LocalRunner) -> AsyncGenerator[None]:
-    """Have the runner claim rollouts until the block ends; a failure of either is raised as is."""
-    try:
-        async with create_task_group() as tasks:
-            tasks.start_soon(runner.run)
-            yield
-            tasks.cancel_scope.cancel()
-    except ExceptionGroup as group:
-        raise _first(group) from group
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    error = group.exceptions[0]
-    if isinstance(error, ExceptionGroup):
-        return _first(cast(ExceptionGroup[Exception], error))
-    return error
+    return 1 if size < SMALL_MODEL else os.cpu_count() or 1

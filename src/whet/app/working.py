@@ -1,0 +1,53 @@
+"""Agents at work on a queue, and where they reach their model."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+from anyio import create_task_group
+
+from whet.config import RunnerConfig
+from whet.gateway import keys
+from whet.runners.agent import Agent
+from whet.runners.gateways import OwnGateway
+from whet.runners.local import LocalRunner
+from whet.store.sqlite import SQLiteStore
+from whet.types import Attempt, Endpoint, Outcome
+
+
+def endpoint_of(url: str, secret: bytes, model: str) -> Callable[[Attempt], Endpoint]:
+    """Where an attempt reaches its model: path and key both name the attempt."""
+
+    def endpoint(attempt: Attempt) -> Endpoint:
+        path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
+        return Endpoint(base_url=url + path, api_key=keys.mint(attempt.id, secret), model=model)
+
+    return endpoint
+
+
+@asynccontextmanager
+async def agents_at_work(
+    agent: Agent,
+    config: RunnerConfig,
+    store: SQLiteStore,
+    endpoint: Callable[[Attempt], Endpoint],
+    on_outcome: Callable[[Attempt, Outcome], None],
+) -> AsyncGenerator[None]:
+    """Claim and run rollouts until the block ends; a failure of either is raised as it is."""
+    runner = LocalRunner(
+        agent, config, store=store, gateways=OwnGateway(endpoint), on_outcome=on_outcome
+    )
+    try:
+        async with create_task_group() as tasks:
+            tasks.start_soon(runner.run)
+            yield
+            tasks.cancel_scope.cancel()
+    except ExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error = group.exceptions[0]
+    if isinstance(error, ExceptionGroup):
+        return _first(cast(ExceptionGroup[Exception], error))
+    return error
