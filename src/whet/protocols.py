@@ -61,7 +61,7 @@ class RolloutQueue(Protocol):
         """End the attempt; its rollout ends too, or is queued again where another may mend it.
 
         Raises:
-            LeaseLost: the attempt had ended before; the outcome is not taken.
+            LeaseLost: it had ended before, in another way; the outcome is kept but not taken.
         """
         ...
 
@@ -94,7 +94,7 @@ class AttemptLog(Protocol):
         ...
 
     async def append(self, call: Call) -> None:
-        """Record a call, once by its id. Raises LeaseLost if the attempt has ended."""
+        """Record a call, once by its id. Raises LeaseLost if the attempt ended without it."""
         ...
 
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
@@ -119,6 +119,8 @@ class StepLog(Protocol):
 
     async def commit(self, record: StepRecord) -> None:
         """Record a step and the rollouts it consumed, in one transaction.
+
+        The very record that was committed last is accepted again.
 
         Raises:
             StoreError: the step is not the next one, or a rollout was consumed before.

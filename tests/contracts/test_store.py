@@ -1,5 +1,6 @@
 """What every store promises. A new store is done when it passes this file."""
 
+import math
 import os
 import zipfile
 from collections.abc import AsyncGenerator
@@ -416,11 +417,24 @@ async def test_the_end_of_an_attempt_is_final(store: Store, outcome: Outcome) ->
     await store.enqueue([rollout("a")])
     attempt = await claim(store)
     await store.finish(attempt.id, outcome)
-    for late in (WON, outcome, failed()):
+    for late in (Outcome(reward=0.5), failed(FailureKind.REWARD), failed()):
         with pytest.raises(LeaseLost, match=r"'a\.1' has ended"):
             await store.finish(attempt.id, late)
     assert await nothing_to_claim(store)
     assert len(await store.trajectories(["a"])) == (outcome is WON)
+
+
+@pytest.mark.parametrize("outcome", [WON, failed(), failed(FailureKind.TIMEOUT)])
+async def test_the_outcome_that_ended_an_attempt_may_be_reported_again(
+    store: Store, outcome: Outcome
+) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    attempt = await claim(store)
+    await store.finish(attempt.id, outcome)
+    before = await store.rollouts()
+    await store.finish(attempt.id, outcome)
+    assert await store.rollouts() == before
+    assert [record.late for record in await store.attempts("a")] == [()]
 
 
 async def test_waiting_ends_when_all_have_ended(store: Store) -> None:
@@ -504,6 +518,7 @@ async def test_nothing_is_recorded_after_the_end(store: Store) -> None:
     attempt = await claim(store)
     await store.append(call(attempt.id))
     await store.finish(attempt.id, WON)
+    await store.append(call(attempt.id))  # asked again, and recorded before
     with pytest.raises(LeaseLost):
         await store.append(call(attempt.id, "late"))
     with pytest.raises(LeaseLost):
@@ -574,12 +589,25 @@ async def test_steps_come_back_oldest_first(store: Store) -> None:
     assert await store.steps() == records
 
 
-@pytest.mark.parametrize("wrong", [0, 2])
-async def test_only_the_next_step_can_be_committed(store: Store, wrong: int) -> None:
+async def test_only_the_next_step_can_be_committed(store: Store) -> None:
+    await ended(store, "a", "b")
+    await store.commit(step(0, "a", "b"))
+    other = step(0, "a", "b").model_copy(update={"metrics": {"loss": 7.0}})
+    for wrong in (step(0), step(0, "b", "a"), other, step(2)):
+        with pytest.raises(StoreError, match="the next one is 1"):
+            await store.commit(wrong)
+    assert await store.steps() == [step(0, "a", "b")]
+
+
+async def test_the_last_step_may_be_committed_again(store: Store) -> None:
+    await ended(store, "a")
+    last = step(1, "a").model_copy(update={"metrics": {"loss": 0.1, "kl": math.nan}})
     await store.commit(step(0))
-    with pytest.raises(StoreError, match="the next one is 1"):
-        await store.commit(step(wrong))
-    assert await store.steps() == [step(0)]
+    for _ in range(2):
+        await store.commit(last)
+    assert [record.step for record in await store.steps()] == [0, 1]
+    with pytest.raises(StoreError, match="the next one is 2"):
+        await store.commit(step(0))
 
 
 @pytest.mark.parametrize("consumed", [["b", "a"], ["b", "b"], ["b", "running"], ["b", "nobody"]])
@@ -971,7 +999,7 @@ async def test_a_dropped_run_leaves_no_trace_and_its_neighbour_whole(store: Stor
         await run.emit(attempt.id, Reward(value=1))
         await run.finish(attempt.id, WON)
         with pytest.raises(LeaseLost):
-            await run.finish(attempt.id, WON)
+            await run.finish(attempt.id, failed())
         await run.commit(step(0, "a"))
     before = await other.trajectories(["a"])
     running = await claim(store)

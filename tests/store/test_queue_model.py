@@ -65,6 +65,8 @@ class Model:
     tries_left: int = 0
     lease_until: float = math.inf
     late: dict[str, int] = field(default_factory=dict[str, int])
+    ends: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    """How workers ended its attempts."""
 
     @property
     def attempt(self) -> str:
@@ -84,6 +86,7 @@ class Model:
 
     def end(self, outcome: Outcome) -> None:
         failure = outcome.failure
+        self.ends[self.attempt] = outcome
         if failure and failure.kind in self.rollout.retried:
             self.tries_left += failure.kind in BLAMELESS
             self.status = Status.QUEUED if self.tries_left > 0 else outcome.status
@@ -236,10 +239,13 @@ class QueueMachine(RuleBasedStateMachine):
         gave = self.at_once(*(of(*pair) for pair in chosen))
         for (attempt, outcome), answer in zip(chosen, gave, strict=True):
             model = self.model_of(attempt)
-            assert isinstance(answer, LeaseLost) is not self.is_current(attempt)
             if self.is_current(attempt):
+                assert answer is None
                 model.end(outcome)
+            elif model.ends.get(attempt) == outcome:
+                assert answer is None
             else:
+                assert isinstance(answer, LeaseLost)
                 model.late[attempt] = model.late.get(attempt, 0) + 1
 
     @rule(attempt=attempts)
@@ -262,10 +268,10 @@ class QueueMachine(RuleBasedStateMachine):
             lambda: last.cancel([model.rollout.id]),
         )
         taken = [r for r, gave in zip(reports, (a, b), strict=True) if gave is None]
-        assert len(taken) <= current
         model.late[attempt] = model.late.get(attempt, 0) + 2 - len(taken)
-        if taken:
+        if current and taken:
             model.end(taken[0])
+        assert taken in ([], [model.ends.get(attempt)])
         ended_before_cancel = model.status in TERMINAL
         assert cancelled == (not ended_before_cancel)
         if cancelled:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from whet.errors import NotFound, StoreError, boundary
+from whet.errors import LeaseLost, NotFound, StoreError, boundary
 from whet.store.database import Column, Db
 from whet.store.packing import (
     pack_floats,
@@ -128,12 +128,26 @@ def pack_call(call: Call) -> PackedCall:
 
 def append(db: Db, run: str, call: PackedCall) -> None:
     """Write a call with its generations; one that is known already stays as it is."""
-    attempt = running_attempt(db, run, call.attempt, keep=True)
+    try:
+        attempt = running_attempt(db, run, call.attempt, keep=True)
+    except LeaseLost:
+        if _is_known(db, run, call):
+            return
+        raise
     row = db.execute(APPEND_CALL, (attempt, *call.row)).fetchone()
     if row is not None:
         db.executemany(
             APPEND_GENERATION, [(row[0], *generation) for generation in call.generations]
         )
+
+
+def _is_known(db: Db, run: str, call: PackedCall) -> bool:
+    row = db.execute(
+        "SELECT 1 FROM call JOIN attempt ON attempt.seq = call.attempt"
+        " WHERE attempt.run = ? AND attempt.id = ? AND call.id = ?",
+        (find_run(db, run), call.attempt, call.row[0]),
+    ).fetchone()
+    return row is not None
 
 
 def emit(db: Db, run: str, attempt: AttemptId, reward: Reward) -> None:

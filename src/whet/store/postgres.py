@@ -20,7 +20,7 @@ from whet.errors import MissingExtra, StoreError, boundary
 from whet.store.bell import EVERYONE, Bell
 from whet.store.database import Column, Database, Db, Rows, Values
 from whet.store.queue import Queue
-from whet.store.schema import TABLES
+from whet.store.schema import TABLES, TICKETS
 from whet.store.sql import DEFAULT_RUN, SQLStore
 from whet.store.writer import Writer
 
@@ -62,12 +62,13 @@ TYPES = (
     ("BLOB", "BYTEA"),
 )
 
-FIRST = tuple(
-    re.sub(r"\b(INTEGER PRIMARY KEY|INTEGER|REAL|BLOB)\b", lambda m: dict(TYPES)[m[0]], statement)
-    for statement in TABLES
-)
 
-MIGRATIONS = (FIRST,)
+def _in_postgres_types(statement: str) -> str:
+    found = r"\b(INTEGER PRIMARY KEY|INTEGER|REAL|BLOB)\b"
+    return re.sub(found, lambda m: dict(TYPES)[m[0]], statement)
+
+
+MIGRATIONS = tuple(tuple(map(_in_postgres_types, tables)) for tables in (TABLES, TICKETS))
 """The statements that lead from one version to the next; a released one is never edited."""
 
 

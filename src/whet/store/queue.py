@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from whet.errors import LeaseLost, NotFound
-from whet.store import resources
+from whet.errors import LeaseLost, NotFound, StoreError
+from whet.store import resources, tickets
 from whet.store.bell import Bell, end_of, work_in
 from whet.store.database import Column, Db
 from whet.store.packing import to_json
@@ -41,6 +41,11 @@ FIRST_EXPIRED = """
 SELECT seq, priority, id, body, status, attempts FROM rollout
 WHERE run = ? AND status = 'running' AND lease_until <= ? AND tries_left > 0 AND retry_lost = 1
 ORDER BY priority DESC, seq LIMIT 1 /* SKIP LOCKED */
+"""
+
+# Of an attempt whose worker has heard of it.
+BEGUN = """
+SELECT 1 FROM call WHERE attempt = ? UNION ALL SELECT 1 FROM reward WHERE attempt = ? LIMIT 1
 """
 
 CLAIM = """
@@ -84,8 +89,8 @@ OF_RUN = "(SELECT seq FROM run WHERE name = ?)"
 ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {OF_RUN} AND id = ?"
 
 RUNNING = """
-SELECT attempt.seq, attempt.id, attempt.worker, attempt.started,
-    rollout.seq, rollout.id, rollout.tries_left, rollout.body, run.name
+SELECT attempt.seq, attempt.id, attempt.number, attempt.worker, attempt.started,
+    attempt.resources, rollout.seq, rollout.id, rollout.tries_left, rollout.body, run.name
 FROM rollout
 JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
 JOIN run ON run.seq = rollout.run
@@ -124,8 +129,10 @@ class Running(NamedTuple):
 
     seq: int
     id: str
+    number: int
     worker: str
     started: float
+    resources: str | None
     rollout_seq: int
     rollout: str
     tries_left: int
@@ -202,8 +209,23 @@ class Queue:
         db.executemany(ENQUEUE, [_row(seq, packed, now) for packed in rollouts])
         self._bell.mark(work_in(run))
 
-    def claim(self, db: Db, run: str, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
+    def claim(
+        self,
+        db: Db,
+        run: str,
+        worker: str,
+        lease_s: float,
+        wait_s: float,
+        ticket: str | None = None,
+    ) -> Attempt | None:
+        """Take the next rollout; with a ticket that took one already, that one again.
+
+        Raises:
+            LeaseLost: what the ticket took has ended, or was given back.
+        """
         now, run_seq = self.clock(), make_run(db, run, self.clock())
+        if ticket is not None and (taken := tickets.recall(db, run, ticket)) is not None:
+            return self._take_again(db, run, json.loads(taken), lease_s)
         db.execute(SEEN, (run_seq, worker, now, now, now + lease_s + wait_s))
         found = db.execute(FIRST_EXPIRED, (run_seq, now)).fetchall()
         found += db.execute(FIRST_QUEUED, (run_seq,)).fetchall()
@@ -225,14 +247,40 @@ class Queue:
         given = to_json(attempt.resources) if attempt.resources else None
         db.execute(CLAIM, (now + lease_s, seq))
         db.execute(START, (run_seq, attempt.id, seq, attempt.number, worker, now, given))
+        if ticket is not None:
+            tickets.remember(db, run, ticket, attempt.id, now)
         return attempt
 
-    def unclaim(self, db: Db, run: str, attempt: AttemptId) -> None:
-        """Undo a claim whose caller had gone before it heard of it."""
+    def _take_again(self, db: Db, run: str, attempt: str | None, lease_s: float) -> Attempt:
+        if attempt is None:
+            raise LeaseLost("what was claimed with this ticket was given back")
+        running, until = self._must_run(db, run, attempt), self.clock() + lease_s
+        db.execute(HEARTBEAT, (until, until, running.rollout_seq))
+        return Attempt(
+            id=AttemptId(running.id),
+            rollout=parse_rollout(running.body),
+            number=running.number,
+            resources=json.loads(running.resources) if running.resources else {},
+        )
+
+    def unclaim(self, db: Db, run: str, attempt: str, ticket: str | None = None) -> None:
+        """Undo a claim whose caller had gone before it heard of it; its ticket is as new."""
         for running in self._running_attempt(db, run, attempt):
+            if db.execute(BEGUN, (running.seq, running.seq)).fetchone() is not None:
+                raise StoreError(f"attempt {attempt!r} has begun: finish it")
             db.execute("DELETE FROM attempt WHERE seq = ?", (running.seq,))
             db.execute(UNCLAIM, (running.rollout_seq,))
             self._bell.mark(work_in(run))
+        if ticket is not None:
+            tickets.forget(db, run, ticket)
+
+    def give_back(self, db: Db, run: str, ticket: str) -> None:
+        """Undo what was claimed with a ticket, and claim nothing with it if it comes again."""
+        taken = tickets.recall(db, run, ticket)
+        attempt = None if taken is None else json.loads(taken)
+        if attempt is not None:
+            self.unclaim(db, run, attempt)
+        tickets.remember(db, run, ticket, None, self.clock())
 
     def heartbeat(self, db: Db, run: str, attempt: AttemptId, lease_s: float) -> bool:
         """Whether the attempt may go on; one that outlived its limit by a lease is ended."""
@@ -247,7 +295,13 @@ class Queue:
         return True
 
     def finish(self, db: Db, run: str, attempt: AttemptId, outcome: Outcome) -> None:
-        self._finish(db, self._must_run(db, run, attempt), outcome)
+        try:
+            running = self._must_run(db, run, attempt)
+        except LeaseLost:
+            if not _has_ended_so(db, run, attempt, outcome):
+                raise
+        else:
+            self._finish(db, running, outcome)
 
     def keep_late(self, db: Db, run: str, attempt: AttemptId, outcome: Outcome) -> None:
         """Keep an outcome that was refused, for the record."""
@@ -337,6 +391,14 @@ class Queue:
     def _end_rollout(self, db: Db, run: str, seq: int, rollout: str, outcome: Outcome) -> None:
         db.execute(END_LEASE, (outcome.status.value, _failure(outcome), 0, seq))
         self._bell.mark(end_of(run, rollout))
+
+
+def _has_ended_so(db: Db, run: str, attempt: str, outcome: Outcome) -> bool:
+    """Whether this very outcome ended the attempt: it is reported again, not late."""
+    ended = db.execute(
+        "SELECT reward, failure FROM attempt WHERE run = ? AND id = ?", (find_run(db, run), attempt)
+    ).fetchone()
+    return ended == (outcome.reward, _failure(outcome))
 
 
 def _row(run: int, packed: Packed, now: float) -> tuple[Column, ...]:

@@ -286,7 +286,20 @@ SECOND = (
 )
 """Runs, priorities, resources and workers: what was there becomes the run `default`."""
 
-MIGRATIONS = (FIRST, SECOND)
+TICKETS = (
+    """
+    CREATE TABLE ticket (             -- requests that are done once, and what they gave
+        run TEXT NOT NULL,            -- by name: the ticket that drops a run outlives it
+        ticket TEXT NOT NULL,
+        answer TEXT NOT NULL,
+        created REAL NOT NULL,
+        PRIMARY KEY (run, ticket)
+    )
+    """,
+    "CREATE INDEX ticket_created ON ticket (created)",
+)
+
+MIGRATIONS = (FIRST, SECOND, TICKETS)
 """The statements that lead from one version to the next; a released one is never edited."""
 
 

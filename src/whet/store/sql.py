@@ -22,7 +22,7 @@ from whet.protocols import (
     RolloutQueue,
     StepLog,
 )
-from whet.store import archive, directory, log, resources, runs, steps
+from whet.store import archive, directory, log, resources, runs, steps, tickets
 from whet.store.bell import EVERYONE, end_of, work_in
 from whet.store.database import Database, Db
 from whet.store.queue import Queue, attempt_status, pack_rollout, unfinished
@@ -59,17 +59,34 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
     A write is durable when its method returns, and every read begun after that sees it.
     """
 
-    def __init__(self, database: Database, queue: Queue, run: str, *, owns: bool = True) -> None:
+    def __init__(
+        self,
+        database: Database,
+        queue: Queue,
+        run: str,
+        *,
+        owns: bool = True,
+        ticket: str | None = None,
+    ) -> None:
         """Closing a store that `owns` its database closes that too."""
         with boundary(StoreError, "run"):
             self.run = _NAME.validate_python(run)
         self._database = database
         self._queue = queue
         self._owns = owns
+        self._ticket = ticket
 
     def for_run(self, run: str) -> "SQLStore":
         """Another run of the same database, for as long as this store is open."""
         return SQLStore(self._database, self._queue, run, owns=False)
+
+    def once(self, ticket: str) -> "SQLStore":
+        """The same run, for one change: asked again with the same ticket, it is not done again.
+
+        A claim with a ticket that claimed before gives the same attempt; LeaseLost if that has
+        ended or was given back.
+        """
+        return SQLStore(self._database, self._queue, self.run, owns=False, ticket=ticket)
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,6 +162,14 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
                 if status is not Status.RUNNING:
                     return status
                 await listener.wait()
+
+    async def give_back(self, ticket: str) -> None:
+        """Undo the claim of a ticket, though it may come only now: its caller is gone.
+
+        Raises:
+            StoreError: the attempt has begun.
+        """
+        await self._write(self._in_run(self._queue.give_back, ticket=ticket))
 
     async def release_workers(self) -> int:
         """Take every running attempt from its worker, and say how many there were.
@@ -262,6 +287,8 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
         return lambda db: act(db, self.run, *args, **kwargs)
 
     async def _write(self, change: Callable[[Db], T]) -> T:
+        if self._ticket is not None:
+            change = tickets.once(change, self.run, self._ticket, self._queue.clock())
         return await asyncio.wrap_future(self._database.write(change))
 
     async def _read(self, read: Callable[[Db], T]) -> T:
@@ -269,7 +296,13 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
 
     async def _claim_now(self, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
         future = self._database.write(
-            self._in_run(self._queue.claim, worker=worker, lease_s=lease_s, wait_s=wait_s)
+            self._in_run(
+                self._queue.claim,
+                worker=worker,
+                lease_s=lease_s,
+                wait_s=wait_s,
+                ticket=self._ticket,
+            )
         )
         try:
             return await asyncio.wrap_future(future)
@@ -285,7 +318,8 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
         attempt = claimed.result()
         if attempt is not None:
             with suppress(StoreError):  # closed meanwhile: the lease will run out
-                self._database.write(self._in_run(self._queue.unclaim, attempt=attempt.id))
+                undo = self._in_run(self._queue.unclaim, attempt=attempt.id, ticket=self._ticket)
+                self._database.write(undo)
 
 
 def _nothing(db: Db) -> None:

@@ -30,10 +30,12 @@ NO_LIMIT = 2**62
 
 
 def commit(db: Db, run: str, record: StepRecord, now: float) -> None:
-    """Write a step and what it consumed, or nothing."""
+    """Write a step and what it consumed, or nothing; the very last one again changes nothing."""
     seq = make_run(db, run, now)
     (last,) = db.execute("SELECT max(step) FROM step WHERE run = ?", (seq,)).fetchone()
     expected = 0 if last is None else last + 1
+    if record.step == last and _is_committed(db, run, record):
+        return
     if record.step != expected:
         raise StoreError(f"step {record.step} cannot be committed: the next one is {expected}")
     if pending := unfinished(db, run, record.consumed):
@@ -51,6 +53,13 @@ def commit(db: Db, run: str, record: StepRecord, now: float) -> None:
         "INSERT INTO consumed (run, rollout, step, position) VALUES (?, ?, ?, ?)",
         [(seq, rollout, record.step, position) for position, rollout in enumerate(record.consumed)],
     )
+
+
+def _is_committed(db: Db, run: str, record: StepRecord) -> bool:
+    """Whether this very record is there; as JSON, where a NaN is equal to itself."""
+    return [to_json(known) for known in read_steps(db, run, record.step - 1, 1)] == [
+        to_json(record)
+    ]
 
 
 def read_steps(db: Db, run: str, after: int, limit: int | None) -> list[StepRecord]:
