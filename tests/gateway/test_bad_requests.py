@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import CALLING, CHAT_TOOL, CLAUDE_TOOL, FLAT_TOOL, Gateway, Json, NewGateway
 from whet.errors import NotFound, RequestError
-from whet.gateway import app
+from whet.gateway import asgi
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
 from whet.gateway.dialects.dialect import Dialect
@@ -167,11 +167,11 @@ async def test_the_body_may_be_large_but_not_larger_than_the_limit(gateway: Gate
     response = await gateway.send("POST", "/v1/chat/completions", body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    huge = b" " * (app.BODY_LIMIT + 1)
+    huge = b" " * (asgi.BODY_LIMIT + 1)
     assert (await gateway.send("POST", "/v1/chat/completions", huge)).status_code == 413
 
     async def chunks() -> Any:
-        for _ in range(app.BODY_LIMIT // 2**20 + 1):
+        for _ in range(asgi.BODY_LIMIT // 2**20 + 1):
             yield b" " * 2**20
 
     headers = {"authorization": f"Bearer {gateway.key}"}
@@ -267,7 +267,7 @@ def served(gateway: Gateway) -> Generator[str]:
 async def test_a_body_that_never_ends_is_given_up(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(asgi, "BODY_TIMEOUT_S", 0.05)
 
     async def drip() -> Any:
         yield b"{"

@@ -1,67 +1,15 @@
 """The same request again: a retry is answered with what was sampled, another sample is not."""
 
-import json
-from collections.abc import Callable
-
 import anyio
 import pytest
 from anyio.abc import TaskGroup
+from asgi_client import BODY, PATH, Client, until
 
 from conftest import FAILS, Gateway, Json, NewGateway
 
 pytestmark = pytest.mark.anyio
 
-PATH = "/v1/chat/completions"
-BODY: Json = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 RETRY = {"x_stainless_retry_count": "1"}
-
-
-class Client:
-    """One connection, spoken to in ASGI itself, whose end can be chosen."""
-
-    def __init__(self, gateway: Gateway, body: Json, **headers: str) -> None:
-        self.sent: list[Json] = []
-        self.gone = anyio.Event()
-        self.headed = anyio.Event()
-        self.done = anyio.Event()
-        self._app = gateway.app
-        self._body: bytes | None = json.dumps(body).encode()
-        names = {"authorization": f"Bearer {gateway.key}"} | headers
-        self._scope: Json = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": PATH,
-            "raw_path": PATH.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [
-                (name.replace("_", "-").encode(), value.encode()) for name, value in names.items()
-            ],
-        }
-
-    async def run(self) -> None:
-        await self._app(self._scope, self._receive, self._send)
-        self.done.set()
-
-    async def _receive(self) -> Json:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Json) -> None:
-        self.sent.append(message)
-        self.headed.set()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(5):
-        while not condition():
-            await anyio.lowlevel.checkpoint()
 
 
 def start(tasks: TaskGroup, gateway: Gateway, body: Json = BODY, **headers: str) -> Client:

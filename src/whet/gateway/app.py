@@ -1,20 +1,17 @@
 """The HTTP side of the gateway: paths, bodies, callers and errors."""
 
 import hashlib
+import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from collections.abc import Callable
 
-from anyio import fail_after
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.config import GatewayConfig
-from whet.errors import NotFound, RequestError, WhetError
+from whet.errors import NotFound, WhetError
+from whet.gateway.asgi import Handler, Reply, Request, Route, Router
 from whet.gateway.attribution import Caller, Unauthorized, read_caller
-from whet.gateway.delivery import Answer, JsonReply, TooLarge, TooSlow, tell
+from whet.gateway.delivery import Answer, JsonReply, tell
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
 from whet.gateway.dialects.dialect import Dialect, Json, Told, validate
@@ -27,39 +24,38 @@ from whet.gateway.graph import Graph
 from whet.gateway.service import Service, Source
 from whet.protocols import AttemptLog
 
-BODY_LIMIT = 32 * 2**20
-BODY_TIMEOUT_S = 30.0
-"""A body that is not whole by then is refused: nobody holds a connection by sending slowly."""
-
 RETRY_HEADER = "x-stainless-retry-count"
 
-PREFIXES = (
-    "/rollout/{rollout}/attempt/{attempt}/agent/{agent}",
-    "/rollout/{rollout}/attempt/{attempt}",
-    "",
+PREFIX = re.compile(
+    r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)(?:/agent/(?P<agent>[^/]+))?)?"
+    r"(?:/v1){0,2}(?=/)"
 )
-VERSIONS = ("/v1/v1", "/v1", "")
-"""Clients that add `/v1` to a base URL which has it already are understood, and so are those that
-leave it out."""
-
-Handler = Callable[[Request], Awaitable[Response]]
+"""An attempt's own path, or none. Clients that add `/v1` to a base URL which has it already are
+understood, and so are those that leave it out."""
 
 
-def build_app(service: Service, log: AttemptLog, secret: bytes, config: GatewayConfig) -> Starlette:
+def build_app(service: Service, log: AttemptLog, secret: bytes, config: GatewayConfig) -> ASGIApp:
     """The endpoint: under an attempt's own path, or at the root by the API key."""
-    routes = _Gateway(service, log, secret, config).routes()
-    versions = [Mount(version, routes=routes) for version in VERSIONS]
-    handlers = {
-        404: _no_such_path,
-        405: _no_such_path,
-        WhetError: _told_as_openai,
-        Exception: _crashed,
-    }
-    health = Route("/health", _health(secrets.token_hex(8)))
-    return Starlette(
-        routes=[health, *(Mount(prefix, routes=versions) for prefix in PREFIXES)],
-        exception_handlers=handlers,
-    )
+    router = Router(PREFIX, _Gateway(service, log, secret, config).routes())
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        begun = False
+
+        async def say(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await (await _reply(router.find(request), request)).deliver(request, say)
+        except Exception:
+            if not begun:
+                told = Told(500, "internal_error", "the gateway failed; its log says why")
+                await JsonReply(openai_error(told), told.status).deliver(request, say)
+            raise  # for the server to log
+
+    return app
 
 
 class _Gateway:
@@ -71,27 +67,28 @@ class _Gateway:
         self._secret = secret
         self._config = config
 
-    def routes(self) -> Sequence[BaseRoute]:
+    def routes(self) -> list[Route]:
         messages = MessagesDialect()
         dialects = (ChatDialect(), messages, ResponsesDialect(), CompletionsDialect())
         return [
-            *(Route(each.path, self._turns(each), methods=["POST"]) for each in dialects),
-            Route("/messages/count_tokens", self._count(messages), methods=["POST"]),
-            Route("/responses/{id}/input_items", self._responses(list_input)),
-            Route("/responses/{id}", self._responses(delete_response), methods=["DELETE"]),
-            Route("/responses/{id}", self._responses(self._show_response)),
-            Route("/models", self._models),
-            Route("/models/{id:path}", self._model),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
+            *(Route("POST", each.path, self._turns(each)) for each in dialects),
+            Route("POST", "/messages/count_tokens", self._count(messages)),
+            Route("GET", "/responses/{id}/input_items", self._responses(list_input)),
+            Route("DELETE", "/responses/{id}", self._responses(delete_response)),
+            Route("GET", "/responses/{id}", self._responses(self._show_response)),
+            Route("GET", "/models", self._models),
+            Route("GET", "/models/{id:path}", self._model),
+            Route("POST", "/tokenize", self._tokenize),
+            Route("POST", "/detokenize", self._detokenize),
+            Route("GET", "/health", _health(secrets.token_hex(8))),
         ]
 
     def _turns(self, dialect: Dialect) -> Handler:
         """One turn in a wire format: parse, find and render, then sample, record, reply."""
 
-        async def turn(request: Request) -> Response:
+        async def turn(request: Request) -> Reply:
             caller = self._caller(request)
-            body = await _body(request)
+            body = await request.body()
             asked = dialect.parse(body)
             source = await self._source(caller, dialect.name, asked.model, request, body)
             graph = await self._service.graph(source.attempt)
@@ -104,9 +101,9 @@ class _Gateway:
     def _count(self, dialect: Dialect) -> Handler:
         """How long the prompt of a message would be, exactly: with what is stored already."""
 
-        async def count(request: Request) -> Response:
+        async def count(request: Request) -> Reply:
             caller = self._caller(request)
-            body = await _body(request)
+            body = await request.body()
             asked = validate(CountRequest, body)
             source = await self._source(caller, "count", asked.model, request, body)
             graph = await self._service.graph(source.attempt)
@@ -118,37 +115,38 @@ class _Gateway:
     def _responses(self, look: Callable[[Graph, str, Request], Json]) -> Handler:
         """Something about a stored response of the attempt."""
 
-        async def handle(request: Request) -> Response:
+        async def handle(request: Request) -> Reply:
             caller = self._caller(request)
             attempt = await self._log.attempt(caller.attempt) if caller.attempt else None
             graph = await self._service.graph(attempt)
-            return JsonReply(look(graph, request.path_params["id"], request))
+            return JsonReply(look(graph, str(request.params["id"]), request))
 
         return handle
 
     def _show_response(self, graph: Graph, id: str, request: Request) -> Json:
         return show_response(graph, id, request, self._service.renderer.template)
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: Request) -> Reply:
         self._caller(request)
         names = self._service.models
         page: Json = {"object": "list", "data": [_model(name) for name in names]}
         # What Anthropic's client reads besides.
         return JsonReply(page | {"has_more": False, "first_id": names[0], "last_id": names[-1]})
 
-    async def _model(self, request: Request) -> Response:
+    async def _model(self, request: Request) -> Reply:
         self._caller(request)
-        self._check_model(request.path_params["id"])
-        return JsonReply(_model(request.path_params["id"]))
+        name = str(request.params["id"])
+        self._check_model(name)
+        return JsonReply(_model(name))
 
-    async def _tokenize(self, request: Request) -> Response:
+    async def _tokenize(self, request: Request) -> Reply:
         self._caller(request)
-        asked = validate(TokenizeRequest, await _body(request))
+        asked = validate(TokenizeRequest, await request.body())
         return JsonReply(asked.reply(self._service.renderer.template, self._service.context_length))
 
-    async def _detokenize(self, request: Request) -> Response:
+    async def _detokenize(self, request: Request) -> Reply:
         self._caller(request)
-        asked = validate(DetokenizeRequest, await _body(request))
+        asked = validate(DetokenizeRequest, await request.body())
         return JsonReply(asked.reply(self._service.renderer.template))
 
     # ------------------------------------------------------------- who asks
@@ -158,7 +156,7 @@ class _Gateway:
     ) -> Source:
         self._check_model(model)
         attempt = await self._service.attempt(caller.attempt) if caller.attempt else None
-        rollout = request.path_params.get("rollout")
+        rollout = request.params.get("rollout")
         if attempt is not None and rollout not in (None, attempt.rollout.id):
             raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")
         return Source(
@@ -167,7 +165,7 @@ class _Gateway:
             model=model,
             agent=caller.agent,
             request=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
-            is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
+            is_retry=request.header(RETRY_HEADER, "0") != "0",
             size=len(body),
         )
 
@@ -191,7 +189,7 @@ class _Gateway:
 def _health(instance: str) -> Handler:
     """That the gateway answers, and by the instance whether it is still the one that did before."""
 
-    async def health(request: Request) -> Response:
+    async def health(request: Request) -> Reply:
         return JsonReply({"status": "ok", "instance": instance})
 
     return health
@@ -210,33 +208,13 @@ def _model(name: str) -> Json:
     }
 
 
-async def _body(request: Request) -> bytes:
-    """The whole body. Raises RequestError for one that is too large, too slow or cut off."""
-    large = TooLarge(f"the body is larger than {BODY_LIMIT // 2**20} MiB")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and len(length) < 20 and int(length) > BODY_LIMIT:
-        raise large
-    body = bytearray()
-    try:
-        with fail_after(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > BODY_LIMIT:
-                    raise large
-    except TimeoutError as error:
-        raise TooSlow(f"the body was not whole after {BODY_TIMEOUT_S:.0f} s") from error
-    except ClientDisconnect as error:
-        raise RequestError("the client left before its request was whole") from error
-    return bytes(body)
-
-
 # ------------------------------------------------------------------- errors
 
 
 def _telling(dialect: Dialect, handler: Handler) -> Handler:
     """Tell errors in the words of a wire format."""
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: Request) -> Reply:
         try:
             return await handler(request)
         except WhetError as error:
@@ -246,16 +224,12 @@ def _telling(dialect: Dialect, handler: Handler) -> Handler:
     return handle
 
 
-async def _told_as_openai(request: Request, error: Exception) -> Response:
-    told = tell(cast(WhetError, error))
-    return JsonReply(openai_error(told), told.status)
-
-
-async def _no_such_path(request: Request, error: Exception) -> Response:
-    told = Told(404, "not_found", f"no such endpoint: {request.method} {request.url.path}")
-    return JsonReply(openai_error(told), told.status)
-
-
-async def _crashed(request: Request, error: Exception) -> Response:
-    told = Told(500, "internal_error", "the gateway failed; its log says why")
+async def _reply(handler: Handler | None, request: Request) -> Reply:
+    """What a handler answers; what it refuses is told as OpenAI tells it."""
+    try:
+        if handler is not None:
+            return await handler(request)
+        told = Told(404, "not_found", f"no such endpoint: {request.method} {request.path}")
+    except WhetError as error:
+        told = tell(error)
     return JsonReply(openai_error(told), told.status)

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from starlette.requests import Request
-
 from whet.errors import RequestError, WhetError
 from whet.gateway import keys
+from whet.gateway.asgi import Request
 from whet.types import AttemptId
 
 AGENT_HEADER = "x-whet-agent"
@@ -44,28 +43,28 @@ def read_caller(request: Request, secret: bytes, trace_header: str) -> Caller:
         raise RequestError(f"the API keys are of several attempts: {', '.join(sorted(own))}")
     if own and told - own:
         raise Unauthorized(f"this API key is not of attempt {min(told)!r}")
-    agent = request.path_params.get("agent") or request.headers.get(AGENT_HEADER, "")
+    agent = request.params.get("agent") or request.header(AGENT_HEADER)
     return Caller(min(told | own, default=None), agent)
 
 
 def _keys(request: Request) -> list[str]:
     """What may be a key of ours: clients for both APIs may send another provider's beside it."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    scheme, _, key = request.header("authorization").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
-    return [bearer, request.headers.get("x-api-key", "").strip()]
+    return [bearer, request.header("x-api-key").strip()]
 
 
 def _named(request: Request, trace_header: str) -> list[str | None]:
     return [
-        request.path_params.get("attempt"),
-        *request.headers.getlist(trace_header),
+        request.params.get("attempt"),
+        *request.headers(trace_header),
         *_from_baggage(request),
     ]
 
 
 def _from_baggage(request: Request) -> list[str]:
     named: list[str] = []
-    for member in ",".join(request.headers.getlist("baggage")).split(","):
+    for member in ",".join(request.headers("baggage")).split(","):
         name, _, value = member.partition(";")[0].partition("=")
         if name.strip() == BAGGAGE_KEY:
             named.append(unquote(value.strip()))

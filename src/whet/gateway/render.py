@@ -130,6 +130,8 @@ class Renderer:
 
     def opens(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a block of thinking, so that the turn starts there."""
+        if not self.reasoning.open:
+            return False
         return self.reasoning.ends_open(self.template.decode_all(prompt[-PROMPT_END:]))
 
     def _check(self, messages: Sequence[Message], tools: Sequence[JsonValue]) -> None:

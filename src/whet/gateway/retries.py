@@ -4,11 +4,10 @@ Equal requests are not retries by themselves: an agent may want two samples. One
 client says so, or if the answer to an equal one was lost on the way.
 """
 
+from asyncio import Event
 from collections import Counter, defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager
-
-from anyio import Event
 
 from whet.types import AttemptId, CallId
 

@@ -4,13 +4,14 @@ import hashlib
 import json
 import secrets
 import time
+from asyncio import Event, TaskGroup
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from anyio import CancelScope, Event, create_task_group, to_thread
+from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import LeaseLost, PromptTooLong
@@ -49,6 +50,8 @@ ATTEMPTS_KEPT = 10_000
 BELIEVED_S = 1.0
 """An attempt that ran so short a time ago is not looked up again: should it have ended, what it is
 served is refused when it is recorded."""
+
+NO_WATCH = nullcontext()
 
 LARGE_REQUEST = 256 * 2**10
 """Bytes from which on a request is rendered beside the event loop, to hold up nobody else's."""
@@ -220,28 +223,35 @@ class Service:
         )
 
     async def complete(
-        self, prompt: Prompt, on_piece: Callable[[int, Piece], Awaitable[None]]
+        self,
+        prompt: Prompt,
+        on_piece: Callable[[int, Piece], Awaitable[None]],
+        watch: AbstractContextManager[object] = NO_WATCH,
     ) -> Call:
-        """Sample every choice, then record the call. Durable once this returns."""
+        """Sample every choice, then record the call. Durable once this returns.
+
+        `watch` is entered around the sampling, which it may end: what was sampled whole is
+        recorded even if the client leaves then, for it may ask again.
+        """
         if prompt.recorded is not None:
             for index, generation in enumerate(prompt.recorded.generations):
                 await on_piece(index, _whole_piece(generation))
             return prompt.recorded
         if prompt.attempt is None:
-            return await self._sample(prompt, on_piece)
+            with watch:
+                return await self._sample(prompt, on_piece)
         with self._retries.answering((prompt.attempt, prompt.origin.request)):
-            call = await self._sample(prompt, on_piece)
-            # What was sampled whole is kept even if the client leaves now: it may ask again.
-            with CancelScope(shield=True):
-                try:
-                    await self._log.append(call)
-                except LeaseLost:
-                    self._running.pop(prompt.attempt, None)
-                    raise
-                graph = await self._graph(prompt.attempt)
-                self._held -= graph.size
-                graph.add(call)
-                self._held += graph.size
+            with watch:
+                call = await self._sample(prompt, on_piece)
+            try:
+                await self._log.append(call)
+            except LeaseLost:
+                self._running.pop(prompt.attempt, None)
+                raise
+            graph = await self._graph(prompt.attempt)
+            self._held -= graph.size
+            graph.add(call)
+            self._held += graph.size
         return call
 
     def lost(self, prompt: Prompt) -> None:
@@ -389,9 +399,9 @@ class Service:
             await sample(0)
         else:
             try:
-                async with create_task_group() as tasks:
+                async with TaskGroup() as tasks:
                     for index in range(len(choices)):
-                        tasks.start_soon(sample, index)
+                        tasks.create_task(sample(index))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
         return self._call(prompt, choices)

@@ -1,9 +1,9 @@
 """Stored responses, shown again, listed and forgotten."""
 
 from pydantic import JsonValue
-from starlette.requests import Request
 
 from whet.errors import RequestError
+from whet.gateway.asgi import Request
 from whet.gateway.dialects.dialect import Json
 from whet.gateway.dialects.responses import shown_tools
 from whet.gateway.dialects.responses_items import find_response, input_items, output_items
@@ -16,7 +16,7 @@ from whet.gateway.template import ChatTemplate
 def show_response(graph: Graph, id: str, request: Request, template: ChatTemplate) -> Json:
     """A response as it was given, but for log-probabilities. Raises NotFound."""
     call = find_response(graph, id)
-    if request.query_params.get("stream", "false") != "false":
+    if request.query("stream", "false") != "false":
         raise RequestError("the field 'stream' is not supported: a stored response comes whole")
     shown = dict(call.origin.shown)
     shown["tools"] = shown_tools(graph, shown)
@@ -39,7 +39,7 @@ def list_input(graph: Graph, id: str, request: Request) -> Json:
     call = find_response(graph, id)
     said = graph.messages(call.id)[bool(call.origin.shown.get("instructions")) : -1]
     items = input_items(call.id, said)
-    if request.query_params.get("order", "desc") == "desc":
+    if request.query("order", "desc") == "desc":
         items.reverse()
     data: list[JsonValue] = [*items]
     ids = [str(item["id"]) for item in items] or [""]
