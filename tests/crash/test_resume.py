@@ -13,7 +13,7 @@ from whet.app.folder import RunFolder
 from whet.app.training import Display, Result, run_training
 from whet.config import RunConfig
 from whet.errors import ConfigError, TrainerError
-from whet.types import Attempt, Endpoint, Outcome, StepRecord
+from whet.types import Endpoint, StepRecord
 
 TASKS: list[JsonValue] = [f"say {word}" for word in ("one", "two", "three", "four")]
 HELD_OUT: list[JsonValue] = ["say five", "say six"]
@@ -41,8 +41,8 @@ class Breaking(Display):
         self._phase, self._outcomes = name, 0
         self._break_off()
 
-    def outcome(self, attempt: Attempt, outcome: Outcome) -> None:
-        self._outcomes += 1
+    def ended(self, count: int) -> None:
+        self._outcomes += count
         self._break_off()
 
     def step(self, record: StepRecord, steps: int) -> None:

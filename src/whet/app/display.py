@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from whet.app.training import Display
-from whet.types import Attempt, Outcome, StepRecord
+from whet.types import StepRecord
 
 
 class ConsoleDisplay(Display):
@@ -53,8 +53,8 @@ class ConsoleDisplay(Display):
         if name.startswith("evaluate") and not self._console.is_terminal:
             self.note(f"{name}: {rollouts} rollouts")
 
-    def outcome(self, attempt: Attempt, outcome: Outcome) -> None:
-        self._bar.advance(self._task)
+    def ended(self, count: int) -> None:
+        self._bar.advance(self._task, count)
 
     def step(self, record: StepRecord, steps: int) -> None:
         if not self._header:

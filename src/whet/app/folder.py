@@ -37,6 +37,8 @@ class RunFolder:
         self.config_file = path / "config.json"
         self.store = path / "store.db"
         self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"
+        """What engines in other processes load."""
         self.model = path / "model"
         self.picture = path / "curve.png"
         self.report = path / "report.json"

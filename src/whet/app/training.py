@@ -32,8 +32,8 @@ class Display(Protocol):
         """A phase of so many rollouts begins."""
         ...
 
-    def outcome(self, attempt: Attempt, outcome: Outcome) -> None:
-        """An attempt ended."""
+    def ended(self, count: int) -> None:
+        """So many more attempts ended."""
         ...
 
     def step(self, record: StepRecord, steps: int) -> None:
@@ -97,23 +97,34 @@ async def run_training(
     folder: RunFolder,
     display: Display,
 ) -> Result:
+    """Do what is left of a run in this process."""
+    folder.keep_tasks(tasks, held_out)
+
+    def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
+        display.ended(1)
+
+    async with open_run(agent, folder, on_outcome=on_outcome, progress=display.note) as run:
+        return await train_and_compare(run, tasks, held_out, display)
+
+
+async def train_and_compare(
+    run: Run, tasks: Sequence[JsonValue], held_out: Sequence[JsonValue], display: Display
+) -> Result:
     """Do what is left of a run. Whatever the store has already is not done again."""
     began = time.monotonic()
-    folder.keep_tasks(tasks, held_out)
-    async with open_run(agent, folder, on_outcome=display.outcome, progress=display.note) as run:
-        before = await _evaluation("before", held_out, run, display)
-        await _steps(tasks, run, display)
-        after = await _evaluation("after", held_out, run, display)
-        await run.trainer.export(folder.model)
-        result = Result(
-            run=folder.path,
-            steps=tuple(await run.store.steps()),
-            before=before,
-            after=after,
-            gain_ci95=_interval(before, after, run),
-            seconds=time.monotonic() - began,
-        )
-    folder.write_report(result.as_json())
+    before = await _evaluation("before", held_out, run, display)
+    await _steps(tasks, run, display)
+    after = await _evaluation("after", held_out, run, display)
+    await run.trainer.export(run.folder.model)
+    result = Result(
+        run=run.folder.path,
+        steps=tuple(await run.store.steps()),
+        before=before,
+        after=after,
+        gain_ci95=_interval(before, after, run),
+        seconds=time.monotonic() - began,
+    )
+    run.folder.write_report(result.as_json())
     return result
 
 

@@ -1,13 +1,15 @@
-"""Config to objects: everything of a run in one process."""
+"""Config to objects: everything of a run in one process, or its parts in several."""
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from whet.algorithms.grpo import GRPO
 from whet.app.folder import RunFolder
-from whet.app.working import agents_at_work, endpoint_of
+from whet.app.published import POLICY, PublishingTrainer
+from whet.app.working import Gateway, agents_at_work
 from whet.config import RunConfig
 from whet.engines.grammar import Grammars
 from whet.engines.local import LocalEngine
@@ -17,7 +19,17 @@ from whet.gateway.service import Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
-from whet.protocols import Algorithm, AttemptLog, Collector, Trainer
+from whet.protocols import (
+    Algorithm,
+    AttemptLog,
+    AttemptWatch,
+    Collector,
+    Directory,
+    Resources,
+    RolloutQueue,
+    StepLog,
+    Trainer,
+)
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collect import QueueCollector
 from whet.serving import AppServer
@@ -25,11 +37,12 @@ from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import Attempt, Endpoint, Outcome
 
-POLICY = "policy"
-"""The name agents see as their model."""
-
 SMALL_MODEL = 20_000_000
 """Parameters up to which one thread samples fastest."""
+
+
+class RunStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Directory, Protocol):
+    """What the processes of a run need of its store, wherever that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +51,12 @@ class Run:
 
     config: RunConfig
     folder: RunFolder
-    store: SQLiteStore
+    store: RunStore
     collector: Collector
     algorithm: Algorithm
     trainer: Trainer
+    gateway: Endpoint | None = None
+    """For calls that are of no attempt; None where the gateway is elsewhere."""
 
 
 @asynccontextmanager
@@ -62,12 +77,11 @@ async def open_run(
         # This process owns the run, so whoever held a lease before is dead.
         await store.release_workers()
         policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
-        trainer = LocalTrainer(policy, threads=os.cpu_count() or 1)
+        trainer = LocalTrainer(policy, threads=os.cpu_count())
         # Before anybody samples: what a kill left in the queue runs as soon as there is a runner.
-        if done := await store.steps():
-            await trainer.restore(folder.checkpoints / done[-1].checkpoint)
+        await _restore_last(trainer, folder, store)
         serving = serve(policy, config, store, folder.secret())
-        endpoint = await stack.enter_async_context(serving)
+        gateway = await stack.enter_async_context(serving)
         run = Run(
             config=config,
             folder=folder,
@@ -75,16 +89,62 @@ async def open_run(
             collector=QueueCollector(queue=store, log=store),
             algorithm=GRPO(config.algorithm),
             trainer=trainer,
+            gateway=gateway.own_endpoint,
         )
-        async with agents_at_work(agent, config.runner, store, endpoint, on_outcome):
+        async with agents_at_work(agent, config.runner, store, gateway.endpoint, on_outcome):
             yield run
 
 
 @asynccontextmanager
+async def open_training(
+    folder: RunFolder,
+    store: RunStore,
+    *,
+    on_ended: Callable[[int], None],
+    progress: Callable[[str], None],
+) -> AsyncGenerator[Run]:
+    """The part of a run that trains; gateways and runners are other processes of the store."""
+    config = folder.config()
+    model = resolve_model(config.model, progress=progress)
+    with folder.owned():
+        policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
+        trainer = PublishingTrainer(
+            LocalTrainer(policy, threads=os.cpu_count()),
+            policy,
+            config,
+            model=model,
+            resources=store,
+            folder=folder.weights,
+        )
+        await _restore_last(trainer, folder, store)
+        await trainer.publish()
+        yield Run(
+            config=config,
+            folder=folder,
+            store=store,
+            collector=QueueCollector(
+                queue=store, log=store, resources={POLICY: "latest"}, on_ended=on_ended
+            ),
+            algorithm=GRPO(config.algorithm),
+            trainer=trainer,
+        )
+
+
+async def _restore_last(trainer: Trainer, folder: RunFolder, log: StepLog) -> None:
+    if done := await log.steps():
+        await trainer.restore(folder.checkpoints / done[-1].checkpoint)
+
+
+@asynccontextmanager
 async def serve(
-    policy: LocalPolicy, config: RunConfig, log: AttemptLog, secret: bytes
-) -> AsyncGenerator[Callable[[Attempt], Endpoint]]:
-    """Engine and gateway at work; gives where an attempt reaches its model."""
+    policy: LocalPolicy,
+    config: RunConfig,
+    log: AttemptLog,
+    secret: bytes,
+    *,
+    prepare: Callable[[Attempt], Awaitable[None]] | None = None,
+) -> AsyncGenerator[Gateway]:
+    """Engine and gateway at work."""
     async with AsyncExitStack() as stack:
         template = ChatTemplate(policy.folder)
         renderer = Renderer(template, keep_thinking=config.gateway.keep_thinking)
@@ -104,6 +164,7 @@ async def serve(
             renderer=renderer,
             models=names,
             context_length=engine.context_length,
+            prepare=prepare,
         )
         server = AppServer(
             build_app(service, log, secret, config.gateway),
@@ -115,8 +176,7 @@ async def serve(
         stack.callback(server.close)
         # Ahead of the server, which waits for its requests: none is left without an answer.
         stack.push_async_callback(engine.close)
-
-        yield endpoint_of(server.url, secret, POLICY)
+        yield Gateway(server.url, secret, POLICY)
 
 
 def _sampler_threads(policy: LocalPolicy) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import cast
 
 from anyio import create_task_group
@@ -10,8 +11,7 @@ from whet.config import RunnerConfig
 from whet.gateway import keys
 from whet.runners.agent import Agent
 from whet.runners.gateways import OwnGateway
-from whet.runners.local import LocalRunner
-from whet.store.sqlite import SQLiteStore
+from whet.runners.local import LocalRunner, Work
 from whet.types import Attempt, Endpoint, Outcome
 
 
@@ -25,11 +25,30 @@ def endpoint_of(url: str, secret: bytes, model: str) -> Callable[[Attempt], Endp
     return endpoint
 
 
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway at work."""
+
+    url: str
+    secret: bytes
+    model: str
+
+    def endpoint(self, attempt: Attempt) -> Endpoint:
+        """Where an attempt reaches its model."""
+        return endpoint_of(self.url, self.secret, self.model)(attempt)
+
+    @property
+    def own_endpoint(self) -> Endpoint:
+        """For calls of no attempt, where the config allows them."""
+        key = keys.mint(keys.ANY, self.secret)
+        return Endpoint(base_url=f"{self.url}/v1", api_key=key, model=self.model)
+
+
 @asynccontextmanager
 async def agents_at_work(
     agent: Agent,
     config: RunnerConfig,
-    store: SQLiteStore,
+    store: Work,
     endpoint: Callable[[Attempt], Endpoint],
     on_outcome: Callable[[Attempt, Outcome], None],
 ) -> AsyncGenerator[None]:

@@ -13,6 +13,15 @@ ANY = AttemptId("*")
 """What the gateway's own key names: the attempt is then told by URL, header or baggage."""
 
 
+def secret_of(token: str, run: str) -> bytes:
+    """What a run's keys are minted with where its processes share no more than a store's token.
+
+    Nobody who has a key can find the token.
+    """
+    key = hashlib.sha256(token.encode()).digest()
+    return hashlib.blake2b(run.encode(), key=key, person=b"whet gateway").digest()
+
+
 def mint(attempt: AttemptId, secret: bytes) -> str:
     """The API key of an attempt, or of the gateway itself."""
     return f"{PREFIX}{attempt}-{_mac(attempt, secret)}"

@@ -154,13 +154,16 @@ class Service:
         renderer: Renderer,
         models: Sequence[str],
         context_length: int | None = None,
+        prepare: Callable[[Attempt], Awaitable[None]] | None = None,
     ) -> None:
+        """`prepare` returns once the engine has the weights an attempt is to be served with."""
         self.renderer = renderer
         self.context_length = context_length
         """Most tokens of a prompt and its answer, if it is known."""
         self.models = tuple(models)
         """The names agents may ask for."""
         self._engine = engine
+        self._prepare = prepare
         self._log = log
         self._graphs: OrderedDict[AttemptId, Graph] = OrderedDict()
         self._held = 0
@@ -189,6 +192,8 @@ class Service:
         """Find what is known of the conversation and render the rest."""
         if (call := await self._answered(source)) is not None:
             return self._again(call, ask, await self.graph(source.attempt))
+        if self._prepare is not None and source.attempt is not None:
+            await self._prepare(source.attempt)
         self._check_length(ask)
         root = self._root(source.model, ask)
         place = self._place(ask, root, graph)

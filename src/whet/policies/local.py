@@ -1,5 +1,6 @@
 """A Hugging Face model in this process: one copy of weights for the sampler and the trainer."""
 
+import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,12 +10,13 @@ from typing import Literal, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import torch as safetensors
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from whet.config import TrainerConfig
-from whet.errors import ConfigError, boundary
+from whet.errors import ConfigError, EngineError, boundary
 
 
 class TurnLock:
@@ -87,6 +89,30 @@ class LocalPolicy:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The weights training changes, by name."""
         return {n: p for n, p in self.wrapped.named_parameters() if p.requires_grad}
+
+    def write_weights(self, file: Path) -> None:
+        """What training changes, for a policy in another process. Appears whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f".{file.name}.partial")
+        safetensors.save_file({n: p.detach() for n, p in self.trainable().items()}, partial)
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(partial, file)
+
+    def load_weights(self, file: Path, version: int) -> None:
+        """Take over what `write_weights` wrote; bit for bit, so both give the same numbers.
+
+        Raises:
+            EngineError: it cannot be read, or is of another model; nothing was changed.
+        """
+        parameters = self.trainable()
+        with boundary(EngineError, f"cannot load the weights {str(file)!r}"):
+            weights = safetensors.load_file(file)
+        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in parameters.items()}:
+            raise EngineError(f"the weights {str(file)!r} are of another model or other settings")
+        with self.changing(version), torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
 
 
 def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> PeftModel:
