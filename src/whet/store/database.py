@@ -3,15 +3,22 @@
 The SQL of this package is written once, in SQLite's words; `postgres.py` lists the differences.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar
 
+from whet.errors import WhetError
 from whet.store.bell import Bell
 
+A = TypeVar("A")
 T = TypeVar("T")
 Column = str | int | float | bytes | None
 Values = Sequence[Column] | Mapping[str, Column]
+
+MAX_ROWS = 64
 
 
 class Rows(Protocol):
@@ -32,14 +39,32 @@ class Db(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Bulk(Generic[A, T]):
+    """A change to a run that is done in one go with all others of its kind that wait."""
+
+    act: Callable[[Db, str, Sequence[A]], Sequence[T | WhetError]]
+    """Does it for several arguments, and says for each what came of it: an error where one was
+    refused, of which nothing is left. If it raises, each is tried for itself."""
+    run: str
+    argument: A
+
+
+Change = Callable[[Db], T] | Bulk[Any, T]  # Any: the argument is the act's own affair
+
+
 class Database(Protocol):
     """Runs the store's logic: changes by one thread with group commit, reads beside it."""
 
     bell: Bell
     """Rung after every commit with what it changed, whoever made it."""
 
-    def write(self, change: Callable[[Db], T]) -> Future[T]:
-        """Have a change committed; the future resolves once it is durable, or was undone."""
+    def write(self, change: Change[T]) -> Awaitable[T]:
+        """Have a change committed: durable once awaited in the running event loop, or undone."""
+        ...
+
+    def submit(self, change: Change[T]) -> Future[T]:
+        """The same from any thread, and for whoever must hear of it even when cancelled."""
         ...
 
     def read(self, read: Callable[[Db], T]) -> Future[T]:
@@ -57,3 +82,28 @@ class Database(Protocol):
     def close(self) -> None:
         """Commit what was begun; whoever still waits gets StoreError. Idempotent."""
         ...
+
+
+@lru_cache(256)
+def for_rows(sql: str, rows: int) -> str:
+    """An INSERT of one row as one of several."""
+    return re.sub(
+        r"VALUES (\([^)]*\))", lambda one: "VALUES " + ", ".join([one[1]] * rows), sql, count=1
+    )
+
+
+def insert(db: Db, sql: str, rows: Sequence[tuple[Column, ...]]) -> list[Any]:  # Any: see Rows
+    """Insert in few statements, and return what they return.
+
+    They insert 1, 2, 4 ... rows each, so that few different ones have to be prepared.
+    """
+    returned: list[Any] = []
+    first = 0
+    while first < len(rows):
+        count = min(MAX_ROWS, 1 << (len(rows) - first).bit_length() - 1)
+        values = [value for row in rows[first : first + count] for value in row]
+        done = db.execute(for_rows(sql, count), values)
+        if "RETURNING" in sql:
+            returned += done.fetchall()
+        first += count
+    return returned

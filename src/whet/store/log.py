@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from whet.errors import LeaseLost, NotFound, StoreError, boundary
-from whet.store.database import Column, Db
+from whet.errors import StoreError, WhetError, boundary
+from whet.store.attempts import find_attempt, running_attempts, why_not_running
+from whet.store.database import Column, Db, insert
 from whet.store.packing import (
     pack_floats,
     pack_ints,
@@ -20,16 +21,18 @@ from whet.store.packing import (
     unpack_ints,
     unpack_runs,
 )
-from whet.store.queue import ATTEMPT, parse_rollout, running_attempt
+from whet.store.queue import parse_rollout
 from whet.store.runs import find_run
 from whet.types import (
     Attempt,
     AttemptId,
     Call,
+    CallId,
     Generation,
     Origin,
     Reward,
     Sampling,
+    Status,
     Trajectory,
 )
 
@@ -39,7 +42,7 @@ INSERT INTO call
      origin)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (attempt, id) DO NOTHING
-RETURNING seq
+RETURNING seq, attempt, id
 """
 
 APPEND_GENERATION = """
@@ -92,6 +95,7 @@ class PackedCall(NamedTuple):
     """A call as the tables hold it."""
 
     attempt: AttemptId
+    id: CallId
     row: tuple[Column, ...]
     generations: list[tuple[Column, ...]]
 
@@ -101,8 +105,8 @@ def pack_call(call: Call) -> PackedCall:
     with boundary(StoreError, f"call {call.id!r} cannot be stored"):
         return PackedCall(
             call.attempt,
+            call.id,
             (
-                call.id,
                 call.parent,
                 call.root,
                 to_json(call.messages),
@@ -126,41 +130,51 @@ def pack_call(call: Call) -> PackedCall:
         )
 
 
-def append(db: Db, run: str, call: PackedCall) -> None:
-    """Write a call with its generations; one that is known already stays as it is."""
-    try:
-        attempt = running_attempt(db, run, call.attempt, keep=True)
-    except LeaseLost:
-        if _is_known(db, run, call):
-            return
-        raise
-    row = db.execute(APPEND_CALL, (attempt, *call.row)).fetchone()
-    if row is not None:
-        db.executemany(
-            APPEND_GENERATION, [(row[0], *generation) for generation in call.generations]
-        )
+def append(db: Db, run: str, calls: Sequence[PackedCall]) -> list[WhetError | None]:
+    """Write calls with their generations; one that is known already stays as it is."""
+    attempts, refused = running_attempts(db, run, [call.attempt for call in calls])
+    new: dict[tuple[int, str], PackedCall] = {}
+    for call in calls:
+        if call.attempt in attempts:
+            new.setdefault((attempts[call.attempt], call.id), call)
+    rows = [(attempt, id_, *call.row) for (attempt, id_), call in new.items()]
+    generations = [
+        (seq, *generation)
+        for seq, attempt, id_ in insert(db, APPEND_CALL, rows)
+        for generation in new[attempt, id_].generations
+    ]
+    insert(db, APPEND_GENERATION, generations)
+    return [
+        None if call.attempt in attempts or _is_known(db, run, call) else refused[call.attempt]
+        for call in calls
+    ]
 
 
 def _is_known(db: Db, run: str, call: PackedCall) -> bool:
     row = db.execute(
         "SELECT 1 FROM call JOIN attempt ON attempt.seq = call.attempt"
         " WHERE attempt.run = ? AND attempt.id = ? AND call.id = ?",
-        (find_run(db, run), call.attempt, call.row[0]),
+        (find_run(db, run), call.attempt, call.id),
     ).fetchone()
     return row is not None
 
 
 def emit(db: Db, run: str, attempt: AttemptId, reward: Reward) -> None:
     """Write a reward."""
+    rows, refused = running_attempts(db, run, [attempt])
+    if refused:
+        raise refused[attempt]
     db.execute(
         "INSERT INTO reward (attempt, value, key) VALUES (?, ?, ?)",
-        (running_attempt(db, run, attempt, keep=True), reward.value, reward.key),
+        (rows[attempt], reward.value, reward.key),
     )
 
 
 def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
     """A running attempt."""
-    seq = running_attempt(db, run, attempt)
+    seq, status = find_attempt(db, run, attempt)
+    if status is not Status.RUNNING:
+        raise why_not_running(db, run, attempt)
     number, given, body = db.execute(
         "SELECT attempt.number, attempt.resources, rollout.body"
         " FROM attempt JOIN rollout ON rollout.seq = attempt.rollout WHERE attempt.seq = ?",
@@ -173,10 +187,8 @@ def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
 
 def read_calls(db: Db, run: str, attempt: AttemptId) -> list[Call]:
     """The calls of one attempt, running or ended."""
-    row = db.execute(ATTEMPT, (run, attempt)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no attempt {attempt!r}")
-    return _calls(db, row[:1])[row[0]]
+    seq, _ = find_attempt(db, run, attempt)
+    return _calls(db, [seq])[seq]
 
 
 def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[Trajectory]:

@@ -46,5 +46,13 @@ def unpack_runs(blob: bytes) -> tuple[int, ...]:
 
 def to_json(value: BaseModel | JsonValue | Sequence[JsonValue] | Mapping[str, JsonValue]) -> str:
     """JSON in ASCII. Keeps what pydantic's own loses: infinities and lone surrogates."""
-    plain = value.model_dump() if isinstance(value, BaseModel) else value
-    return json.dumps(plain, separators=(",", ":"))
+    return _ENCODER.encode(value)
+
+
+def _fields(value: object) -> dict[str, object]:
+    if isinstance(value, BaseModel):
+        return vars(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)

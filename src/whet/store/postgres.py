@@ -9,7 +9,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import lru_cache
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from whet.errors import MissingExtra, StoreError, boundary
 from whet.store.bell import EVERYONE, Bell
-from whet.store.database import Column, Database, Db, Rows, Values
+from whet.store.database import Change, Column, Database, Db, Rows, Values
 from whet.store.queue import Queue
 from whet.store.schema import TABLES, TICKETS
 from whet.store.sql import DEFAULT_RUN, SQLStore
@@ -164,7 +164,10 @@ class PostgresDatabase(Database):
         )
         self._listener.start()
 
-    def write(self, change: Callable[[Db], T]) -> Future[T]:
+    def write(self, change: Change[T]) -> Awaitable[T]:
+        return self._writer.write(change)
+
+    def submit(self, change: Change[T]) -> Future[T]:
         return self._writer.submit(change)
 
     def read(self, read: Callable[[Db], T]) -> Future[T]:

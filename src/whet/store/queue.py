@@ -1,13 +1,17 @@
 """Rollouts, attempts and their leases, as changes to run inside a transaction."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pydantic import JsonValue
+
 from whet.errors import LeaseLost, NotFound, StoreError
 from whet.store import resources, tickets
+from whet.store.attempts import OF_RUN, has_ended_so, why_not_running
 from whet.store.bell import Bell, end_of, work_in
-from whet.store.database import Column, Db
+from whet.store.database import Column, Db, insert
 from whet.store.packing import to_json
 from whet.store.runs import find_run, make_run
 from whet.types import (
@@ -30,17 +34,17 @@ ON CONFLICT (run, id) DO NOTHING
 """
 
 FIRST_QUEUED = """
-SELECT seq, priority, id, body, status, attempts FROM rollout
+SELECT seq, priority, body, status, attempts FROM rollout
 WHERE run = ? AND status = 'queued'
-ORDER BY priority DESC, seq LIMIT 1 /* SKIP LOCKED */
+ORDER BY priority DESC, seq LIMIT ? /* SKIP LOCKED */
 """
 
 # A rollout whose lease has run out is claimable: a worker that dies gives its work back without
 # anyone having to notice that it died.
 FIRST_EXPIRED = """
-SELECT seq, priority, id, body, status, attempts FROM rollout
+SELECT seq, priority, body, status, attempts FROM rollout
 WHERE run = ? AND status = 'running' AND lease_until <= ? AND tries_left > 0 AND retry_lost = 1
-ORDER BY priority DESC, seq LIMIT 1 /* SKIP LOCKED */
+ORDER BY priority DESC, seq LIMIT ? /* SKIP LOCKED */
 """
 
 # Of an attempt whose worker has heard of it.
@@ -51,7 +55,7 @@ SELECT 1 FROM call WHERE attempt = ? UNION ALL SELECT 1 FROM reward WHERE attemp
 CLAIM = """
 UPDATE rollout
 SET status = 'running', attempts = attempts + 1, tries_left = tries_left - 1, lease_until = ?
-WHERE seq = ?
+WHERE seq IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS asked)
 """
 
 START = """
@@ -84,10 +88,6 @@ UPDATE rollout SET status = ?, failure = ?, tries_left = tries_left + ?, lease_u
 WHERE seq = ?
 """
 
-OF_RUN = "(SELECT seq FROM run WHERE name = ?)"
-
-ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {OF_RUN} AND id = ?"
-
 RUNNING = """
 SELECT attempt.seq, attempt.id, attempt.number, attempt.worker, attempt.started,
     attempt.resources, rollout.seq, rollout.id, rollout.tries_left, rollout.body, run.name
@@ -99,6 +99,11 @@ WHERE rollout.status = 'running'
 
 # Whoever ends an attempt holds its rollout: with several writers, one of them does.
 LOCK = "/* LOCK OF rollout */"
+
+OF_ATTEMPTS = f"""
+attempt.run = {OF_RUN} AND attempt.id IN (SELECT value FROM json_each(?) AS asked)
+ORDER BY rollout.seq {LOCK}
+"""
 
 DOOMED = """
 rollout.lease_until <= ? AND (rollout.tries_left <= 0 OR rollout.retry_lost = 0)
@@ -128,7 +133,7 @@ class Running(NamedTuple):
     """An attempt that has not ended."""
 
     seq: int
-    id: str
+    id: AttemptId
     number: int
     worker: str
     started: float
@@ -138,6 +143,32 @@ class Running(NamedTuple):
     tries_left: int
     body: str
     run: str
+
+
+class Claimable(NamedTuple):
+    """A rollout that waits for a worker, or whose worker is lost."""
+
+    seq: int
+    priority: int
+    body: str
+    status: str
+    attempts: int
+
+
+class Claim(NamedTuple):
+    """Somebody who wants work."""
+
+    worker: str
+    lease_s: float
+    wait_s: float
+    ticket: str | None
+
+
+class Report(NamedTuple):
+    """How an attempt ended, says its worker."""
+
+    attempt: AttemptId
+    outcome: Outcome
 
 
 class Packed(NamedTuple):
@@ -155,31 +186,6 @@ def pack_rollout(rollout: Rollout) -> Packed:
 def parse_rollout(body: str) -> Rollout:
     """A stored rollout."""
     return Rollout.model_validate(json.loads(body))
-
-
-def running_attempt(db: Db, run: str, attempt: str, *, keep: bool = False) -> int:
-    """The row of an attempt that must not have ended, nor end before the commit if `keep`.
-
-    Raises:
-        NotFound: there is no such attempt.
-        LeaseLost: it has ended.
-    """
-    sql = f"{ATTEMPT} /* SHARE */" if keep else ATTEMPT
-    row = db.execute(sql, (run, attempt)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no attempt {attempt!r}")
-    seq, status = row
-    if status != Status.RUNNING:
-        raise LeaseLost(f"attempt {attempt!r} has ended: {status}")
-    return seq
-
-
-def attempt_status(db: Db, run: str, attempt: str) -> Status:
-    """Where an attempt stands. Raises NotFound."""
-    row = db.execute(ATTEMPT, (run, attempt)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no attempt {attempt!r}")
-    return Status(row[1])
 
 
 def unfinished(db: Db, run: str, rollouts: Sequence[str]) -> list[str]:
@@ -209,63 +215,78 @@ class Queue:
         db.executemany(ENQUEUE, [_row(seq, packed, now) for packed in rollouts])
         self._bell.mark(work_in(run))
 
-    def claim(
-        self,
-        db: Db,
-        run: str,
-        worker: str,
-        lease_s: float,
-        wait_s: float,
-        ticket: str | None = None,
-    ) -> Attempt | None:
-        """Take the next rollout; with a ticket that took one already, that one again.
+    def claim(self, db: Db, run: str, claims: Sequence[Claim]) -> list[Attempt | None]:
+        """Take the next rollouts; with a ticket that took one already, that one again.
 
         Raises:
-            LeaseLost: what the ticket took has ended, or was given back.
+            LeaseLost: what a ticket took has ended, or was given back.
         """
-        now, run_seq = self.clock(), make_run(db, run, self.clock())
-        if ticket is not None and (taken := tickets.recall(db, run, ticket)) is not None:
-            return self._take_again(db, run, json.loads(taken), lease_s)
-        db.execute(SEEN, (run_seq, worker, now, now, now + lease_s + wait_s))
-        found = db.execute(FIRST_EXPIRED, (run_seq, now)).fetchall()
-        found += db.execute(FIRST_QUEUED, (run_seq,)).fetchall()
-        if not found:
-            return None
-        seq, _, rollout, body, status, attempts = min(found, key=_precedence)
-        if len(found) > 1:  # who was kept from the other one meanwhile shall look again
-            self._bell.mark(work_in(run))
-        if status == Status.RUNNING:
-            for lost in self._running(db, "rollout.seq = ?", seq):
-                self._end_attempt(db, lost, _lost(lost))
-        parsed = parse_rollout(body)
-        attempt = Attempt(
-            id=AttemptId(f"{rollout}.{attempts + 1}"),
-            rollout=parsed,
-            number=attempts + 1,
-            resources=resources.resolve(db, run_seq, parsed.resources),
-        )
-        given = to_json(attempt.resources) if attempt.resources else None
-        db.execute(CLAIM, (now + lease_s, seq))
-        db.execute(START, (run_seq, attempt.id, seq, attempt.number, worker, now, given))
-        if ticket is not None:
-            tickets.remember(db, run, ticket, attempt.id, now)
-        return attempt
+        taken = tickets.recall(db, run, [claim.ticket for claim in claims if claim.ticket])
+        keys = [claim.ticket or place for place, claim in enumerate(claims)]
+        new = {key: c for key, c in zip(keys, claims, strict=True) if key not in taken}
+        given = dict(zip(new, self._claim(db, run, list(new.values())), strict=True))
+        return [
+            self._take_again(db, run, json.loads(taken[claim.ticket]), claim.lease_s)
+            if claim.ticket in taken
+            else given[key]
+            for key, claim in zip(keys, claims, strict=True)
+        ]
 
-    def _take_again(self, db: Db, run: str, attempt: str | None, lease_s: float) -> Attempt:
+    def _claim(self, db: Db, run: str, claims: Sequence[Claim]) -> list[Attempt | None]:
+        now, run_seq, count = self.clock(), make_run(db, run, self.clock()), len(claims)
+        due = {claim.worker: now + claim.lease_s + claim.wait_s for claim in claims}
+        db.executemany(SEEN, [(run_seq, name, now, now, due[name]) for name in sorted(due)])
+        rows = db.execute(FIRST_EXPIRED, (run_seq, now, count)).fetchall()
+        rows += db.execute(FIRST_QUEUED, (run_seq, count)).fetchall()
+        found = sorted((Claimable(*row) for row in rows), key=_precedence)
+        if len(found) > count:  # who was kept from the others meanwhile shall look again
+            self._bell.mark(work_in(run))
+        attempts: list[Attempt | None] = [None] * count
+        started: list[tuple[Column, ...]] = []
+        leases = defaultdict[float, list[int]](list)
+        held: dict[str, JsonValue] = {}
+        for place, (claim, rollout) in enumerate(zip(claims, found, strict=False)):
+            attempts[place] = attempt = self._start(db, run_seq, rollout)
+            given = to_json(attempt.resources) if attempt.resources else None
+            leases[claim.lease_s].append(rollout.seq)
+            started.append(
+                (run_seq, attempt.id, rollout.seq, attempt.number, claim.worker, now, given)
+            )
+            if claim.ticket:
+                held[claim.ticket] = attempt.id
+        for lease_s, seqs in leases.items():
+            db.execute(CLAIM, (now + lease_s, to_json(seqs)))
+        insert(db, START, started)
+        tickets.remember(db, run, held, now)
+        return attempts
+
+    def _start(self, db: Db, run: int, rollout: Claimable) -> Attempt:
+        if rollout.status == Status.RUNNING:
+            for lost in self._running(db, "rollout.seq = ?", rollout.seq):
+                self._end_attempt(db, lost, _lost(lost))
+        parsed, number = parse_rollout(rollout.body), rollout.attempts + 1
+        return Attempt(
+            id=AttemptId(f"{parsed.id}.{number}"),
+            rollout=parsed,
+            number=number,
+            resources=resources.resolve(db, run, parsed.resources),
+        )
+
+    def _take_again(self, db: Db, run: str, attempt: AttemptId | None, lease_s: float) -> Attempt:
         if attempt is None:
             raise LeaseLost("what was claimed with this ticket was given back")
         running, until = self._must_run(db, run, attempt), self.clock() + lease_s
         db.execute(HEARTBEAT, (until, until, running.rollout_seq))
         return Attempt(
-            id=AttemptId(running.id),
+            id=running.id,
             rollout=parse_rollout(running.body),
             number=running.number,
             resources=json.loads(running.resources) if running.resources else {},
         )
 
-    def unclaim(self, db: Db, run: str, attempt: str, ticket: str | None = None) -> None:
+    def unclaim(self, db: Db, run: str, attempt: AttemptId, ticket: str | None = None) -> None:
         """Undo a claim whose caller had gone before it heard of it; its ticket is as new."""
-        for running in self._running_attempt(db, run, attempt):
+        for running in self._running_attempts(db, run, [attempt]).values():
             if db.execute(BEGUN, (running.seq, running.seq)).fetchone() is not None:
                 raise StoreError(f"attempt {attempt!r} has begun: finish it")
             db.execute("DELETE FROM attempt WHERE seq = ?", (running.seq,))
@@ -276,11 +297,11 @@ class Queue:
 
     def give_back(self, db: Db, run: str, ticket: str) -> None:
         """Undo what was claimed with a ticket, and claim nothing with it if it comes again."""
-        taken = tickets.recall(db, run, ticket)
+        taken = tickets.recall(db, run, [ticket]).get(ticket)
         attempt = None if taken is None else json.loads(taken)
         if attempt is not None:
             self.unclaim(db, run, attempt)
-        tickets.remember(db, run, ticket, None, self.clock())
+        tickets.remember(db, run, {ticket: None}, self.clock())
 
     def heartbeat(self, db: Db, run: str, attempt: AttemptId, lease_s: float) -> bool:
         """Whether the attempt may go on; one that outlived its limit by a lease is ended."""
@@ -294,14 +315,17 @@ class Queue:
         db.execute(SEEN, (find_run(db, run), running.worker, now, now, until))
         return True
 
-    def finish(self, db: Db, run: str, attempt: AttemptId, outcome: Outcome) -> None:
-        try:
-            running = self._must_run(db, run, attempt)
-        except LeaseLost:
-            if not _has_ended_so(db, run, attempt, outcome):
-                raise
-        else:
-            self._finish(db, running, outcome)
+    def finish(self, db: Db, run: str, reports: Sequence[Report]) -> list[StoreError | None]:
+        """End attempts; one that this very outcome has ended is reported again, not late."""
+        running = self._running_attempts(db, run, [report.attempt for report in reports])
+        refused: list[StoreError | None] = [None] * len(reports)
+        for place, (attempt, outcome) in enumerate(reports):
+            mine = running.pop(attempt, None)
+            if mine is not None:
+                self._finish(db, mine, outcome)
+            elif not has_ended_so(db, run, attempt, outcome.reward, _failure(outcome)):
+                refused[place] = why_not_running(db, run, attempt)
+        return refused
 
     def keep_late(self, db: Db, run: str, attempt: AttemptId, outcome: Outcome) -> None:
         """Keep an outcome that was refused, for the record."""
@@ -361,15 +385,17 @@ class Queue:
     def _running(self, db: Db, where: str, *values: Column) -> list[Running]:
         return [Running(*row) for row in db.execute(f"{RUNNING} AND {where}", values)]
 
-    def _running_attempt(self, db: Db, run: str, attempt: str) -> list[Running]:
-        where = f"attempt.run = {OF_RUN} AND attempt.id = ? {LOCK}"
-        return self._running(db, where, run, attempt)
+    def _running_attempts(
+        self, db: Db, run: str, attempts: Sequence[AttemptId]
+    ) -> dict[AttemptId, Running]:
+        found = self._running(db, OF_ATTEMPTS, run, to_json(list(attempts)))
+        return {running.id: running for running in found}
 
-    def _must_run(self, db: Db, run: str, attempt: str) -> Running:
-        for running in self._running_attempt(db, run, attempt):
-            return running
-        running_attempt(db, run, attempt)  # says why not
-        raise LeaseLost(f"attempt {attempt!r} has just ended")
+    def _must_run(self, db: Db, run: str, attempt: AttemptId) -> Running:
+        running = self._running_attempts(db, run, [attempt])
+        if not running:
+            raise why_not_running(db, run, attempt)
+        return running[attempt]
 
     def _finish(self, db: Db, running: Running, outcome: Outcome) -> None:
         self._end_attempt(db, running, outcome)
@@ -393,14 +419,6 @@ class Queue:
         self._bell.mark(end_of(run, rollout))
 
 
-def _has_ended_so(db: Db, run: str, attempt: str, outcome: Outcome) -> bool:
-    """Whether this very outcome ended the attempt: it is reported again, not late."""
-    ended = db.execute(
-        "SELECT reward, failure FROM attempt WHERE run = ? AND id = ?", (find_run(db, run), attempt)
-    ).fetchone()
-    return ended == (outcome.reward, _failure(outcome))
-
-
 def _row(run: int, packed: Packed, now: float) -> tuple[Column, ...]:
     rollout = packed.rollout
     return (
@@ -416,9 +434,8 @@ def _row(run: int, packed: Packed, now: float) -> tuple[Column, ...]:
     )
 
 
-def _precedence(row: tuple[int, int, *tuple[object, ...]]) -> tuple[int, int]:
-    seq, priority, *_ = row
-    return -priority, seq
+def _precedence(rollout: Claimable) -> tuple[int, int]:
+    return -rollout.priority, rollout.seq
 
 
 def _is_retried(running: Running, outcome: Outcome) -> bool:

@@ -12,7 +12,7 @@ import anyio
 from anyio import to_thread
 from pydantic import JsonValue, TypeAdapter
 
-from whet.errors import LeaseLost, StoreError, boundary
+from whet.errors import LeaseLost, StoreError, WhetError, boundary
 from whet.protocols import (
     AttemptLog,
     AttemptWatch,
@@ -23,9 +23,10 @@ from whet.protocols import (
     StepLog,
 )
 from whet.store import archive, directory, log, resources, runs, steps, tickets
+from whet.store.attempts import find_attempt
 from whet.store.bell import EVERYONE, end_of, work_in
-from whet.store.database import Database, Db
-from whet.store.queue import Queue, attempt_status, pack_rollout, unfinished
+from whet.store.database import Bulk, Database, Db
+from whet.store.queue import Claim, Queue, Report, pack_rollout, unfinished
 from whet.types import (
     Attempt,
     AttemptId,
@@ -45,6 +46,7 @@ from whet.types import (
     WorkerRecord,
 )
 
+A = TypeVar("A")
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -132,7 +134,7 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
 
     async def finish(self, attempt: AttemptId, outcome: Outcome) -> None:
         try:
-            await self._write(self._in_run(self._queue.finish, attempt=attempt, outcome=outcome))
+            await self._write_in_bulk(self._queue.finish, Report(attempt, outcome))
         except LeaseLost:
             late = self._in_run(self._queue.keep_late, attempt=attempt, outcome=outcome)
             await self._write(late)
@@ -158,7 +160,7 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
     async def ended(self, attempt: AttemptId) -> Status:
         with self._database.bell.listening([end_of(self.run, attempt)]) as listener:
             while True:
-                status = await self._read(self._in_run(attempt_status, attempt=attempt))
+                _, status = await self._read(self._in_run(find_attempt, attempt=attempt))
                 if status is not Status.RUNNING:
                     return status
                 await listener.wait()
@@ -186,7 +188,7 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
         return await self._read(self._in_run(log.read_attempt, attempt=attempt))
 
     async def append(self, call: Call) -> None:
-        await self._write(self._in_run(log.append, call=log.pack_call(call)))
+        await self._write_in_bulk(log.append, log.pack_call(call))
 
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
         await self._write(self._in_run(log.emit, attempt=attempt, reward=reward))
@@ -289,21 +291,20 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
     async def _write(self, change: Callable[[Db], T]) -> T:
         if self._ticket is not None:
             change = tickets.once(change, self.run, self._ticket, self._queue.clock())
-        return await asyncio.wrap_future(self._database.write(change))
+        return await self._database.write(change)
+
+    async def _write_in_bulk(
+        self, act: Callable[[Db, str, Sequence[A]], Sequence[T | WhetError]], argument: A
+    ) -> T:
+        """For what may be done again without a ticket: it knows by itself that it was done."""
+        return await self._database.write(Bulk(act, self.run, argument))
 
     async def _read(self, read: Callable[[Db], T]) -> T:
         return await asyncio.wrap_future(self._database.read(read))
 
     async def _claim_now(self, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
-        future = self._database.write(
-            self._in_run(
-                self._queue.claim,
-                worker=worker,
-                lease_s=lease_s,
-                wait_s=wait_s,
-                ticket=self._ticket,
-            )
-        )
+        claim = Claim(worker, lease_s, wait_s, self._ticket)
+        future = self._database.submit(Bulk(self._queue.claim, self.run, claim))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -319,7 +320,7 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
         if attempt is not None:
             with suppress(StoreError):  # closed meanwhile: the lease will run out
                 undo = self._in_run(self._queue.unclaim, attempt=attempt.id, ticket=self._ticket)
-                self._database.write(undo)
+                self._database.submit(undo)
 
 
 def _nothing(db: Db) -> None:

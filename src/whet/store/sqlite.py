@@ -2,7 +2,7 @@
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from whet.errors import StoreError, boundary
 from whet.store.bell import Bell
-from whet.store.database import Database, Db
+from whet.store.database import Change, Database, Db
 from whet.store.queue import Queue
 from whet.store.schema import connect, open_file
 from whet.store.sql import DEFAULT_RUN, SQLStore
@@ -33,7 +33,10 @@ class SQLiteDatabase(Database):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
 
-    def write(self, change: Callable[[Db], T]) -> Future[T]:
+    def write(self, change: Change[T]) -> Awaitable[T]:
+        return self._writer.write(change)
+
+    def submit(self, change: Change[T]) -> Future[T]:
         return self._writer.submit(change)
 
     def read(self, read: Callable[[Db], T]) -> Future[T]:

@@ -5,18 +5,23 @@ again with the same ticket: what was done with it is not done again, and has the
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from pydantic import JsonValue
 
-from whet.store.database import Db
+from whet.store.database import Db, insert
 from whet.store.packing import to_json
 
 T = TypeVar("T")
 
 KEPT_S = 24 * 3600.0
 """Nobody asks again after this long."""
+
+RECALL = """
+SELECT ticket, answer FROM ticket
+WHERE run = ? AND ticket IN (SELECT value FROM json_each(?) AS asked)
+"""
 
 REMEMBER = """
 INSERT INTO ticket (run, ticket, answer, created) VALUES (?, ?, ?, ?)
@@ -28,28 +33,28 @@ def once(change: Callable[[Db], T], run: str, ticket: str, now: float) -> Callab
     """A change that is done at the first time only; its answer is JSON."""
 
     def act(db: Db) -> T:
-        row = recall(db, run, ticket)
-        if row is not None:
-            return json.loads(row)
+        known = recall(db, run, [ticket])
+        if ticket in known:
+            return json.loads(known[ticket])
         answer = change(db)
-        remember(db, run, ticket, cast(JsonValue, answer), now)
+        remember(db, run, {ticket: cast(JsonValue, answer)}, now)
         return answer
 
     return act
 
 
-def recall(db: Db, run: str, ticket: str) -> str | None:
-    """The answer a ticket got, as JSON; None for a new one."""
-    row = db.execute(
-        "SELECT answer FROM ticket WHERE run = ? AND ticket = ?", (run, ticket)
-    ).fetchone()
-    return None if row is None else row[0]
+def recall(db: Db, run: str, tickets: Sequence[str]) -> dict[str, str]:
+    """The answers tickets got, as JSON; a new one is absent."""
+    if not tickets:
+        return {}
+    return dict(db.execute(RECALL, (run, to_json(list(tickets)))))
 
 
-def remember(db: Db, run: str, ticket: str, answer: JsonValue, now: float) -> None:
-    """Keep the answer for whoever asks again, and forget what nobody asks for any more."""
-    db.execute(REMEMBER, (run, ticket, to_json(answer), now))
-    db.execute("DELETE FROM ticket WHERE created < ?", (now - KEPT_S,))
+def remember(db: Db, run: str, answers: Mapping[str, JsonValue], now: float) -> None:
+    """Keep answers for whoever asks again, and forget what nobody asks for any more."""
+    if answers:
+        insert(db, REMEMBER, [(run, key, to_json(answers[key]), now) for key in sorted(answers)])
+        db.execute("DELETE FROM ticket WHERE created < ?", (now - KEPT_S,))
 
 
 def forget(db: Db, run: str, ticket: str) -> None:

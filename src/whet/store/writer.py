@@ -4,17 +4,18 @@ While one commit waits for the disk, changes pile up; the next transaction takes
 the cost of a durable commit is shared by everybody who waits for one.
 """
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from whet.errors import StoreError, WhetError, boundary
-from whet.store.database import Db
+from whet.store.database import Bulk, Change, Db
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,21 @@ MAX_TRIES = 10
 
 
 class _Job(NamedTuple):
-    change: Callable[[Db], Any]  # Any: jobs of all results share one queue
-    future: Future[Any]
+    change: Change[Any]  # Any: jobs of all results share one queue
+    future: Future[Any] | asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop | None
+    """Where the future belongs, if to an event loop."""
     alone: bool
+
+    def begin(self) -> bool:
+        """Whether somebody still wants it."""
+        if isinstance(self.future, asyncio.Future):
+            return not self.future.cancelled()
+        return self.future.set_running_or_notify_cancel()
+
+
+_Reply = tuple[_Job, Any]
+"""What came of a job; an error of ours is raised for who waits."""
 
 
 class _Refused(WhetError):
@@ -69,18 +82,27 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="whet-store-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, change: Callable[[Db], T], *, alone: bool = False) -> Future[T]:
+    def write(self, change: Change[T]) -> asyncio.Future[T]:
         """Have `change` committed; the future resolves once it is durable, or was undone.
 
-        Cancelling the future stops a change that has not begun. One that runs `alone` is in no
-        transaction.
+        Cancelling the future stops a change that has not begun.
         """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._put(_Job(change, future, loop, alone=False))
+        return future
+
+    def submit(self, change: Change[T], *, alone: bool = False) -> Future[T]:
+        """The same from any thread. One that runs `alone` is in no transaction."""
         future = Future[T]()
+        self._put(_Job(change, future, None, alone))
+        return future
+
+    def _put(self, job: _Job) -> None:
         with self._closing:
             if self._closed:
                 raise StoreError("the store is closed")
-            self._jobs.put(_Job(change, future, alone))
-        return future
+            self._jobs.put(job)
 
     def close(self) -> None:
         """Commit what was submitted, and end the thread. Idempotent."""
@@ -97,9 +119,8 @@ class Writer:
             # However the thread ends, nobody waits for it in vain.
             with self._closing:
                 self._closed = True
-            for job in [*self._begun, *self._take_now()]:
-                if job is not None and not job.future.done():
-                    job.future.set_exception(StoreError("the store's writer has stopped"))
+            stopped = StoreError("the store's writer has stopped")
+            _deliver((job, stopped) for job in [*self._begun, *self._take_now()] if job)
             self._db.close()
 
     def _work(self) -> None:
@@ -107,7 +128,7 @@ class Writer:
         while more:
             jobs = self._take()
             more = None not in jobs
-            self._begun = [j for j in jobs if j and j.future.set_running_or_notify_cancel()]
+            self._begun = [job for job in jobs if job and job.begin()]
             self._transact([job for job in self._begun if not job.alone])
             for job in self._begun:
                 if job.alone:
@@ -143,25 +164,27 @@ class Writer:
                     continue
                 logger.error("transaction failed changes=%d error=%s", len(jobs), error)
                 self._nap_s = MAX_NAP_S
-                for job in jobs:
-                    job.future.set_exception(StoreError(str(error)))
+                _deliver((job, StoreError(str(error))) for job in jobs)
                 return
             else:
                 self._committed()
-                for reply in replies:
-                    reply()
+                _deliver(replies)
                 return
 
     def _undo(self) -> None:
         with suppress(StoreError), boundary(StoreError, "it was undone already"):
             self._db.execute("ROLLBACK")
 
-    def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[Callable[[], None]]:
+    def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[_Reply]:
         """Do all in one transaction; only if `careful` can one be refused without the others."""
-        change = self._change if careful else self._change_boldly
+        replies: list[_Reply] = []
         with boundary(StoreError, "store"):
             self._db.execute("BEGIN IMMEDIATE")
-            replies = [change(job) for job in jobs]
+            if careful:
+                replies = [(job, self._change_carefully(job)) for job in jobs]
+            else:
+                for kind in _by_kind(jobs):
+                    replies += zip(kind, self._change(kind), strict=True)
             due_s = self._upkeep(self._db)
             self._db.execute("COMMIT")
         self._nap_s = None if due_s is None else min(max(due_s, 0.0), MAX_NAP_S)
@@ -170,35 +193,75 @@ class Writer:
     def _run_alone(self, job: _Job) -> None:
         try:
             with boundary(StoreError, "store"):
-                result = job.change(self._db)
+                [result] = self._do([job])
         except WhetError as error:
-            job.future.set_exception(error)
-        else:
-            job.future.set_result(result)
+            result = error
+        _deliver([(job, result)])
 
-    def _change_boldly(self, job: _Job) -> Callable[[], None]:
-        """Run one change without a way back: refusals are rare, and savepoints are not free."""
+    def _do(self, jobs: Sequence[_Job]) -> Sequence[Any]:
+        """What came of changes of one kind."""
+        change = jobs[0].change
+        if not isinstance(change, Bulk):
+            return [change(self._db)]
+        bulk = cast(list[Bulk[Any, Any]], [job.change for job in jobs])
+        return bulk[0].act(self._db, bulk[0].run, [one.argument for one in bulk])
+
+    def _change(self, jobs: Sequence[_Job]) -> Sequence[Any]:
+        """Change without a way back: refusals are rare, and savepoints are not free."""
         try:
             with boundary(StoreError, "store"):
-                return partial(job.future.set_result, job.change(self._db))
+                return self._do(jobs)
         except WhetError as error:
             if not self._db.in_transaction or self._transient(error.__cause__):
                 raise StoreError(str(error)) from error.__cause__
             raise _Refused from error
 
-    def _change(self, job: _Job) -> Callable[[], None]:
-        """Run one change; what it answers is given only after the commit."""
+    def _change_carefully(self, job: _Job) -> Any:
+        """Run one change so that it can be undone by itself; a refusal is its result."""
         self._db.execute("SAVEPOINT change")
         try:
             with boundary(StoreError, "store"):
-                result = job.change(self._db)
+                [result] = self._do([job])
         except WhetError as error:
             # A full disk undoes the neighbours too, and so does whoever got in the way.
             if not self._db.in_transaction or self._transient(error.__cause__):
                 raise StoreError(str(error)) from error.__cause__
             self._db.execute("ROLLBACK TO change")
-            reply = partial(job.future.set_exception, error)
-        else:
-            reply = partial(job.future.set_result, result)
+            result = error
         self._db.execute("RELEASE change")
-        return reply
+        return result
+
+
+def _by_kind(jobs: Sequence[_Job]) -> Iterable[list[_Job]]:
+    """Bulk changes of one kind together, where the first of them stood.
+
+    Whoever waits for one change before the next never sees that the order is another.
+    """
+    kinds = defaultdict[object, list[_Job]](list)
+    for place, job in enumerate(jobs):
+        change = job.change
+        kinds[(change.act, change.run) if isinstance(change, Bulk) else place].append(job)
+    return kinds.values()
+
+
+def _deliver(replies: Iterable[_Reply]) -> None:
+    """Tell everybody what came of their changes: an event loop is woken once for all of its own."""
+    by_loop = defaultdict[asyncio.AbstractEventLoop | None, list[_Reply]](list)
+    for job, result in replies:
+        by_loop[job.loop].append((job, result))
+    for loop, mine in by_loop.items():
+        if loop is None:
+            _settle(mine)
+        else:
+            with suppress(RuntimeError):  # it was closed, with all who waited in it
+                loop.call_soon_threadsafe(_settle, mine)
+
+
+def _settle(replies: Iterable[_Reply]) -> None:
+    for job, result in replies:
+        if job.future.done():
+            continue
+        if isinstance(result, WhetError):
+            job.future.set_exception(result)
+        else:
+            job.future.set_result(result)
