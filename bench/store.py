@@ -27,11 +27,23 @@ import anyio
 
 from whet.store.sql import SQLStore
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, Call, CallId, Generation, Outcome, Rollout, Sampling, Status
+from whet.types import (
+    Attempt,
+    Call,
+    CallId,
+    Generation,
+    Origin,
+    Outcome,
+    Rollout,
+    Sampling,
+    Status,
+)
 
 CALLS, TOKENS = 5, 500
 IDS = [tuple(random.randrange(1000, 150_000) for _ in range(TOKENS)) for _ in range(64)]
 LOGPROBS = tuple(random.random() - 1 for _ in range(TOKENS))
+SAMPLING = Sampling(max_tokens=TOKENS)
+ORIGIN = Origin(model="policy", request="0" * 32)
 MESSAGE = {"role": "assistant", "content": "y" * 400}
 PROMPT = {"role": "user", "content": "x" * 400}
 
@@ -64,11 +76,12 @@ def call(attempt: Attempt, number: int) -> Call:
                 logprobs=LOGPROBS,
                 versions=(1,) * TOKENS,
                 stop="stop",
-                sampling=Sampling(),
+                sampling=SAMPLING,
                 message=MESSAGE,
             ),
         ),
         created=time.time(),
+        origin=ORIGIN,
     )
 
 

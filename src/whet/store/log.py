@@ -13,6 +13,7 @@ from whet.errors import StoreError, WhetError, boundary
 from whet.store.attempts import find_attempt, running_attempts, why_not_running
 from whet.store.database import Column, Db, insert
 from whet.store.packing import (
+    build,
     pack_floats,
     pack_ints,
     pack_runs,
@@ -198,11 +199,16 @@ def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[Traject
     calls = _calls(db, attempts)
     rewards = defaultdict[int, list[Reward]](list)
     for seq, value, key in db.execute(REWARDS, (to_json(attempts),)):
-        rewards[seq].append(Reward.model_construct(value=value, key=key))
+        rewards[seq].append(build(Reward, value=value, key=key))
     return [
-        Trajectory.model_construct(
-            attempt=Attempt.model_construct(
-                id=id_, rollout=parse_rollout(body), number=number, resources=_resources(given)
+        build(
+            Trajectory,
+            attempt=build(
+                Attempt,
+                id=id_,
+                rollout=parse_rollout(body),
+                number=number,
+                resources=_resources(given),
             ),
             calls=tuple(calls[seq]),
             rewards=tuple(rewards[seq]),
@@ -226,7 +232,8 @@ def _calls(db: Db, attempts: Sequence[int]) -> dict[int, list[Call]]:
     generations = defaultdict[int, list[Generation]](list)
     for call, stop, sampling, message, versions, tokens, logprobs in db.execute(GENERATIONS, asked):
         generations[call].append(
-            Generation.model_construct(
+            build(
+                Generation,
                 tokens=unpack_ints(tokens),
                 logprobs=unpack_floats(logprobs),
                 versions=unpack_runs(versions),
@@ -239,7 +246,8 @@ def _calls(db: Db, attempts: Sequence[int]) -> dict[int, list[Call]]:
     for seq, attempt, call, id_, parent, root, messages, context, *rest in db.execute(CALLS, asked):
         prompt_length, prompt_digest, created, origin = rest
         calls[seq].append(
-            Call.model_construct(
+            build(
+                Call,
                 id=id_,
                 attempt=attempt,
                 parent=parent,

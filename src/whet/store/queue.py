@@ -263,7 +263,7 @@ class Queue:
     def _start(self, db: Db, run: int, rollout: Claimable) -> Attempt:
         if rollout.status == Status.RUNNING:
             for lost in self._running(db, "rollout.seq = ?", rollout.seq):
-                self._end_attempt(db, lost, _lost(lost))
+                self._end_attempts(db, [(lost, _lost(lost))])
         parsed, number = parse_rollout(rollout.body), rollout.attempts + 1
         return Attempt(
             id=AttemptId(f"{parsed.id}.{number}"),
@@ -308,7 +308,7 @@ class Queue:
         running, now = self._must_run(db, run, attempt), self.clock()
         limit = parse_rollout(running.body).timeout_s
         if now > running.started + limit + lease_s:
-            self._finish(db, running, _timeout(limit))
+            self._finish(db, [(running, _timeout(limit))])
             return False
         until = now + lease_s
         db.execute(HEARTBEAT, (until, until, running.rollout_seq))
@@ -318,12 +318,17 @@ class Queue:
     def finish(self, db: Db, run: str, reports: Sequence[Report]) -> list[StoreError | None]:
         """End attempts; one that this very outcome has ended is reported again, not late."""
         running = self._running_attempts(db, run, [report.attempt for report in reports])
+        mine: list[tuple[Running, Outcome]] = []
+        again: dict[int, Report] = {}
+        for place, report in enumerate(reports):
+            if report.attempt in running:
+                mine.append((running.pop(report.attempt), report.outcome))
+            else:
+                again[place] = report
+        self._finish(db, mine)
         refused: list[StoreError | None] = [None] * len(reports)
-        for place, (attempt, outcome) in enumerate(reports):
-            mine = running.pop(attempt, None)
-            if mine is not None:
-                self._finish(db, mine, outcome)
-            elif not has_ended_so(db, run, attempt, outcome.reward, _failure(outcome)):
+        for place, (attempt, outcome) in again.items():
+            if not has_ended_so(db, run, attempt, outcome.reward, _failure(outcome)):
                 refused[place] = why_not_running(db, run, attempt)
         return refused
 
@@ -344,7 +349,7 @@ class Queue:
             if status == Status.QUEUED:
                 self._end_rollout(db, run, seq, rollout, CANCELLED)
             for running in self._running(db, "rollout.seq = ?", seq):
-                self._end_attempt(db, running, CANCELLED)
+                self._end_attempts(db, [(running, CANCELLED)])
                 self._end_rollout(db, run, seq, rollout, CANCELLED)
         return len(open_)
 
@@ -353,8 +358,8 @@ class Queue:
         running = self._running(db, f"rollout.run = ? {LOCK}", find_run(db, run))
         for lost in running:
             message = f"worker {lost.worker!r} was released by a restart"
-            self._end_attempt(db, lost, _failed(FailureKind.WORKER_LOST, message))
-            self._requeue(db, lost, tries_back=1)
+            self._end_attempts(db, [(lost, _failed(FailureKind.WORKER_LOST, message))])
+            db.execute(END_LEASE, self._requeued(lost, tries_back=1))
         return len(running)
 
     def upkeep(self, db: Db) -> float | None:
@@ -365,7 +370,7 @@ class Queue:
         """
         now = self.clock()
         for lost in self._running(db, DOOMED, now):
-            self._end_attempt(db, lost, _lost(lost))
+            self._end_attempts(db, [(lost, _lost(lost))])
             self._end_rollout(db, lost.run, lost.rollout_seq, lost.rollout, _lost(lost))
         if self.next_expiry <= now:
             self._mark_expired(db, now)
@@ -397,26 +402,37 @@ class Queue:
             raise why_not_running(db, run, attempt)
         return running[attempt]
 
-    def _finish(self, db: Db, running: Running, outcome: Outcome) -> None:
-        self._end_attempt(db, running, outcome)
-        tries_back = int(outcome.failure is not None and outcome.failure.kind in BLAMELESS)
-        if running.tries_left + tries_back > 0 and _is_retried(running, outcome):
-            self._requeue(db, running, tries_back)
-        else:
-            self._end_rollout(db, running.run, running.rollout_seq, running.rollout, outcome)
+    def _finish(self, db: Db, ended: Sequence[tuple[Running, Outcome]]) -> None:
+        self._end_attempts(db, ended)
+        db.executemany(END_LEASE, [self._after(running, outcome) for running, outcome in ended])
 
-    def _end_attempt(self, db: Db, running: Running, outcome: Outcome) -> None:
-        status, failure = outcome.status.value, _failure(outcome)
-        db.execute(END_ATTEMPT, (status, outcome.reward, failure, self.clock(), running.seq))
-        self._bell.mark(end_of(running.run, running.id))
-
-    def _requeue(self, db: Db, running: Running, tries_back: int = 0) -> None:
-        db.execute(END_LEASE, (Status.QUEUED.value, None, tries_back, running.rollout_seq))
-        self._bell.mark(work_in(running.run))
+    def _end_attempts(self, db: Db, ended: Sequence[tuple[Running, Outcome]]) -> None:
+        now = self.clock()
+        db.executemany(
+            END_ATTEMPT,
+            [(o.status.value, o.reward, _failure(o), now, running.seq) for running, o in ended],
+        )
+        for running, _ in ended:
+            self._bell.mark(end_of(running.run, running.id))
 
     def _end_rollout(self, db: Db, run: str, seq: int, rollout: str, outcome: Outcome) -> None:
-        db.execute(END_LEASE, (outcome.status.value, _failure(outcome), 0, seq))
+        db.execute(END_LEASE, self._over(run, seq, rollout, outcome))
+
+    # What becomes of a rollout, as the values of END_LEASE.
+
+    def _after(self, running: Running, outcome: Outcome) -> tuple[Column, ...]:
+        tries_back = int(outcome.failure is not None and outcome.failure.kind in BLAMELESS)
+        if running.tries_left + tries_back > 0 and _is_retried(running, outcome):
+            return self._requeued(running, tries_back)
+        return self._over(running.run, running.rollout_seq, running.rollout, outcome)
+
+    def _requeued(self, running: Running, tries_back: int) -> tuple[Column, ...]:
+        self._bell.mark(work_in(running.run))
+        return (Status.QUEUED.value, None, tries_back, running.rollout_seq)
+
+    def _over(self, run: str, seq: int, rollout: str, outcome: Outcome) -> tuple[Column, ...]:
         self._bell.mark(end_of(run, rollout))
+        return (outcome.status.value, _failure(outcome), 0, seq)
 
 
 def _row(run: int, packed: Packed, now: float) -> tuple[Column, ...]:
