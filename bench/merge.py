@@ -49,7 +49,7 @@ async def one_call(service: Service, attempt: Attempt, messages: tuple[Message, 
 
     ask = Ask(messages=messages, sampling=Sampling(max_tokens=16))
     source = Source(attempt, "bench", service.models[0], "", f"{attempt.id}/{turn}", False)
-    graph = await service.graph(attempt)
+    _, graph = await service.find(attempt.id)
     return await service.complete(await service.prompt(source, ask, graph), ignore)
 
 

@@ -17,7 +17,7 @@ Values are frozen, refuse unknown fields, and check themselves.
 
 import hashlib
 import re
-from array import array
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -406,7 +406,7 @@ class Call(Value):
 def digest_tokens(tokens: Sequence[int], after: hashlib.blake2b | None = None) -> hashlib.blake2b:
     """The running digest of `tokens` after those of `after`, which is left as it was."""
     digest = after.copy() if after else hashlib.blake2b(digest_size=16)
-    digest.update(array("i", tokens).tobytes())
+    digest.update(struct.pack(f"{len(tokens)}i", *tokens))
     return digest
 
 

@@ -23,6 +23,7 @@ from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from whet.gateway.graph import Graph
 from whet.gateway.service import Service, Source
 from whet.protocols import AttemptLog
+from whet.types import Attempt
 
 RETRY_HEADER = "x-stainless-retry-count"
 
@@ -90,8 +91,9 @@ class _Gateway:
             caller = self._caller(request)
             body = await request.body()
             asked = dialect.parse(body)
-            source = await self._source(caller, dialect.name, asked.model, request, body)
-            graph = await self._service.graph(source.attempt)
+            self._check_model(asked.model)
+            attempt, graph = await self._service.find(caller.attempt)
+            source = _source(request, body, caller, attempt, dialect.name, asked.model)
             prompt = await self._service.prompt(source, asked.ask(graph), graph)
             reply = asked.reply(prompt, self._service.renderer.template)
             return Answer(dialect, self._service, prompt, reply)
@@ -105,8 +107,9 @@ class _Gateway:
             caller = self._caller(request)
             body = await request.body()
             asked = validate(CountRequest, body)
-            source = await self._source(caller, "count", asked.model, request, body)
-            graph = await self._service.graph(source.attempt)
+            self._check_model(asked.model)
+            attempt, graph = await self._service.find(caller.attempt)
+            source = _source(request, body, caller, attempt, "count", asked.model)
             prompt = await self._service.prompt(source, asked.ask(), graph)
             return JsonReply({"input_tokens": len(prompt.tokens)})
 
@@ -117,8 +120,7 @@ class _Gateway:
 
         async def handle(request: Request) -> Reply:
             caller = self._caller(request)
-            attempt = await self._log.attempt(caller.attempt) if caller.attempt else None
-            graph = await self._service.graph(attempt)
+            _, graph = await self._service.find(caller.attempt)
             return JsonReply(look(graph, str(request.params["id"]), request))
 
         return handle
@@ -151,24 +153,6 @@ class _Gateway:
 
     # ------------------------------------------------------------- who asks
 
-    async def _source(
-        self, caller: Caller, dialect: str, model: str, request: Request, body: bytes
-    ) -> Source:
-        self._check_model(model)
-        attempt = await self._service.attempt(caller.attempt) if caller.attempt else None
-        rollout = request.params.get("rollout")
-        if attempt is not None and rollout not in (None, attempt.rollout.id):
-            raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")
-        return Source(
-            attempt=attempt,
-            dialect=dialect,
-            model=model,
-            agent=caller.agent,
-            request=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
-            is_retry=request.header(RETRY_HEADER, "0") != "0",
-            size=len(body),
-        )
-
     def _check_model(self, name: str) -> None:
         if name not in self._service.models:
             raise NotFound(
@@ -184,6 +168,23 @@ class _Gateway:
                 f"the header {self._config.trace_header!r}"
             )
         return caller
+
+
+def _source(
+    request: Request, body: bytes, caller: Caller, attempt: Attempt | None, dialect: str, model: str
+) -> Source:
+    rollout = request.params.get("rollout")
+    if attempt is not None and rollout not in (None, attempt.rollout.id):
+        raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")
+    return Source(
+        attempt=attempt,
+        dialect=dialect,
+        model=model,
+        agent=caller.agent,
+        request=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
+        is_retry=request.header(RETRY_HEADER, "0") != "0",
+        size=len(body),
+    )
 
 
 def _health(instance: str) -> Handler:

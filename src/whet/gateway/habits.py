@@ -101,5 +101,5 @@ def find_habits(render: Render, source: str) -> Habits:
     if "</think>" in source:
         names.append(replace(habits, thinking="content"))
     thought = Message("assistant", "It is 5.", reasoning=SHOWN)
-    calling = replace(CALLED, reasoning=SHOWN, tool_calls=(ToolCall("call_1", "f", "{}"),))
+    calling = CALLED._replace(reasoning=SHOWN, tool_calls=(ToolCall("call_1", "f", "{}"),))
     return first(names, [QUESTION, thought], [QUESTION, calling, RESULT]) or habits

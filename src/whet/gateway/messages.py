@@ -5,8 +5,7 @@ strings. Canonical messages of equal meaning are equal here; bytes are never com
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from pydantic import JsonValue
 
@@ -18,8 +17,7 @@ BLANK = "[blank text]"
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """A call the model made."""
 
     id: str
@@ -44,8 +42,7 @@ class ToolCall:
         return value if isinstance(value, dict) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One message of a conversation."""
 
     role: Role
@@ -56,6 +53,8 @@ class Message:
 
     def same_as(self, echo: "Message") -> bool:
         """Whether `echo` is this message come back from an SDK."""
+        if self == echo:
+            return True
         if self.role != echo.role or self.tool_call_id != echo.tool_call_id:
             return False
         if len(self.tool_calls) != len(echo.tool_calls):

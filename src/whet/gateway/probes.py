@@ -122,7 +122,7 @@ FOREIGN = (Message("user", "2 + 3 = ? Zürich 東京 🙂"), Message("assistant"
 
 def thinking(turn: Message, thought: str = THOUGHT) -> Message:
     """The same turn, after some thinking."""
-    return replace(turn, reasoning=thought)
+    return turn._replace(reasoning=thought)
 
 
 PROBES = (
@@ -138,11 +138,11 @@ PROBES = (
     Probe(
         Shape.RESULTS,
         BEGUN,
-        replace(CALLED, tool_calls=(CALL, OTHER_CALL)),
-        [replace(RESULT, content=" 5\n"), replace(OTHER_RESULT, content="8 東京 🙂")],
+        CALLED._replace(tool_calls=(CALL, OTHER_CALL)),
+        [RESULT._replace(content=" 5\n"), OTHER_RESULT._replace(content="8 東京 🙂")],
         tools=True,
     ),
-    Probe(Shape.TEXT_AND_CALL, BEGUN, replace(CALLED, content="Let me see."), [RESULT], tools=True),
+    Probe(Shape.TEXT_AND_CALL, BEGUN, CALLED._replace(content="Let me see."), [RESULT], tools=True),
     Probe(Shape.NUDGE, BEGUN, CALLED, [RESULT, THANKS], tools=True),
     Probe(Shape.TOOL_TURNS, [*BEGUN, CALLED, RESULT], CALLED_AGAIN, [OTHER_RESULT], tools=True),
     Probe(Shape.ANSWER, [*BEGUN, CALLED, RESULT], ANSWER, [THANKS], tools=True),

@@ -4,19 +4,20 @@ import hashlib
 import json
 import secrets
 import time
-from asyncio import Event, TaskGroup
-from collections import OrderedDict
+from asyncio import TaskGroup
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import LeaseLost, PromptTooLong
 from whet.gateway.constraint import Constraint
+from whet.gateway.conversations import Conversations
 from whet.gateway.graph import TEXT, Graph, Turn
+from whet.gateway.memory import PromptMemory
 from whet.gateway.messages import Message
 from whet.gateway.render import Renderer
 from whet.gateway.retries import Retries
@@ -38,18 +39,9 @@ from whet.types import (
     digest_tokens,
 )
 
-TOKENS_KEPT = 8_000_000
-"""Of conversations held in memory, which bounds it to about a gigabyte; the others are read back
-from the store when they are continued."""
-
 LONGEST_TOKEN = 256
 """Characters; no common vocabulary has a longer one, so a text may be refused before it is encoded
 when even such tokens would not bring it into the context."""
-
-ATTEMPTS_KEPT = 10_000
-BELIEVED_S = 1.0
-"""An attempt that ran so short a time ago is not looked up again: should it have ended, what it is
-served is refused when it is recorded."""
 
 NO_WATCH = nullcontext()
 
@@ -165,43 +157,28 @@ class Service:
         self._engine = engine
         self._prepare = prepare
         self._log = log
-        self._graphs: OrderedDict[AttemptId, Graph] = OrderedDict()
-        self._held = 0
-        """Tokens in the graphs."""
-        self._loading: dict[AttemptId, Event] = {}
         self._retries = Retries()
-        self._running: OrderedDict[AttemptId, tuple[Attempt, float]] = OrderedDict()
+        self._conversations = Conversations(log, self._retries.forget)
+        self._rendered = PromptMemory()
 
-    async def attempt(self, id: AttemptId) -> Attempt:
-        """An attempt that is running, or was a moment ago. Raises as `AttemptLog.attempt` does."""
-        attempt, until = self._running.get(id, (None, 0.0))
-        now = time.monotonic()
-        if attempt is None or now >= until:
-            self._running.pop(id, None)
-            attempt = await self._log.attempt(id)
-            self._running[id] = attempt, now + BELIEVED_S
-            while len(self._running) > ATTEMPTS_KEPT:
-                self._running.popitem(last=False)
-        return attempt
+    async def find(self, attempt: AttemptId | None) -> tuple[Attempt | None, Graph]:
+        """An attempt that is running, or was a moment ago, and what is known of its conversations.
 
-    async def graph(self, attempt: Attempt | None) -> Graph:
-        """What is known of an attempt's conversations."""
-        return Graph() if attempt is None else await self._graph(attempt.id)
+        Raises as `AttemptLog.attempt` does.
+        """
+        return (None, Graph()) if attempt is None else await self._conversations.find(attempt)
 
     async def prompt(self, source: Source, ask: Ask, graph: Graph) -> Prompt:
         """Find what is known of the conversation and render the rest."""
         if (call := await self._answered(source)) is not None:
-            return self._again(call, ask, await self.graph(source.attempt))
+            return self._again(call, ask, await self._conversations.graph(call.attempt))
         if self._prepare is not None and source.attempt is not None:
             await self._prepare(source.attempt)
         self._check_length(ask)
-        root = self._root(source.model, ask)
+        root = _root(source.model, _tools_of(ask))
         place = self._place(ask, root, graph)
         stored = graph.tokens(place.turn)
-        if source.size > LARGE_REQUEST:
-            context = await to_thread.run_sync(self._context, place, ask)
-        else:
-            context = self._context(place, ask)
+        context = await self._context(place, ask, root, large=source.size > LARGE_REQUEST)
         forced = source.attempt.rollout.sampling if source.attempt else SamplingOverride()
         tokens = (*stored, *context)
         return Prompt(
@@ -213,7 +190,7 @@ class Service:
             root=root,
             parent=place.turn.id if place.turn else None,
             messages=tuple(place.messages),
-            context=tuple(context),
+            context=context,
             origin=Origin(
                 dialect=source.dialect,
                 model=source.model,
@@ -251,19 +228,16 @@ class Service:
             try:
                 await self._log.append(call)
             except LeaseLost:
-                self._running.pop(prompt.attempt, None)
+                self._conversations.ended(prompt.attempt)
                 raise
-            graph = await self._graph(prompt.attempt)
-            self._held -= graph.size
-            graph.add(call)
-            self._held += graph.size
+            await self._conversations.add(call)
         return call
 
     def lost(self, prompt: Prompt) -> None:
         """The client did not get the whole reply: an equal request is answered with it, once."""
         if prompt.attempt is None:
             return
-        graph = self._graphs.get(prompt.attempt)
+        graph = self._conversations.held(prompt.attempt)
         if graph is not None and prompt.call in graph.calls:
             self._retries.lose((prompt.attempt, prompt.origin.request), prompt.call)
 
@@ -276,13 +250,13 @@ class Service:
         key = (source.attempt.id, source.request)
         while True:
             if (lost := self._retries.take_lost(key)) is not None:
-                return (await self._graph(source.attempt.id)).calls[lost]
+                return (await self._conversations.graph(source.attempt.id)).calls[lost]
             if self._retries.take_unanswered(key) or not source.is_retry:
                 return None
             if (running := self._retries.running(key)) is None:
                 break
             await running.wait()
-        graph = await self._graph(source.attempt.id)
+        graph = await self._conversations.graph(source.attempt.id)
         same = [call for call in graph.calls.values() if call.origin.request == source.request]
         return same[-1] if same else None
 
@@ -327,7 +301,21 @@ class Service:
             return _Place(None, ask.messages, fork=refused)
         return _Place(found.turn, found.rest, fork=fork, lossy=found.lossy)
 
-    def _context(self, place: _Place, ask: Ask) -> Sequence[int]:
+    async def _context(self, place: _Place, ask: Ask, root: str, *, large: bool) -> tuple[int, ...]:
+        """The ids after the turn that is continued."""
+        key = (root, tuple(place.messages))
+        from_beginning = place.turn is None and ask.raw is None
+        if from_beginning and (known := self._rendered.get(key)) is not None:
+            return known
+        if large:
+            context = tuple(await to_thread.run_sync(self._render, place, ask))
+        else:
+            context = tuple(self._render(place, ask))
+        if from_beginning and not self.renderer.template.tells_time:
+            self._rendered.put(key, context)
+        return context
+
+    def _render(self, place: _Place, ask: Ask) -> Sequence[int]:
         if isinstance(place.raw, str):
             return self.renderer.template.encode(place.raw)
         if ask.raw is not None:
@@ -350,41 +338,13 @@ class Service:
         return learn_speech(self.renderer)
 
     def _sampling(self, ask: Ask, forced: SamplingOverride, prompt: Sequence[int]) -> Sampling:
-        update = forced.model_dump(exclude_none=True)
-        update["stop_ids"] = tuple(dict.fromkeys((*ask.sampling.stop_ids, *self.renderer.stop_ids)))
-        if ask.constraint is not None:
-            opened = self.renderer.opens(prompt)
-            update["grammar"] = ask.constraint.grammar(self._speech, opened=opened)
-        return ask.sampling.model_copy(update=update)
-
-    def _root(self, model: str, ask: Ask) -> str:
-        tools = list(ask.tools) if ask.raw is None else None
-        key = json.dumps([model, tools], sort_keys=True)
-        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-
-    async def _graph(self, attempt: AttemptId) -> Graph:
-        while attempt not in self._graphs:
-            if (loading := self._loading.get(attempt)) is not None:
-                await loading.wait()
-            else:
-                await self._load(attempt)
-        self._graphs.move_to_end(attempt)
-        graph = self._graphs[attempt]
-        while self._held > TOKENS_KEPT and len(self._graphs) > 1:
-            forgotten, dropped = self._graphs.popitem(last=False)
-            self._held -= dropped.size
-            self._retries.forget(forgotten)
-        return graph
-
-    async def _load(self, attempt: AttemptId) -> None:
-        loaded = self._loading[attempt] = Event()
-        try:
-            graph = Graph(await self._log.calls(attempt))
-            self._graphs[attempt] = graph
-            self._held += graph.size
-        finally:
-            del self._loading[attempt]
-            loaded.set()
+        # Values are frozen, which gives them a hash that is not in their type.
+        asked = (ask.sampling, forced)
+        sampling = _merged(*asked, self.renderer.stop_ids)  # pyright: ignore[reportArgumentType]
+        if ask.constraint is None:
+            return sampling
+        grammar = ask.constraint.grammar(self._speech, opened=self.renderer.opens(prompt))
+        return sampling.model_copy(update={"grammar": grammar})
 
     # ------------------------------------------------------------- sampling
 
@@ -439,7 +399,7 @@ class Service:
             as_text=prompt.ask.raw is not None,
         )
         if not prompt.ask.several_calls:
-            message = replace(message, tool_calls=message.tool_calls[:1])
+            message = message._replace(tool_calls=message.tool_calls[:1])
         return Generation(
             tokens=tuple(choice.tokens),
             logprobs=tuple(choice.logprobs),
@@ -448,6 +408,27 @@ class Service:
             sampling=prompt.sampling,
             message=message.to_json(),
         )
+
+
+@lru_cache(1024)
+def _merged(asked: Sampling, forced: SamplingOverride, stop_ids: tuple[int, ...]) -> Sampling:
+    """As asked, but for what the rollout forces; it ends where the template ends a turn."""
+    update = forced.model_dump(exclude_none=True)
+    update["stop_ids"] = tuple(dict.fromkeys((*asked.stop_ids, *stop_ids)))
+    return asked.model_copy(update=update)
+
+
+@lru_cache(256)
+def _root(model: str, tools: str) -> str:
+    """What a conversation hangs on, as a digest; `tools` are JSON."""
+    key = f"[{json.dumps(model)}, {tools}]"
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def _tools_of(ask: Ask) -> str:
+    if ask.raw is not None:
+        return "null"
+    return json.dumps(ask.tools, sort_keys=True) if ask.tools else "[]"
 
 
 def _tool_name(tool: JsonValue) -> str:

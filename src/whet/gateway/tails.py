@@ -8,7 +8,7 @@ name: it is found once, for every way a conversation may go on.
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -124,7 +124,7 @@ class Tails:
         self, turn: Message, messages: Sequence[Message], tools: Sequence[JsonValue]
     ) -> str:
         calls = tuple(
-            replace(call, arguments=json.dumps({"a": STAND_IN})) for call in turn.tool_calls
+            call._replace(arguments=json.dumps({"a": STAND_IN})) for call in turn.tool_calls
         )
         stand_in = Message("assistant", self._call_text if calls else STAND_IN, calls)
         text = self._template.render(
@@ -173,7 +173,7 @@ class Tails:
         content = self._call_text if turn.tool_calls else STAND_IN
         try:
             text = self._template.render(
-                [QUESTION, replace(turn, content=content)],
+                [QUESTION, turn._replace(content=content)],
                 self._probe_tools if turn.tool_calls else (),
                 add_generation_prompt=False,
                 arguments=self._arguments,

@@ -46,6 +46,8 @@ class ChatTemplate:
             self._templates = {n: environment.from_string(s) for n, s in own.items()}
         self.source = "\n".join(own.values())
         """The text of all its templates: what a model writes is guessed from it."""
+        self.tells_time = "strftime_now" in self.source
+        """Whether the same conversation may be another prompt tomorrow."""
         added = self._tokenizer.get_added_tokens_decoder()
         self.atoms = frozenset(added)
         """Ids whose text is always one token, whatever stands beside it."""

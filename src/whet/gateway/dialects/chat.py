@@ -10,6 +10,7 @@ from whet.gateway.dialects.chat_reply import ChatReply
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
 from whet.gateway.dialects.parts import (
     MOST_TOOLS,
+    AnyJson,
     Count,
     Lenient,
     Off,
@@ -51,11 +52,11 @@ class ChatMessage(Lenient):
     """A message as Chat Completions writes it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: JsonValue = None
+    content: AnyJson = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning: JsonValue = None
-    reasoning_content: JsonValue = None
+    reasoning: AnyJson = None
+    reasoning_content: AnyJson = None
 
     def canonical(self, index: int) -> Message:
         """In canonical form. Raises RequestError that names the part we cannot take."""
@@ -77,7 +78,7 @@ class _ToolFunction(Lenient):
     model_config = ConfigDict(extra="allow", strict=True)
     name: str
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: dict[str, AnyJson] | None = None
 
     @property
     def more(self) -> Json:
@@ -100,7 +101,7 @@ class StreamOptions(Wire):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
-    include_obfuscation: JsonValue = None
+    include_obfuscation: AnyJson = None
 
 
 class _TextFormat(Wire):
@@ -166,21 +167,21 @@ class ChatRequest(Sampled):
     include_stop_str_in_output: Literal[False] | None = None
     chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
     # Hints without a promise: the model has no such dial.
-    reasoning_effort: JsonValue = None
-    verbosity: JsonValue = None
+    reasoning_effort: AnyJson = None
+    verbosity: AnyJson = None
     # Said for the provider's bookkeeping; they change nothing a model could see.
-    user: JsonValue = None
-    metadata: JsonValue = None
-    store: JsonValue = None
-    service_tier: JsonValue = None
-    safety_identifier: JsonValue = None
-    prompt_cache_key: JsonValue = None
-    prompt_cache_retention: JsonValue = None
-    prompt_cache_options: JsonValue = None
-    cache_salt: JsonValue = None
-    priority: JsonValue = None
-    request_id: JsonValue = None
-    session_id: JsonValue = None
+    user: AnyJson = None
+    metadata: AnyJson = None
+    store: AnyJson = None
+    service_tier: AnyJson = None
+    safety_identifier: AnyJson = None
+    prompt_cache_key: AnyJson = None
+    prompt_cache_retention: AnyJson = None
+    prompt_cache_options: AnyJson = None
+    cache_salt: AnyJson = None
+    priority: AnyJson = None
+    request_id: AnyJson = None
+    session_id: AnyJson = None
 
     def ask(self, graph: Graph) -> Ask:
         tools = tuple(each.canonical() for each in self.tools)

@@ -10,6 +10,7 @@ from whet.gateway.dialects.chat import StreamOptions
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
 from whet.gateway.dialects.logprobs import FLOOR, Tops
 from whet.gateway.dialects.parts import (
+    AnyJson,
     Off,
     One,
     Sampled,
@@ -37,7 +38,7 @@ class CompletionRequest(Sampled):
     """
 
     model: str
-    prompt: JsonValue
+    prompt: AnyJson
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
@@ -60,11 +61,11 @@ class CompletionRequest(Sampled):
     include_stop_str_in_output: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
     # Said for the provider's bookkeeping; they change nothing a model could see.
-    user: JsonValue = None
-    cache_salt: JsonValue = None
-    priority: JsonValue = None
-    request_id: JsonValue = None
-    session_id: JsonValue = None
+    user: AnyJson = None
+    cache_salt: AnyJson = None
+    priority: AnyJson = None
+    request_id: AnyJson = None
+    session_id: AnyJson = None
 
     def ask(self, graph: Graph) -> Ask:
         return Ask(

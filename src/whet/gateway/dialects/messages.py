@@ -20,6 +20,7 @@ from whet.gateway.dialects.dialect import (
 from whet.gateway.dialects.messages_reply import MessagesReply
 from whet.gateway.dialects.parts import (
     MOST_TOOLS,
+    AnyJson,
     Count,
     Lenient,
     Sampled,
@@ -86,7 +87,7 @@ class _Thinking(Wire):
     """Whether to think is the model's own; a budget would cut its turns, and is not kept to."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: JsonValue = None
+    budget_tokens: AnyJson = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -98,7 +99,7 @@ class _Format(Wire):
 class _OutputConfig(Wire):
     format: _Format | None = None
     # A hint without a promise: the model has no such dial.
-    effort: JsonValue = None
+    effort: AnyJson = None
 
 
 class Conversation(Wire):
@@ -112,8 +113,8 @@ class Conversation(Wire):
     thinking: _Thinking = _Thinking(type="adaptive")
     output_config: _OutputConfig = _OutputConfig()
     # Said for the provider's bookkeeping; they change nothing a model could see.
-    cache_control: JsonValue = None
-    speed: JsonValue = None
+    cache_control: AnyJson = None
+    speed: AnyJson = None
 
     def canonical_messages(self) -> tuple[Message, ...]:
         """In canonical form, the system prompt first."""
@@ -149,14 +150,14 @@ class MessagesRequest(Conversation, Sampled):
     stop_sequences: Stops | None = None
     stream: bool = False
     return_token_ids: bool = False
-    thread: JsonValue = None
+    thread: AnyJson = None
     # Said for the provider's bookkeeping; they change nothing a model could see.
-    metadata: JsonValue = None
-    service_tier: JsonValue = None
-    inference_geo: JsonValue = None
-    diagnostics: JsonValue = None
-    user_profile_id: JsonValue = None
-    workspace_id: JsonValue = None
+    metadata: AnyJson = None
+    service_tier: AnyJson = None
+    inference_geo: AnyJson = None
+    diagnostics: AnyJson = None
+    user_profile_id: AnyJson = None
+    workspace_id: AnyJson = None
 
     def ask(self, graph: Graph) -> Ask:
         if self.thread is not None:
@@ -239,7 +240,7 @@ class _Block(Lenient):
     name: str | None = None
     input: dict[str, JsonValue] | None = None
     tool_use_id: str | None = None
-    content: JsonValue = None
+    content: AnyJson = None
     is_error: bool | None = None
 
     def need(self, name: Literal["text", "thinking", "id", "name", "tool_use_id"]) -> str:

@@ -3,12 +3,15 @@
 from collections.abc import Collection
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, SkipValidation
 
 from whet.errors import RequestError
 from whet.gateway import strictjson
 from whet.gateway.dialects.dialect import Json, Told
 from whet.types import Call, Sampling
+
+AnyJson = Annotated[JsonValue, SkipValidation]
+"""Any JSON. It was read as JSON, so it is: to check each value of it once more would cost much."""
 
 Off = Annotated[float, Field(ge=0, le=0)]
 """A penalty we do not apply: only the value that means "none" is taken."""

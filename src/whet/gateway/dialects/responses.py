@@ -10,6 +10,7 @@ from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
 from whet.gateway.dialects.parts import (
     MOST_TOOLS,
+    AnyJson,
     Count,
     Lenient,
     Sampled,
@@ -33,7 +34,7 @@ class _Tool(Lenient):
     type: str
     name: str | None = None
     description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
+    parameters: dict[str, AnyJson] | None = None
 
     def canonical(self, index: int) -> Json:
         if self.type != "function":
@@ -69,11 +70,11 @@ class _Text(Wire):
         _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
     # A hint without a promise: the model has no such dial.
-    verbosity: JsonValue = None
+    verbosity: AnyJson = None
 
 
 class _StreamOptions(Wire):
-    include_obfuscation: JsonValue = None
+    include_obfuscation: AnyJson = None
 
 
 class ResponsesRequest(Sampled):
@@ -101,14 +102,14 @@ class ResponsesRequest(Sampled):
     background: Literal[False] = False
     # Hints without a promise: the model has no such dial, and no built-in tools to count.
     reasoning: dict[str, JsonValue] | None = None
-    max_tool_calls: JsonValue = None
+    max_tool_calls: AnyJson = None
     # Said for the provider's bookkeeping; they change nothing a model could see.
-    user: JsonValue = None
-    service_tier: JsonValue = None
-    safety_identifier: JsonValue = None
-    prompt_cache_key: JsonValue = None
-    prompt_cache_retention: JsonValue = None
-    prompt_cache_options: JsonValue = None
+    user: AnyJson = None
+    service_tier: AnyJson = None
+    safety_identifier: AnyJson = None
+    prompt_cache_key: AnyJson = None
+    prompt_cache_retention: AnyJson = None
+    prompt_cache_options: AnyJson = None
 
     def ask(self, graph: Graph) -> Ask:
         tools = tuple(each.canonical(index) for index, each in enumerate(self.tools))
