@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "protocols": {"types", "config"},
+    "jsonlines": {"errors"},
     "rows": {"types"},
     "serving": {"errors"},
     "selection": {"types", "config"},
@@ -37,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demos": PUBLIC,
     "app": SHARED
     | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies"}
-    | {"trainers", "engines", "demos", "serving", ""},
+    | {"trainers", "engines", "demos", "serving", "jsonlines", ""},
     # The package itself: its names are imported when they are asked for, not before.
     "": set(),
 }
@@ -49,13 +50,14 @@ FENCES: dict[str, set[str]] = {
     "transformers": {"policies", "engines"},
     "peft": {"policies"},
     "safetensors": {"policies", "trainers"},
-    "numpy": {"engines", "policies", "trainers"},
+    "numpy": {"engines", "policies", "trainers", "app"},
     "tokenizers": {"gateway", "policies"},
     "jinja2": {"gateway"},
     "llguidance": {"engines"},
     "starlette": {"gateway", "store", "serving", "app"},
     "uvicorn": {"serving"},
     "openai": {"demos"},
+    "httpx": {"app"},
     "rich": {"app"},
     "matplotlib": {"app"},
     "argparse": {"app"},

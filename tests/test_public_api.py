@@ -12,12 +12,20 @@ from whet import errors
 SIGNATURES = {
     "ConfigError": None,
     "Endpoint": "(*, base_url: str, api_key: str, model: str) -> None",
+    "Evaluation": "(run: pathlib.Path, models: collections.abc.Mapping[str, str], "
+    "comparison: whet.app.comparison.Comparison, results: pathlib.Path, picture: pathlib.Path, "
+    "seconds: float) -> None",
     "Result": "(run: pathlib.Path, steps: tuple[whet.types.StepRecord, ...], "
-    "before: whet.app.evaluation.Scores | None, after: whet.app.evaluation.Scores | None, "
-    "gain_ci95: tuple[float, float] | None, seconds: float) -> None",
+    "comparison: whet.app.comparison.Comparison | None, seconds: float) -> None",
     "RunConfig": None,
     "WhetError": None,
     "emit_reward": "(value: float, key: str = 'reward') -> None",
+    "evaluate": "(agent: collections.abc.Callable[..., typing.Any], "
+    "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], "
+    "models: collections.abc.Mapping[str, str] | collections.abc.Sequence[str] = (), *, "
+    "endpoint: str | None = None, key_variable: str = 'OPENAI_API_KEY', "
+    "results: str | pathlib.Path | None = None, resume: bool = False, quiet: bool = False, "
+    "**settings: JsonValue) -> whet.app.evaluator.Evaluation",
     "rollout": "(agent: ~A) -> ~A",
     "train": "(agent: collections.abc.Callable[..., typing.Any], "
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], *, "

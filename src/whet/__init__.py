@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from whet.app.api import train
+    from whet.app.eval_command import evaluate
+    from whet.app.evaluator import Evaluation
     from whet.app.training import Result
     from whet.config import RunConfig
     from whet.errors import ConfigError, WhetError
@@ -18,10 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "Endpoint",
+    "Evaluation",
     "Result",
     "RunConfig",
     "WhetError",
     "emit_reward",
+    "evaluate",
     "rollout",
     "train",
 ]
@@ -31,10 +35,12 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOME = {
     "ConfigError": "whet.errors",
     "Endpoint": "whet.types",
+    "Evaluation": "whet.app.evaluator",
     "Result": "whet.app.training",
     "RunConfig": "whet.config",
     "WhetError": "whet.errors",
     "emit_reward": "whet.runners.agent",
+    "evaluate": "whet.app.eval_command",
     "rollout": "whet.runners.agent",
     "train": "whet.app.api",
 }

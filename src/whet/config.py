@@ -130,10 +130,16 @@ class GatewayConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """The comparison of base and trained model on held-out tasks."""
+    """How models are compared on held-out tasks: before and after training, and by `whet eval`."""
 
+    greedy: bool = True
+    """Try every task once at temperature 0."""
+    samples: Annotated[int, Field(ge=0, le=1000)] = 1
+    """How often every task is tried by sampling; pass@k is told for k up to this."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
-    """Of the sampled half; the other half is greedy."""
+    """Of the samples."""
+    pass_reward: float = 1.0
+    """The reward from which on a sample passes, for pass@k."""
     bootstrap: Annotated[int, Field(ge=100)] = 10_000
     """Resamples behind the 95 % interval."""
 

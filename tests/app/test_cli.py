@@ -113,6 +113,21 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ),
         ("train agent.py:solve --tasks tasks.jsonl --config no.toml", "cannot read the config"),
         ("train agent.py:solve --tasks tasks.jsonl --dir file", "choose another --dir"),
+        ("eval agent.py:solve --tasks tasks.jsonl", "there is no model to evaluate"),
+        ("eval agent.py:solve --tasks bad.jsonl --model tiny", "'bad.jsonl' line 2 is not JSON"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tyni", "there is no model 'tyni'"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model a=tiny --model a=x", "no model 'x'"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --adam.lr 1", "unknown flag"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --resume no", "is not a run"),
+        (
+            "eval agent.py:solve --tasks tasks.jsonl --model x --endpoint http://127.0.0.1:9",
+            "the endpoint 'http://127.0.0.1:9' does not answer",
+        ),
+        (
+            "eval agent.py:solve --tasks tasks.jsonl --model tiny --evaluation.samples 0 "
+            "--evaluation.greedy false",
+            "an evaluation is greedy or sampled",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -176,3 +191,18 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     refused(here(capsys, *told, "--name", "mine"), "exists already")
     refused(here(capsys, *told, "--resume", "mine", "--steps", "9"), "keeps its config: 'steps'")
     refused(here(capsys, *common, "--resume", "mine"), "the held-out tasks are not those")
+
+
+def test_an_evaluation_from_the_command_line_says_its_numbers_as_json(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["eval", "agent.py:solve", "--tasks", "tasks.jsonl", "--name", "mine", "--json"]
+    done = here(capsys, *line, "--model", f"base={model}", "--model", f"same={model}")
+
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["tasks"] == 2
+    assert told["models"]["same"]["gain"]["greedy"] == {"mean": 0, "ci95": [0, 0], "tasks": 2}
+    assert "greedy" in done.stderr  # the table for people
+    assert len(Path(told["results"]).read_text().splitlines()) == 8
+    assert Path(told["picture"]).exists()

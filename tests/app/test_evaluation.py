@@ -1,76 +1,174 @@
-from itertools import product
-from statistics import fmean
+"""Models side by side, through store, gateway and runner."""
 
+import json
+from pathlib import Path
+
+import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from whet.app.evaluation import Scores, evaluation_rollouts, gain_interval, mean
-from whet.config import RunConfig
+import whet
+from whet.app.evaluation import plan_trials
+from whet.app.folder import RunFolder
+from whet.config import RunConfig, resolve
+from whet.errors import ConfigError
 from whet.types import Mode
 
-SCORES = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0])))
+
+async def answer_length(task: str, llm: whet.Endpoint) -> float:
+    if task == "broken":
+        raise KeyError("no such thing")
+    body = {"model": llm.model, "max_tokens": 6, "messages": [{"role": "user", "content": task}]}
+    async with httpx.AsyncClient(base_url=llm.base_url + "/", verify=False) as client:
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        reply = await client.post("chat/completions", headers=headers, json=body)
+    reply.raise_for_status()
+    return float(len(reply.json()["choices"][0]["message"]["content"] or "") % 2)
 
 
-def test_the_mean_is_over_the_rollouts_that_did_not_fail() -> None:
-    assert mean([1.0, None, 0.0, None]) == 0.5
-    assert mean([None]) == mean([]) == 0.0
-
-
-def test_failed_rollouts_are_counted() -> None:
-    assert Scores(greedy=(1.0, None), sampled=(None, None)).failed == 3
-
-
-def test_the_interval_agrees_with_every_resample_of_a_case_done_by_hand() -> None:
-    # Gains +1, +1, 0, -1: all 4^4 resamples are equally likely, so the quantiles are exact.
-    before, after = [0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]
-    means = sorted(fmean(drawn) for drawn in product([1, 1, 0, -1], repeat=4))
-    exact = (means[int(0.025 * len(means))], means[int(0.975 * len(means)) - 1])
-
-    found = gain_interval(before, after, resamples=20_000)
-
-    assert exact == (-0.5, 1.0)
-    assert found == pytest.approx(exact)
-
-
-def test_the_interval_is_paired_and_not_blurred_by_how_hard_tasks_are() -> None:
-    # Every task gains exactly 0.1, though the tasks themselves differ widely.
-    before = [i / 100 for i in range(90)]
-    low, high = gain_interval(before, [b + 0.1 for b in before], resamples=500)
-    assert low == pytest.approx(0.1)
-    assert high == pytest.approx(0.1)
-
-
-def test_the_interval_is_the_same_every_time() -> None:
-    before, after = [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]
-    first = gain_interval(before, after, resamples=1000)
-    assert first == gain_interval(before, after, resamples=1000)
-
-
-def test_a_task_that_failed_on_either_side_is_left_out() -> None:
-    whole = gain_interval([0.0, 1.0], [1.0, 1.0], resamples=1000)
-    assert gain_interval([0.0, None, 1.0, 0.0], [1.0, 1.0, 1.0, None], resamples=1000) == whole
-    assert gain_interval([None], [1.0], resamples=100) == (0.0, 0.0)
-
-
-@given(SCORES)
-def test_the_interval_lies_within_the_gains_and_holds_the_median(
-    pairs: list[tuple[float, float]],
-) -> None:
-    gains = [after - before for before, after in pairs]
-    low, high = gain_interval([b for b, _ in pairs], [a for _, a in pairs], resamples=100)
-    assert low <= high
-    assert min(gains, default=0) - 1e-9 <= low
-    assert high <= max(gains, default=0) + 1e-9
+def lines(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_each_task_is_tried_greedily_and_sampled_and_never_learned_from() -> None:
-    rollouts = evaluation_rollouts("before", ["a", "b"], RunConfig())
+    config = resolve({"evaluation": {"samples": 2, "temperature": 0.7}})
+    trials = plan_trials("before", ["a", "b"], config)
 
-    assert [r.task for r in rollouts] == ["a", "b", "a", "b"]
-    assert [r.sampling.temperature for r in rollouts] == [0.0, 0.0, 1.0, 1.0]
-    assert {r.mode for r in rollouts} == {Mode.VAL}
-    assert len({r.id for r in rollouts}) == 4
-    assert not {r.id for r in rollouts} & {
-        r.id for r in evaluation_rollouts("after", ["a"], RunConfig())
-    }
+    assert [(t.way, t.rollout.task, t.sample) for t in trials] == [
+        ("greedy", "a", 0),
+        ("greedy", "b", 0),
+        ("sampled", "a", 0),
+        ("sampled", "b", 0),
+        ("sampled", "a", 1),
+        ("sampled", "b", 1),
+    ]
+    assert [t.rollout.sampling.temperature for t in trials] == [0.0, 0.0, 0.7, 0.7, 0.7, 0.7]
+    assert {t.rollout.mode for t in trials} == {Mode.VAL}
+    ids = {t.rollout.id for t in trials}
+    assert len(ids) == 6
+    assert not ids & {t.rollout.id for t in plan_trials("after", ["a"], RunConfig())}
+
+
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    config = resolve({"evaluation": {"samples": 0, "greedy": False}})
+    with pytest.raises(ConfigError, match="greedy or sampled"):
+        plan_trials("eval", ["a"], config)
+
+
+def test_models_are_compared_and_every_result_is_a_line(tmp_path: Path, model: Path) -> None:
+    results = tmp_path / "all.jsonl"
+    results.write_text('{"run": "another", "model": "x", "rollout": "y"}\n')
+    evaluation = whet.evaluate(
+        answer_length,
+        ["one", "two", "broken", "three"],
+        {"base": str(model), "same": str(model)},
+        results=results,
+        quiet=True,
+        dir=str(tmp_path),
+        name="compared",
+        evaluation={"samples": 4},
+        runner={"max_attempts": 1},
+    )
+
+    assert list(evaluation.models) == ["base", "same"]
+    comparison = evaluation.comparison
+    assert comparison.tasks == 4
+    assert list(comparison.measures) == ["greedy", "sampled", "pass@1", "pass@2", "pass@4"]
+    # The same weights answer the same greedily: nothing gained, and no doubt about it.
+    assert comparison.gains["greedy"]["same"] == (0.0, (0.0, 0.0), 3)
+    told = evaluation.as_json()
+    assert json.loads((tmp_path / "runs/compared/report.json").read_text()) == told
+    failures = comparison.as_json()["base"]["failures"]  # pyright: ignore
+    assert failures["agent"]["count"] == 5
+    assert "KeyError" in failures["agent"]["example"]
+    assert evaluation.picture.read_bytes().startswith(b"\x89PNG")
+
+    written = lines(results)
+    assert written[0]["run"] == "another"
+    ours = [line for line in written if line["run"] == "compared"]
+    keys = {(line["model"], line["task"], line["way"], line["sample"]) for line in ours}
+    assert len(keys) == len(ours) == 2 * 4 * 5
+    failed = [line for line in ours if line["failure"]]
+    assert {line["task"] for line in failed} == {2}
+    assert {line["reward"] for line in failed} == {None}
+    assert len(failed) == 10
+
+
+def test_a_finished_evaluation_takes_further_models_and_repeats_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    ran: list[str] = []
+
+    def agent(task: str, llm: whet.Endpoint) -> float:
+        ran.append(task)
+        return 1.0
+
+    def evaluate(models: dict[str, str], *, resume: bool) -> whet.Evaluation:
+        return whet.evaluate(
+            agent, ["a", "b"], models, resume=resume, quiet=True, dir=str(tmp_path), name="grows"
+        )
+
+    evaluate({"first": str(model)}, resume=False)
+    assert sorted(ran) == ["a", "a", "b", "b"]
+    ran.clear()
+    grown = evaluate({"second": str(model)}, resume=True)
+    assert list(grown.models) == ["first", "second"]
+    assert sorted(ran) == ["a", "a", "b", "b"]
+    ran.clear()
+    again = evaluate({}, resume=True)
+    assert again.comparison.as_json() == grown.comparison.as_json()
+    assert ran == []
+    assert len(lines(again.results)) == 8
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ConfigError, match="'first' stood for other weights"):
+        evaluate({"first": str(other)}, resume=True)
+    with pytest.raises(ConfigError, match="exists already"):
+        evaluate({"first": str(model)}, resume=False)
+    with pytest.raises(ConfigError, match="the tasks are not those"):
+        whet.evaluate(agent, ["c"], quiet=True, resume=True, dir=str(tmp_path), name="grows")
+
+
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_a_run_its_model_and_its_checkpoint_score_as_the_run_itself_did(
+    tmp_path: Path, model: Path, weights: str
+) -> None:
+    tasks = [f"task {number}" for number in range(6)]
+    trained = whet.train(
+        answer_length,
+        tasks,
+        held_out=tasks,
+        quiet=True,
+        model=str(model),
+        dir=str(tmp_path),
+        name="trained",
+        steps=2,
+        tasks_per_step=2,
+        trainer={"weights": weights},
+        adam={"lr": 0.01},
+    )
+    run = RunFolder(trained.run)
+    [checkpoint] = run.checkpoints.iterdir()
+    evaluation = whet.evaluate(
+        answer_length,
+        tasks,
+        {"run": str(run.path), "model": str(run.model), "checkpoint": str(checkpoint)},
+        quiet=True,
+        dir=str(tmp_path),
+        evaluation={"samples": 0},
+    )
+    assert trained.comparison
+    after = trained.comparison.scores["trained"].greedy
+    for scores in evaluation.comparison.scores.values():
+        assert scores.greedy == after
+
+
+def test_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two models are called 'tiny'"):
+        whet.evaluate(answer_length, ["a"], ["tiny", "tiny"], dir=str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from whet.app.comparison import compare
 from whet.app.display import ConsoleDisplay
-from whet.app.evaluation import Scores
 from whet.app.report import curve, draw_picture, print_report
+from whet.app.scores import Scores
 from whet.app.training import Result
-from whet.types import StepRecord
+from whet.config import EvaluationConfig
+from whet.types import Failure, FailureKind, StepRecord
 
 
 def record(step: int, reward: float) -> StepRecord:
@@ -27,12 +29,15 @@ def record(step: int, reward: float) -> StepRecord:
 
 
 def result(tmp_path: Path, *, evaluated: bool = True) -> Result:
+    failure = Failure(kind=FailureKind.TIMEOUT, message="the attempt ran longer than 1 s")
+    scores = {
+        "base": Scores((0.0, 1.0), ((0.0,), (0.0,))),
+        "trained": Scores((1.0, 1.0), ((1.0,), (None,)), (failure,)),
+    }
     return Result(
         run=tmp_path,
         steps=(record(0, 0.25), record(1, 0.75)),
-        before=Scores((0.0, 1.0), (0.0, 0.0)) if evaluated else None,
-        after=Scores((1.0, 1.0), (1.0, None)) if evaluated else None,
-        gain_ci95=(0.0, 1.0) if evaluated else None,
+        comparison=compare(scores, EvaluationConfig()) if evaluated else None,
         seconds=12.34,
     )
 
@@ -48,7 +53,7 @@ def test_the_report_sets_base_against_trained_and_accounts_for_every_token(tmp_p
 
     assert "50.0%" in text
     assert "+50.0 points  [+0, +100]" in text
-    assert "1 evaluation rollouts failed and are left out" in text
+    assert "trained: 1 evaluation rollouts failed (timeout) and are left out, such as: the" in text
     for name, value in [
         ("rollouts", "16"),
         ("rows per rollout", "1.00"),
@@ -70,6 +75,8 @@ def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
     assert told["before"]["greedy"] == 0.5
     assert told["after"]["greedy"] == 1.0
     assert told["gain_ci95"] == [0.0, 1.0]
+    assert told["after"]["failed"] == 1
+    assert told["comparison"]["trained"]["failures"]["timeout"]["count"] == 1
     assert told["steps"] == told["tasks"] == 2
     assert told["rollouts"] == 16
     assert told["calls"] == 32

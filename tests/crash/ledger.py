@@ -7,7 +7,7 @@ from anyio import fail_after
 from pydantic import JsonValue
 
 from whet.algorithms.grpo import GRPO
-from whet.app.evaluation import evaluation_rollouts
+from whet.app.evaluation import plan_trials
 from whet.app.folder import RunFolder
 from whet.app.tasks import training_plan
 from whet.rows import build_rows
@@ -37,7 +37,7 @@ async def audit(
             check_rows(step, trajectories, GRPO(config.algorithm))
             version = step.version
         for when, expected in (("before", 0), ("after", version)):
-            ids = [r.id for r in evaluation_rollouts(when, held_out, config)]
+            ids = [trial.rollout.id for trial in plan_trials(when, held_out, config)]
             assert sampled_by(await store.trajectories(ids)) == {expected}
     check_tables(folder, planned)
     return steps

@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.console import new_run, stopped, work
+from whet.app.console import new_run, work
+from whet.app.display import stopped
 from whet.app.folder import RunFolder
 from whet.app.tasks import load_tasks
 from whet.app.training import Result

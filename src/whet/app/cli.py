@@ -57,6 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_flags(train)
     train.set_defaults(run=_train)
 
+    evaluate = commands.add_parser("eval", help="compare models on the tasks of your own agent")
+    _add_eval_flags(evaluate)
+    evaluate.set_defaults(run=_eval)
+
     doctor = commands.add_parser("doctor", help="say how exact a model, run or recording is")
     doctor.add_argument("--model", default=None, help="a model's name or folder")
     doctor.add_argument("--template", default=None, metavar="FILE", help="a template to judge")
@@ -87,6 +91,29 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_eval_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("agent", help="module:function, or file.py:function")
+    parser.add_argument("--tasks", required=True, help="tasks, one JSON value a line")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="[NAME=]MODEL",
+        help="a model's name or folder, an adapter, a run, a checkpoint; may be given again",
+    )
+    parser.add_argument(
+        "--endpoint", default=None, metavar="URL", help="an OpenAI-compatible URL: --model is there"
+    )
+    parser.add_argument(
+        "--key-variable", default="OPENAI_API_KEY", metavar="NAME", help="holds the endpoint's key"
+    )
+    parser.add_argument("--results", default=None, metavar="FILE", help="JSON lines to append to")
+    parser.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
+    _add_resume_flag(parser, "continue the newest evaluation, or the named one; may add models")
+    _add_output_flags(parser)
+    add_config_flags(parser, only=("dir", "name", "engine", "runner", "gateway", "evaluation"))
+
+
 def _demo(args: argparse.Namespace) -> int:
     values = config_values(args)
     resolve(values)  # what is wrong with the flags is said before the heavy imports
@@ -103,6 +130,15 @@ def _train(args: argparse.Namespace) -> int:
     held_out = load_tasks(args.held_out) if args.held_out else []
     train_command = _with_extra("whet.app.api", "train_command")
     return train_command(agent, tasks, held_out, values, args)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    values = merge(read_toml(Path(args.config)) if args.config else {}, config_values(args))
+    resolve(values)
+    agent = load_agent(args.agent)
+    check_agent(agent)
+    tasks = load_tasks(args.tasks)
+    return _with_extra("whet.app.eval_command", "eval_command", "eval")(agent, tasks, values, args)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -158,12 +194,12 @@ def _import_file(file: Path) -> ModuleType:
     return module
 
 
-def _with_extra(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that needs the `local` extra. Any: it is imported by name."""
+def _with_extra(module: str, name: str, extra: str = "local") -> Callable[..., Any]:
+    """A function of a module that needs an extra. Any: it is imported by name."""
     try:
         return vars(importlib.import_module(module))[name]
     except ModuleNotFoundError as error:
-        raise MissingExtra.of(f"this command ({error})", "local") from error
+        raise MissingExtra.of(f"this command ({error})", extra) from error
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,5 @@
 """A run in the terminal: watched while it works, reported when it is done."""
 
-import shlex
-import sys
 from collections.abc import Sequence
 
 import anyio
@@ -36,15 +34,3 @@ def work(
     draw_picture(result, folder.picture)
     print_report(console, result)
     return result
-
-
-def stopped(command: str, folder: RunFolder) -> int:
-    """Tell how to continue after Ctrl-C; the exit code is the one shells give it."""
-    default = RunConfig.model_fields["dir"].default
-    directory = folder.path.parent.parent
-    where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"
-    sys.stderr.write(
-        f"whet: stopped, nothing is lost; continue with: {command} --resume {folder.path.name}"
-        f"{where}\n"
-    )
-    return 130

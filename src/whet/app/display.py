@@ -1,14 +1,38 @@
 """What a person sees while a run works."""
 
+import shlex
+import sys
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from whet.app.training import Display
+from whet.app.folder import RunFolder
+from whet.config import RunConfig
 from whet.types import StepRecord
+
+
+class Display(Protocol):
+    """Someone who watches a run."""
+
+    def note(self, text: str) -> None:
+        """Say one line."""
+        ...
+
+    def phase(self, name: str, rollouts: int) -> None:
+        """A phase of so many rollouts begins."""
+        ...
+
+    def ended(self, count: int) -> None:
+        """So many more attempts ended."""
+        ...
+
+    def step(self, record: StepRecord, steps: int) -> None:
+        """A training step is done and durable."""
+        ...
 
 
 class ConsoleDisplay(Display):
@@ -80,3 +104,15 @@ def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def stopped(command: str, folder: RunFolder) -> int:
+    """Tell how to continue after Ctrl-C; the exit code is the one shells give it."""
+    default = RunConfig.model_fields["dir"].default
+    directory = folder.path.parent.parent
+    where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"
+    sys.stderr.write(
+        f"whet: stopped, nothing is lost; continue with: {command} --resume {folder.path.name}"
+        f"{where}\n"
+    )
+    return 130

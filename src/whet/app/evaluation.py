@@ -1,78 +1,107 @@
-"""Before and after, on the same held-out tasks: accuracy, and how sure we are of the gain."""
+"""A model on held-out tasks, greedily and sampled: which rollouts that takes, and their scores."""
 
-import random
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from typing import Literal
 
 from pydantic import JsonValue
 
+from whet.app.scores import Scores
 from whet.config import RunConfig
-from whet.protocols import AttemptLog, Collector
-from whet.types import Mode, Rollout, SamplingOverride
+from whet.errors import ConfigError
+from whet.protocols import Collector, Directory
+from whet.types import TERMINAL, Mode, Rollout, RolloutRecord, SamplingOverride
+
+PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """Rewards by task; None where the rollout failed."""
+class Trial:
+    """One rollout of an evaluation."""
 
-    greedy: tuple[float | None, ...]
-    sampled: tuple[float | None, ...]
-
-    @property
-    def failed(self) -> int:
-        return sum(score is None for score in (*self.greedy, *self.sampled))
-
-
-def evaluation_rollouts(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> list[Rollout]:
-    """One greedy and one sampled rollout of every task. Their ids make a repeat a look-up."""
-    ways = {"greedy": 0.0, "sampled": config.evaluation.temperature}
-    return [
-        Rollout(
-            id=f"{when}-{way}-{number:05d}",
-            group=f"{when}-{way}-{number:05d}",
-            task=task,
-            mode=Mode.VAL,
-            sampling=SamplingOverride(temperature=temperature),
-            timeout_s=config.runner.timeout_s,
-            max_attempts=config.runner.max_attempts,
-        )
-        for way, temperature in ways.items()
-        for number, task in enumerate(tasks)
-    ]
+    rollout: Rollout
+    task: int
+    """Its place among the tasks."""
+    way: Literal["greedy", "sampled"]
+    sample: int
+    """0 for the first of a task, and for the greedy one."""
 
 
-async def evaluate(rollouts: Sequence[Rollout], *, collector: Collector, log: AttemptLog) -> Scores:
-    """Run evaluation rollouts, or find them done, and read their scores."""
-    await collector.collect(rollouts)
-    ids = [rollout.id for rollout in rollouts]
-    scored = {t.attempt.rollout.id: t.reward for t in await log.trajectories(ids)}
-    scores = [scored.get(id) for id in ids]
-    half = len(scores) // 2
-    return Scores(greedy=tuple(scores[:half]), sampled=tuple(scores[half:]))
+def plan_trials(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> list[Trial]:
+    """Every task, greedily and sampled. The ids of the rollouts make a repeat a look-up.
 
-
-def mean(scores: Sequence[float | None]) -> float:
-    """Over the rollouts that did not fail."""
-    known = [score for score in scores if score is not None]
-    return fmean(known) if known else 0.0
-
-
-def gain_interval(
-    before: Sequence[float | None],
-    after: Sequence[float | None],
-    *,
-    resamples: int,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """The 95 % interval of the mean gain per task, by a paired bootstrap over tasks.
-
-    Paired: a task is drawn with both its scores, so what is hard for both does not blur the gain.
-    Tasks that failed on either side are left out.
+    Raises:
+        ConfigError: the config asks for neither.
     """
-    gains = [b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None]
-    if not gains:
-        return (0.0, 0.0)
-    draw = random.Random(seed)
-    means = sorted(fmean(draw.choices(gains, k=len(gains))) for _ in range(resamples))
-    return (means[int(0.025 * resamples)], means[int(0.975 * resamples) - 1])
+    asked = config.evaluation
+    if not (asked.greedy or asked.samples):
+        raise ConfigError("an evaluation is greedy or sampled: set evaluation.samples to 1 or more")
+    trials: list[Trial] = []
+    if asked.greedy:
+        for number, task in enumerate(tasks):
+            id = f"{when}-greedy-{number:05d}"
+            trials.append(Trial(_rollout(id, id, task, 0.0, config), number, "greedy", 0))
+    for sample in range(asked.samples):
+        for number, task in enumerate(tasks):
+            group = f"{when}-sampled-{number:05d}"
+            id = f"{group}-{sample:03d}"
+            rollout = _rollout(id, group, task, asked.temperature, config)
+            trials.append(Trial(rollout, number, "sampled", sample))
+    return trials
+
+
+async def evaluate(
+    trials: Sequence[Trial], *, collector: Collector, directory: Directory
+) -> dict[str, RolloutRecord]:
+    """Run the rollouts, or find them done: how each ended, by id."""
+    await collector.collect([trial.rollout for trial in trials])
+    return await ended_rollouts(directory)
+
+
+async def ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
+    """What has been evaluated so far, by id."""
+    return {
+        record.rollout.id: record
+        async for record in _evaluated(directory)
+        if record.status in TERMINAL
+    }
+
+
+def read_scores(trials: Sequence[Trial], ended: dict[str, RolloutRecord]) -> Scores:
+    """The rewards of finished trials, by task."""
+    greedy: dict[int, float | None] = {}
+    sampled: dict[int, list[float | None]] = {}
+    for trial in trials:
+        reward = ended[trial.rollout.id].reward
+        if trial.way == "greedy":
+            greedy[trial.task] = reward
+        else:
+            sampled.setdefault(trial.task, []).append(reward)
+    failures = [ended[trial.rollout.id].failure for trial in trials]
+    return Scores(
+        greedy=tuple(greedy.values()),
+        sampled=tuple(tuple(samples) for samples in sampled.values()),
+        failures=tuple(failure for failure in failures if failure is not None),
+    )
+
+
+async def _evaluated(directory: Directory) -> AsyncGenerator[RolloutRecord]:
+    page = await directory.rollouts(mode=Mode.VAL, limit=PAGE)
+    while page:
+        for record in page:
+            yield record
+        page = await directory.rollouts(mode=Mode.VAL, after=page[-1].rollout.id, limit=PAGE)
+
+
+def _rollout(
+    id: str, group: str, task: JsonValue, temperature: float, config: RunConfig
+) -> Rollout:
+    return Rollout(
+        id=id,
+        group=group,
+        task=task,
+        mode=Mode.VAL,
+        sampling=SamplingOverride(temperature=temperature),
+        timeout_s=config.runner.timeout_s,
+        max_attempts=config.runner.max_attempts,
+    )

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NoReturn, get_origin
 
 from pydantic import BaseModel, JsonValue
@@ -35,10 +35,12 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for each key, with its own description."""
+def add_config_flags(parser: argparse.ArgumentParser, only: Container[str] | None = None) -> None:
+    """A flag for each key, or for those of some sections, with its own description."""
     group = parser.add_argument_group("config", "every key of the config, as in its TOML file")
     for key, field in config_leaves():
+        if only is not None and key.split(".")[0] not in only:
+            continue
         group.add_argument(
             f"--{key.replace('_', '-')}",
             dest=PREFIX + key,

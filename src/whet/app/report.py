@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from whet.app.comparison import print_comparison
 from whet.app.display import two_columns
-from whet.app.evaluation import mean
 from whet.app.training import Result
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -15,30 +14,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 def print_report(console: Console, result: Result) -> None:
     """Base against trained, the learning curve, and the account of tokens."""
-    if result.before and result.after and result.gain_ci95:
-        table = Table(title="held-out accuracy", title_justify="left")
-        for column in ("", "base", "trained", "gain"):
-            table.add_column(column, justify="right" if column else "left")
-        low, high = result.gain_ci95
-        for way, base, trained, between in (
-            (
-                "greedy",
-                mean(result.before.greedy),
-                mean(result.after.greedy),
-                f"  [{100 * low:+.0f}, {100 * high:+.0f}]",
-            ),
-            ("sampled", mean(result.before.sampled), mean(result.after.sampled), ""),
-        ):
-            gain = f"{100 * (trained - base):+.1f} points{between}"
-            table.add_row(way, f"{base:.1%}", f"{trained:.1%}", gain)
-        console.print(table)
-        tasks = len(result.after.greedy)
-        console.print(
-            f"{tasks} held-out tasks; in brackets the paired 95 % interval of the greedy gain"
-        )
-        failed = result.before.failed + result.after.failed
-        if failed:
-            console.print(f"{failed} evaluation rollouts failed and are left out")
+    if result.comparison:
+        print_comparison(console, result.comparison, "held-out accuracy")
     rewards = [step.metrics["reward"] for step in result.steps]
     for line in curve(rewards):
         console.print(line, highlight=False, soft_wrap=True)
@@ -83,16 +60,13 @@ def draw_picture(result: Result, file: Path) -> None:
     steps = [step.step + 1 for step in result.steps]
     rewards = [step.metrics["reward"] for step in result.steps]
     axes.plot(steps, rewards, marker="o", color="#1f6f8b", label="training reward (sampled)")
-    if result.before and result.after:
-        for scores, style, name in (
-            (result.before, ":", "base"),
-            (result.after, "--", "trained"),
-        ):
-            level = mean(scores.greedy)
-            axes.axhline(level, linestyle=style, color="#444444")
+    if result.comparison:
+        measure, by_model = next(iter(result.comparison.measures.items()))
+        for style, (name, found) in zip((":", "--"), by_model.items(), strict=True):
+            axes.axhline(found.mean, linestyle=style, color="#444444")
             axes.annotate(
-                f"{name}, greedy, held out: {level:.0%}",
-                (1.0, level),
+                f"{name}, {measure}, held out: {found.mean:.0%}",
+                (1.0, found.mean),
                 xycoords=("axes fraction", "data"),
                 ha="right",
                 va="bottom",

@@ -6,13 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import JsonValue
 
 from whet import loop
-from whet.app.evaluation import Scores, evaluate, evaluation_rollouts, gain_interval, mean
+from whet.app.comparison import Comparison, compare
+from whet.app.display import Display
+from whet.app.evaluation import evaluate, plan_trials, read_scores
 from whet.app.folder import RunFolder
+from whet.app.scores import Interval, Scores
 from whet.app.tasks import training_plan
 from whet.app.wire import Run, open_run
 from whet.runners.agent import Agent
@@ -21,39 +23,23 @@ from whet.types import Attempt, Outcome, StepRecord
 logger = logging.getLogger(__name__)
 
 
-class Display(Protocol):
-    """Someone who watches a run."""
-
-    def note(self, text: str) -> None:
-        """Say one line."""
-        ...
-
-    def phase(self, name: str, rollouts: int) -> None:
-        """A phase of so many rollouts begins."""
-        ...
-
-    def ended(self, count: int) -> None:
-        """So many more attempts ended."""
-        ...
-
-    def step(self, record: StepRecord, steps: int) -> None:
-        """A training step is done and durable."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
     """What a run came to."""
 
     run: Path
     steps: tuple[StepRecord, ...]
-    before: Scores | None
-    """None if no tasks were held out."""
-    after: Scores | None
-    gain_ci95: tuple[float, float] | None
-    """Of greedy accuracy, paired by task."""
+    comparison: Comparison | None
+    """`base` against `trained` on the held-out tasks, if there were any."""
     seconds: float
     """Of this process; a resumed run does not count its earlier ones."""
+
+    @property
+    def gain_ci95(self) -> Interval | None:
+        """Of the gain in the first measure: greedy reward, unless that was not asked for."""
+        if self.comparison is None:
+            return None
+        return next(iter(self.comparison.gains.values()))["trained"].ci95
 
     def total(self, metric: str) -> int:
         """A metric summed over the steps."""
@@ -61,23 +47,14 @@ class Result:
 
     def as_json(self) -> dict[str, object]:
         """The numbers of the run."""
-
-        def side(scores: Scores | None) -> dict[str, object] | None:
-            if scores is None:
-                return None
-            return {
-                "greedy": mean(scores.greedy),
-                "sampled": mean(scores.sampled),
-                "failed": scores.failed,
-            }
-
         return {
             "seconds": round(self.seconds, 1),
             "steps": len(self.steps),
-            "before": side(self.before),
-            "after": side(self.after),
+            "before": self._side("base"),
+            "after": self._side("trained"),
             "gain_ci95": list(self.gain_ci95) if self.gain_ci95 else None,
-            "tasks": len(self.after.greedy) if self.after else 0,
+            "comparison": self.comparison.as_json() if self.comparison else None,
+            "tasks": self.comparison.tasks if self.comparison else 0,
             "rollouts": self.total("rollouts"),
             "failed_rollouts": self.total("failed_rollouts"),
             "calls": self.total("calls"),
@@ -88,6 +65,13 @@ class Result:
             "rewards": [round(step.metrics["reward"], 4) for step in self.steps],
             "run": str(self.run),
         }
+
+    def _side(self, name: str) -> dict[str, float] | None:
+        """A mean for each measure, and how many rollouts failed."""
+        if self.comparison is None:
+            return None
+        found = {measure: of[name].mean for measure, of in self.comparison.measures.items()}
+        return {**found, "failed": len(self.comparison.scores[name].failures)}
 
 
 async def run_training(
@@ -119,9 +103,7 @@ async def train_and_compare(
     result = Result(
         run=run.folder.path,
         steps=tuple(await run.store.steps()),
-        before=before,
-        after=after,
-        gain_ci95=_interval(before, after, run),
+        comparison=_compare(before, after, run),
         seconds=time.monotonic() - began,
     )
     run.folder.write_report(result.as_json())
@@ -133,9 +115,9 @@ async def _evaluation(
 ) -> Scores | None:
     if not held_out:
         return None
-    rollouts = evaluation_rollouts(when, held_out, run.config)
-    display.phase(f"evaluate {when}", len(rollouts))
-    return await evaluate(rollouts, collector=run.collector, log=run.store)
+    trials = plan_trials(when, held_out, run.config)
+    display.phase(f"evaluate {when}", len(trials))
+    return read_scores(trials, await evaluate(trials, collector=run.collector, directory=run.store))
 
 
 async def _steps(tasks: Sequence[JsonValue], run: Run, display: Display) -> None:
@@ -165,7 +147,7 @@ def _forget_others(checkpoints: Path, keep: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _interval(before: Scores | None, after: Scores | None, run: Run) -> tuple[float, float] | None:
+def _compare(before: Scores | None, after: Scores | None, run: Run) -> Comparison | None:
     if before is None or after is None:
         return None
-    return gain_interval(before.greedy, after.greedy, resamples=run.config.evaluation.bootstrap)
+    return compare({"base": before, "trained": after}, run.config.evaluation)

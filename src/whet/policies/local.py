@@ -51,7 +51,16 @@ class LocalPolicy:
     each pass, so a token is always of one version.
     """
 
-    def __init__(self, folder: Path, config: TrainerConfig, *, device: str, seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainerConfig,
+        *,
+        device: str,
+        seed: int,
+        adapter: Path | None = None,
+    ) -> None:
+        """With an `adapter` the weights are those of the folder under it, to be sampled from."""
         self.folder = folder
         self.config = config
         self.device = torch.device(_pick_device(device))
@@ -74,7 +83,9 @@ class LocalPolicy:
         """What is run: with LoRA, its linear layers are replaced in place."""
         self.wrapped: PreTrainedModel | PeftModel = model
         """What is saved: the PEFT model, or the model itself when all weights are trained."""
-        if config.weights == "lora":
+        if adapter is not None:
+            self.wrapped = _with_adapter(model, adapter)
+        elif config.weights == "lora":
             self.wrapped = _with_lora(model, config, seed)
         self.model.to(self.device).eval()
 
@@ -125,6 +136,12 @@ def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Peft
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(model, lora)
+
+
+def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
+    # Not merged: the arithmetic stays that of the run which trained it.
+    with boundary(ConfigError, f"the adapter {str(adapter)!r} does not fit the model"):
+        return PeftModel.from_pretrained(model, str(adapter))
 
 
 def _pick_device(device: str) -> Literal["cpu", "cuda"]:

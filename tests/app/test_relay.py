@@ -1,0 +1,167 @@
+"""Endpoints elsewhere: text only, their key kept from agents, the rollout's temperature forced."""
+
+import json
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import whet
+from whet.errors import ConfigError
+from whet.serving import AppServer
+
+KEY = "sk-secret"
+
+
+@dataclass
+class Upstream:
+    """A small server that speaks as an OpenAI-compatible one does."""
+
+    url: str = ""
+    asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def refuses(self, request: Request) -> bool:
+        return request.headers.get("authorization") != f"Bearer {KEY}"
+
+    async def models(self, request: Request) -> Response:
+        if self.refuses(request):
+            return JSONResponse({"error": {"message": "bad key"}}, 401)
+        return JSONResponse({"object": "list", "data": [{"id": "big", "object": "model"}]})
+
+    async def chat(self, request: Request) -> Response:
+        assert not self.refuses(request)
+        body = await request.json()
+        self.asked.append(body)
+        question = body["messages"][-1]["content"]
+        if question == "overload":
+            error = {"error": {"message": "slow down", "type": "rate_limit"}}
+            return JSONResponse(error, 429, headers={"retry-after": "0"})
+        text = question.upper() if body["temperature"] == 0 else question
+        common = {"id": "chatcmpl-1", "created": 0, "model": body["model"]}
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            return JSONResponse(common | {"object": "chat.completion", "choices": [choice]})
+
+        async def events():
+            for piece in (*text, None):
+                delta = {"content": piece} if piece else {}
+                choice = {"index": 0, "delta": delta, "finish_reason": None if piece else "stop"}
+                chunk = common | {"object": "chat.completion.chunk", "choices": [choice]}
+                yield f"data: {json.dumps(chunk)}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> Generator[Upstream]:
+    found = Upstream()
+    routes = [
+        Route("/v1/models", found.models),
+        Route("/v1/chat/completions", found.chat, methods=["POST"]),
+    ]
+    server = AppServer(Starlette(routes=routes))
+    found.url = f"{server.url}/v1"
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    yield found
+    server.close()
+
+
+async def shout(task: str, llm: whet.Endpoint) -> float:
+    assert KEY not in llm.api_key
+    messages: Any = [{"role": "user", "content": task}]
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
+        if task.startswith("stream"):
+            said = ""
+            async for chunk in await client.chat.completions.create(
+                model=llm.model, messages=messages, stream=True, temperature=0.3
+            ):
+                said += chunk.choices[0].delta.content or ""
+        else:
+            reply = await client.chat.completions.create(
+                model=llm.model, messages=messages, temperature=0.3
+            )
+            said = reply.choices[0].message.content or ""
+    return float(said == task.upper())
+
+
+def test_an_endpoint_is_evaluated_like_a_model(tmp_path: Path, upstream: Upstream) -> None:
+    evaluation = whet.evaluate(
+        shout,
+        ["one", "stream two", "overload"],
+        {"theirs": "big/model"},
+        endpoint=upstream.url,
+        quiet=True,
+        dir=str(tmp_path),
+        evaluation={"samples": 2, "temperature": 0.9},
+        runner={"max_attempts": 1},
+    )
+
+    scores = evaluation.comparison.scores["theirs"]
+    assert scores.greedy == (1.0, 1.0, None)
+    assert scores.sampled == ((0.0, 0.0), (0.0, 0.0), (None, None))
+    assert {failure.kind for failure in scores.failures} == {"agent"}
+    assert "slow down" in scores.failures[0].message
+    assert {body["model"] for body in upstream.asked} == {"big/model"}
+    assert sorted(body["temperature"] for body in upstream.asked) == [0.0] * 3 + [0.9] * 6
+
+
+def test_an_endpoint_that_is_not_there_or_refuses_the_key_is_told_at_start(
+    tmp_path: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(url: str) -> None:
+        whet.evaluate(shout, ["a"], ["big"], endpoint=url, quiet=True, dir=str(tmp_path))
+
+    with pytest.raises(ConfigError, match="does not answer"):
+        evaluate("http://127.0.0.1:9/v1")
+    with pytest.raises(ConfigError, match=r"found 'api\.example'"):
+        evaluate("api.example")
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    with pytest.raises(ConfigError, match="refuses the key in OPENAI_API_KEY"):
+        evaluate(upstream.url)
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(ConfigError, match="without a key; set OPENAI_API_KEY"):
+        evaluate(upstream.url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_passed_on_is_a_clear_refusal(tmp_path: Path, upstream: Upstream) -> None:
+    seen: dict[str, int] = {}
+
+    async def rude(task: str, llm: whet.Endpoint) -> float:
+        url = llm.base_url + "/chat/completions"
+        right = {"authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(verify=False) as client:
+            for name, headers, body in (
+                ("no key", {}, b"{}"),
+                ("no json", right, b"{"),
+                ("no object", right, b"[]"),
+            ):
+                reply = await client.post(url, headers=headers, content=body)
+                seen[name] = reply.status_code
+                assert reply.json()["error"]["message"]
+            nowhere = llm.base_url.replace("/attempt/", "/attempt/x")
+            reply = await client.post(nowhere + "/chat/completions", headers=right, content=b"{}")
+            seen["other attempt"] = reply.status_code
+        return 1.0
+
+    done = whet.evaluate(
+        rude,
+        ["a"],
+        ["big"],
+        endpoint=upstream.url,
+        quiet=True,
+        dir=str(tmp_path),
+        evaluation={"samples": 0},
+    )
+    assert done.comparison.scores["big"].greedy == (1.0,)
+    assert seen == {"no key": 401, "no json": 400, "no object": 400, "other attempt": 401}
