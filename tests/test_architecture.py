@@ -63,6 +63,8 @@ FENCES: dict[str, set[str]] = {
     "argparse": {"app"},
     "sqlite3": {"store"},
     "psycopg": {"store"},
+    "httptools": {"store"},
+    "uvloop": {"store"},
 }
 """Where a library may be imported at all."""
 

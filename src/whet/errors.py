@@ -5,6 +5,7 @@
     │   └── MissingExtra       an optional dependency is not installed
     ├── StoreError
     │   ├── NotFound
+    │   ├── StoreClosed        it was closed, here or where it is served
     │   └── LeaseLost          the attempt has ended or another worker owns it; reported too late
     ├── RequestError           the agent's request cannot be served; never retried
     │   └── PromptTooLong      the prompt leaves no room to sample
@@ -44,6 +45,10 @@ class StoreError(WhetError):
 
 class NotFound(StoreError):
     """There is no such thing in the store."""
+
+
+class StoreClosed(StoreError):
+    """The store was closed, or is about to be."""
 
 
 class LeaseLost(StoreError):

@@ -2,7 +2,8 @@
 
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from pydantic import JsonValue
 
@@ -213,6 +214,46 @@ class Retention(Protocol):
         Raises:
             StoreError: the run is not empty, or the file is no export; nothing is added.
         """
+        ...
+
+
+class Store(
+    RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Directory, Retention, Protocol
+):
+    """Everything of one run, wherever it is kept. For whoever opens it; others ask for less."""
+
+    run: str
+
+    def for_run(self, run: str) -> "Store":
+        """Another run of the same store, for as long as this one is open.
+
+        Raises:
+            StoreError: the run's name is none.
+        """
+        ...
+
+    async def release_workers(self) -> int:
+        """Take every running attempt from its worker, and say how many there were.
+
+        For whoever starts a run again and knows that none of its workers is alive, so that none
+        has to be waited for. The rollouts are queued again, and what was lost does not count
+        towards their `max_attempts`: a restart loses no rollout.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End what was begun and let go; whoever still waits gets StoreClosed. Idempotent."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
         ...
 
 

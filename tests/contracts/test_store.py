@@ -5,25 +5,20 @@ import os
 import zipfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import anyio
 import pytest
+from anyio import to_thread
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
 from postgres_server import own_schema
 from whet.errors import LeaseLost, NotFound, StoreError
-from whet.protocols import (
-    AttemptLog,
-    AttemptWatch,
-    Directory,
-    Resources,
-    Retention,
-    RolloutQueue,
-    StepLog,
-)
+from whet.protocols import Store
+from whet.store.client import HTTPStore
 from whet.store.postgres import PostgresStore
+from whet.store.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
     RETRIED,
@@ -53,16 +48,6 @@ SOON = 0.02
 """A lease so short that its end can be waited for."""
 
 WON = Outcome(reward=1.0)
-
-
-class Store(
-    RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Directory, Retention, Protocol
-):
-    run: str
-
-    def for_run(self, run: str) -> "Store": ...
-    async def release_workers(self) -> int: ...
-    async def close(self) -> None: ...
 
 
 class Clock:
@@ -95,7 +80,19 @@ async def postgres(postgres_url: str, clock: Clock) -> AsyncGenerator[Store]:
             yield store
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture
+async def http(tmp_path: Path, clock: Clock) -> AsyncGenerator[Store]:
+    """A client of a server on a real socket."""
+    async with SQLiteStore(tmp_path / "store.db", clock=clock) as served:
+        server = StoreServer(served, token="secret")
+        try:
+            async with HTTPStore.connect(server.url, token="secret", patience_s=5) as store:
+                yield store
+        finally:
+            await to_thread.run_sync(server.close)
+
+
+@pytest.fixture(params=["sqlite", "postgres", "http"])
 def store(request: pytest.FixtureRequest) -> Store:
     return request.getfixturevalue(request.param)
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, TypeVar, cast
 
-from whet.errors import MissingExtra, StoreError, boundary
+from whet.errors import MissingExtra, StoreClosed, StoreError, boundary
 from whet.store.bell import EVERYONE, Bell
 from whet.store.database import Change, Column, Database, Db, Rows, Values
 from whet.store.queue import Queue
@@ -82,7 +82,7 @@ def in_postgres(sql: str) -> str:
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether another process got in the way, so that the same may succeed now."""
-    return isinstance(error, pg.DeadlockDetected | pg.SerializationFailure)
+    return isinstance(error, pg.DeadlockDetected | pg.SerializationFailure | pg.UniqueViolation)
 
 
 class PostgresDb(Db):
@@ -198,7 +198,7 @@ class PostgresDatabase(Database):
         try:
             return threads.submit(self._snapshot, read)
         except RuntimeError as error:
-            raise StoreError("the store is closed") from error
+            raise StoreClosed("the store is closed") from error
 
     def _snapshot(self, read: Callable[[Db], T]) -> T:
         with boundary(StoreError, "store"):

@@ -301,6 +301,7 @@ class Queue:
         attempt = None if taken is None else json.loads(taken)
         if attempt is not None:
             self.unclaim(db, run, attempt)
+        tickets.forget(db, run, ticket)
         tickets.remember(db, run, {ticket: None}, self.clock())
 
     def heartbeat(self, db: Db, run: str, attempt: AttemptId, lease_s: float) -> bool:

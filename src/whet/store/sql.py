@@ -13,15 +13,7 @@ from anyio import to_thread
 from pydantic import JsonValue, TypeAdapter
 
 from whet.errors import LeaseLost, StoreError, WhetError, boundary
-from whet.protocols import (
-    AttemptLog,
-    AttemptWatch,
-    Directory,
-    Resources,
-    Retention,
-    RolloutQueue,
-    StepLog,
-)
+from whet.protocols import Store
 from whet.store import archive, directory, log, resources, runs, steps, tickets
 from whet.store.attempts import find_attempt
 from whet.store.bell import EVERYONE, end_of, work_in
@@ -55,7 +47,7 @@ _NAME = TypeAdapter[str](Name)
 DEFAULT_RUN = "default"
 
 
-class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Directory, Retention):
+class SQLStore(Store):
     """One run of a database, usable from several event loops and threads at once.
 
     A write is durable when its method returns, and every read begun after that sees it.
@@ -79,7 +71,6 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
         self._ticket = ticket
 
     def for_run(self, run: str) -> "SQLStore":
-        """Another run of the same database, for as long as this store is open."""
         return SQLStore(self._database, self._queue, run, owns=False)
 
     def once(self, ticket: str) -> "SQLStore":
@@ -102,7 +93,6 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
         await self.close()
 
     async def close(self) -> None:
-        """Commit what was begun and let go; whoever still waits gets StoreError. Idempotent."""
         if self._owns:
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(self._database.close)
@@ -174,12 +164,6 @@ class SQLStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Direc
         await self._write(self._in_run(self._queue.give_back, ticket=ticket))
 
     async def release_workers(self) -> int:
-        """Take every running attempt from its worker, and say how many there were.
-
-        For a process that has the run to itself and starts it again: none of the workers can be
-        alive, so none has to be waited for. The rollouts are queued again, and what was lost
-        does not count towards their `max_attempts`: a restart loses no rollout.
-        """
         return await self._write(self._in_run(self._queue.release))
 
     # ------------------------------------------------------------------ the log

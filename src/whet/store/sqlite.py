@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from whet.errors import StoreError, boundary
+from whet.errors import StoreClosed, StoreError, boundary
 from whet.store.bell import Bell
 from whet.store.database import Change, Database, Db
 from whet.store.queue import Queue
@@ -88,7 +88,7 @@ def _submit(threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
     try:
         return threads.submit(work)
     except RuntimeError as error:
-        raise StoreError("the store is closed") from error
+        raise StoreClosed("the store is closed") from error
 
 
 def _snapshot(db: sqlite3.Connection, read: Callable[[Db], T]) -> T:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
-from whet.errors import StoreError, WhetError, boundary
+from whet.errors import StoreClosed, StoreError, WhetError, boundary
 from whet.store.database import Bulk, Change, Db
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Writer:
     def _put(self, job: _Job) -> None:
         with self._closing:
             if self._closed:
-                raise StoreError("the store is closed")
+                raise StoreClosed("the store is closed")
             self._jobs.put(job)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Writer:
             # However the thread ends, nobody waits for it in vain.
             with self._closing:
                 self._closed = True
-            stopped = StoreError("the store's writer has stopped")
+            stopped = StoreClosed("the store's writer has stopped")
             _deliver((job, stopped) for job in [*self._begun, *self._take_now()] if job)
             self._db.close()
 
@@ -164,7 +164,7 @@ class Writer:
                     continue
                 logger.error("transaction failed changes=%d error=%s", len(jobs), error)
                 self._nap_s = MAX_NAP_S
-                _deliver((job, StoreError(str(error))) for job in jobs)
+                _deliver((job, _again(error)) for job in jobs)
                 return
             else:
                 self._committed()
@@ -230,6 +230,13 @@ class Writer:
             result = error
         self._db.execute("RELEASE change")
         return result
+
+
+def _again(error: StoreError) -> StoreError:
+    """The same error for one more: whoever raises it adds its own traceback."""
+    again = StoreError(str(error))
+    again.__cause__ = error.__cause__
+    return again
 
 
 def _by_kind(jobs: Sequence[_Job]) -> Iterable[list[_Job]]:

@@ -1,0 +1,70 @@
+"""The token that opens a served store: made once, in a file that only its owner reads."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+from whet.errors import ConfigError
+
+VARIABLE = "WHET_STORE_TOKEN"
+FILE = "store.token"
+FOLDER = Path(".whet")
+OPEN_TO_OTHERS = 0o077
+
+
+class Token(NamedTuple):
+    """A token, and whether nobody has seen it yet."""
+
+    value: str
+    is_new: bool
+
+
+def make_token(folder: Path = FOLDER) -> Token:
+    """The token to serve a store with: of the environment, of the folder's file, or a new one.
+
+    Raises:
+        ConfigError: the file cannot be made, or others may read it.
+    """
+    if given := os.environ.get(VARIABLE):
+        return Token(given, is_new=False)
+    file = folder / FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return Token(_read(file), is_new=False)
+    except OSError as error:
+        raise ConfigError(f"cannot make the token file {str(file)!r}: {error.strerror}") from error
+    token = secrets.token_urlsafe(32)
+    with os.fdopen(handle, "w") as out:
+        out.write(token)
+    return Token(token, is_new=True)
+
+
+def find_token(folder: Path = FOLDER) -> str:
+    """The token to ask a store with: of the environment, or of the folder's file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    given, file = os.environ.get(VARIABLE), folder / FILE
+    if given:
+        return given
+    if not file.is_file():
+        raise ConfigError(
+            f"a store over HTTP needs its token: set {VARIABLE}, or run where {str(file)!r} is"
+        )
+    return _read(file)
+
+
+def _read(file: Path) -> str:
+    try:
+        mode, token = file.stat().st_mode, file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token {str(file)!r}: {error.strerror}") from error
+    if mode & OPEN_TO_OTHERS:
+        raise ConfigError(f"others may read the token {str(file)!r}: chmod 600 {file}")
+    if not token:
+        raise ConfigError(f"the token {str(file)!r} is empty: remove it, and start the store again")
+    return token
