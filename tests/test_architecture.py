@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "protocols": {"types", "config"},
     "jsonlines": {"errors"},
-    "rows": {"types"},
+    "rows": {"types", "config"},
     "serving": {"errors"},
     "selection": {"types", "config"},
     "algorithms": {"types", "protocols", "config"},

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajectories import Conversation, generation, single
+from whet.config import LossConfig
 from whet.rows import build_rows, normalise
 from whet.types import Credit, GenerationId, Sampling, Trajectory
 
@@ -88,7 +89,8 @@ def test_a_changed_context_unproves_exactly_what_was_sampled_after_it(
 @given(st.lists(forests(), min_size=1, max_size=4), st.sampled_from(["token", "rollout"]))
 @settings(max_examples=60)
 def test_weights_sum_to_one(forests: list[Forest], how: str) -> None:
-    rows = normalise(build_rows([forest.credit for forest in forests]).rows, how)  # pyright: ignore[reportArgumentType]  # drawn from the two
+    loss = LossConfig.model_validate({"normalise": how})
+    rows = normalise(build_rows([forest.credit for forest in forests]).rows, loss)
     total = sum(span.weight * len(span.logprobs) for row in rows for span in row.spans)
     assert total == pytest.approx(1.0 if rows else 0.0)
     by_rollout = Counter[str]()
@@ -98,6 +100,17 @@ def test_weights_sum_to_one(forests: list[Forest], how: str) -> None:
         assert all(w == pytest.approx(1 / len(by_rollout)) for w in by_rollout.values())
     else:
         assert len({span.weight for row in rows for span in row.spans}) <= 1
+
+
+@given(st.lists(forests(), min_size=1, max_size=4))
+@settings(max_examples=30)
+def test_a_constant_weighs_every_token_alike_however_long_its_rollout(
+    forests: list[Forest],
+) -> None:
+    loss = LossConfig(normalise="constant", tokens_per_rollout=50)
+    rows = normalise(build_rows([forest.credit for forest in forests]).rows, loss)
+    rollouts = len({row.rollout for row in rows})
+    assert all(s.weight == pytest.approx(1 / (rollouts * 50)) for row in rows for s in row.spans)
 
 
 def credit_all(trajectory: Trajectory, advantage: float = 1.0) -> Credit:
@@ -159,4 +172,4 @@ def test_a_call_whose_parent_is_gone_is_unproven() -> None:
 def test_an_empty_generation_trains_nothing() -> None:
     built = build_rows([credit_all(single("r", [1, 2], [], 1.0))])
     assert built.rows == ()
-    assert normalise(built.rows, "token") == []
+    assert normalise(built.rows, LossConfig()) == []

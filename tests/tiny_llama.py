@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
 
 from whet.config import TrainerConfig
 from whet.policies.distribution import Shaping, log_probs
+from whet.policies.head import Head
 from whet.policies.local import LocalPolicy, TurnLock
 from whet.protocols import Engine
 from whet.types import GenerationId, Row, SampledSpan, Sampling, StopReason
@@ -44,18 +46,52 @@ def load(folder: Path, seed: int = 0, **settings: object) -> LocalPolicy:
     return LocalPolicy(folder, config, device="cpu", seed=seed)
 
 
+class LogitsAsStates(nn.Module):
+    """A model whose hidden states are its logits already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, **settings: object) -> BaseModelOutput:
+        everything = torch.arange(input_ids.shape[1])
+        output = self.model(input_ids=input_ids, logits_to_keep=everything, **settings)
+        return BaseModelOutput(last_hidden_state=output.logits)
+
+
+class NoHead(Head):
+    """Does nothing."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
+    def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        return hidden_ND
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return []
+
+
 class HandMade(LocalPolicy):
     """A policy around any module that is called as a Hugging Face model is."""
 
     def __init__(self, model: nn.Module, vocabulary: int = VOCABULARY, **settings: object) -> None:
         self.config = TrainerConfig.model_validate({"weights": "full"} | settings)
         self.device = torch.device("cpu")
+        self.dtype = torch.float32
         self.version = 0
         self.edition = 0
         self.lock = TurnLock()
         self.context_length = CONTEXT
         self.vocabulary = vocabulary
         self.model = model.eval()
+        self.body = LogitsAsStates(model)
+        self.head = NoHead(vocabulary)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())

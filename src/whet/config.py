@@ -3,12 +3,13 @@
 Last wins among defaults, the TOML file and flags. The resolved config is saved with the run.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from whet.errors import ConfigError
 
@@ -41,15 +42,27 @@ class TrainerConfig(Section):
     """Of the adapters, on every linear layer."""
     lora_alpha: Annotated[int, Field(ge=1)] = 32
     """Adapters count `lora_alpha / lora_rank`."""
-    micro_batch_tokens: Annotated[int, Field(ge=64)] = 2048
-    """Tokens in one forward and backward pass; shared prefixes count once."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """What sampler and trainer compute in; `auto` is `bf16` on a GPU, `fp32` on a CPU.
+    Log-probabilities, trained weights and optimizer are fp32 in any case."""
+    micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
+    """Tokens in one forward and backward pass; shared prefixes count once. 16384 on a GPU and
+    2048 on a CPU if absent; halved when memory runs out."""
+    gradient_checkpointing: bool = False
+    """Compute every layer twice to keep less of it: slower, for a fraction of the memory."""
+    keep_reference: bool = False
+    """Keep a copy of the weights as they were, for `loss.kl` with full weights."""
 
 
 class AdamConfig(Section):
     """AdamW."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-4
-    """Learning rate; constant."""
+    """Learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the rate does after the warm-up: stay, or fall to 0 at the end of the run."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the rate rises to `lr`."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
@@ -61,18 +74,56 @@ class AdamConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Longer gradients are scaled down to it."""
 
+    def at(self, step: int, steps: int) -> "AdamConfig":
+        """These settings with the learning rate of one step of a run; the first is 0.
+
+        A function of nothing else, so a resumed run goes on where it was.
+        """
+        share = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        past = max(0, step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        match self.schedule:
+            case "constant":
+                pass
+            case "linear":
+                share *= 1 - past
+            case "cosine":
+                share *= (1 + math.cos(math.pi * past)) / 2
+        return self.model_copy(update={"lr": self.lr * share})
+
 
 class LossConfig(Section):
-    """The policy loss, named as Tinker names it where both exist."""
+    """The loss of a sampled token, named as Tinker names it where both exist."""
 
-    name: Literal["ppo", "importance_sampling"] = "ppo"
-    """`ppo` clips the ratio of new to sampled probability; `importance_sampling` does not."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """How far below 1 the ratio counts."""
+    name: Literal["ppo", "importance_sampling", "cispo", "gspo", "dro", "cross_entropy"] = "ppo"
+    """`ppo` and `gspo` clip the ratio of new to sampled probability, of a token or of a whole row;
+    `cispo` clips what the ratio weighs; `importance_sampling` does not clip; `dro` is held near the
+    sampler by a square; `cross_entropy` imitates."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """How far below 1 the ratio counts; for `ppo`, `gspo` and `cispo`."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """How far above 1 the ratio counts."""
-    normalise: Literal["token", "rollout"] = "token"
-    """`token`: every sampled token of the step weighs the same; `rollout`: every rollout does."""
+    """How far above 1 the ratio counts; for `ppo`, `gspo` and `cispo`."""
+    max_ratio: Annotated[float, Field(ge=1)] | None = None
+    """The most that a ratio weighs in the gradient, where sampler and trainer disagree; for `ppo`,
+    `gspo` and `importance_sampling`."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the square; for `dro`."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Penalty on the divergence from the model before training; 0 is off."""
+    entropy: Annotated[float, Field(ge=0)] = 0.0
+    """Bonus on the entropy of the distribution; 0 is off."""
+    normalise: Literal["token", "rollout", "constant"] = "token"
+    """`token`: every sampled token of the step weighs the same; `rollout`: every rollout does;
+    `constant`: tokens weigh the same in every step, so that longer rollouts weigh more."""
+    tokens_per_rollout: Annotated[int, Field(ge=1)] | None = None
+    """What `constant` divides a rollout's sum by; for instance the longest answer."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.max_ratio is not None and self.name not in ("ppo", "gspo", "importance_sampling"):
+            raise ValueError(f"max_ratio has no meaning for {self.name!r}: leave it out")
+        if (self.tokens_per_rollout is None) == (self.normalise == "constant"):
+            raise ValueError("tokens_per_rollout and normalise='constant' are given together")
+        return self
 
 
 class AlgorithmConfig(Section):
@@ -171,6 +222,15 @@ class RunConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
+    @model_validator(mode="after")
+    def _has_a_reference(self) -> Self:
+        if self.loss.kl and self.trainer.weights == "full" and not self.trainer.keep_reference:
+            raise ValueError(
+                "loss.kl needs the weights as they were before training: set "
+                "trainer.keep_reference to keep a copy, or trainer.weights to 'lora'"
+            )
+        return self
+
 
 def merge(base: Mapping[str, JsonValue], over: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """`base` with the leaves of `over` put in their places."""
@@ -207,4 +267,7 @@ def explain(error: ValidationError) -> str:
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"unknown config key {key!r}: `whet train --help` lists the keys"
+    if isinstance(fault["input"], dict):  # a whole section: its keys do not go together
+        why = fault["msg"].removeprefix("Value error, ")
+        return f"config section {key!r}: {why}" if key else why
     return f"config key {key!r}: {fault['msg'].lower()}, found {fault['input']!r}"

@@ -42,9 +42,9 @@ async def train(
         built = build_rows(select(credits, config.selection))
         metrics: dict[str, float] = {}
         if built.rows:
-            rows = normalise(built.rows, config.loss.normalise)
+            rows = normalise(built.rows, config.loss)
             metrics |= await trainer.forward_backward(rows, config.loss)
-            metrics |= await trainer.optim_step(config.adam)
+            metrics |= await trainer.optim_step(config.adam.at(step, config.steps))
         else:
             logger.warning("no group has a learning signal step=%d", step)
         version = await trainer.publish()

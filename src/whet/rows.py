@@ -12,8 +12,9 @@ to a grammar is context.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from whet.config import LossConfig
 from whet.types import Call, Credit, Generation, GenerationId, Row, SampledSpan, digest_tokens
 
 
@@ -53,22 +54,24 @@ def build_rows(credits: Sequence[Credit]) -> Rows:
     return Rows(tuple(rows), tuple(unproven), tuple(constrained))
 
 
-def normalise(rows: Sequence[Row], how: Literal["token", "rollout"]) -> list[Row]:
+def normalise(rows: Sequence[Row], loss: LossConfig) -> list[Row]:
     """Give spans the weights that make the sum over tokens a mean.
 
     `token`: over all sampled tokens. `rollout`: over each rollout's tokens, then over rollouts,
-    so that one that yields several rows, or longer ones, weighs as much as any other.
+    so that one that yields several rows, or longer ones, weighs as much as any other. `constant`:
+    each rollout's sum over a fixed number, then over rollouts (Dr. GRPO, arXiv:2503.20783).
     """
     tokens: dict[str, int] = {}
     for row in rows:
         tokens[row.rollout] = tokens.get(row.rollout, 0) + row.trained_tokens
-    everything = sum(tokens.values())
 
-    def weight(row: Row) -> float:
-        return 1 / everything if how == "token" else 1 / (len(tokens) * tokens[row.rollout])
+    def divisor(row: Row) -> int:
+        if loss.normalise == "token":
+            return sum(tokens.values())
+        return len(tokens) * (loss.tokens_per_rollout or tokens[row.rollout])
 
     return [
-        replace(row, spans=tuple(replace(span, weight=weight(row)) for span in row.spans))
+        replace(row, spans=tuple(replace(span, weight=1 / divisor(row)) for span in row.spans))
         for row in rows
     ]
 

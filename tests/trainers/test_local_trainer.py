@@ -30,10 +30,12 @@ from whet.algorithms.grpo import GRPO
 from whet.config import AdamConfig, AlgorithmConfig, EngineConfig, LossConfig
 from whet.engines.local import LocalEngine
 from whet.errors import TrainerError
+from whet.policies.attention import Branches
 from whet.policies.distribution import Shaping, log_probs
 from whet.policies.local import LocalPolicy
 from whet.rows import build_rows, normalise
 from whet.trainers.local import LocalTrainer
+from whet.trainers.tree import pack
 from whet.types import Row, Sampling
 
 pytestmark = pytest.mark.anyio
@@ -145,7 +147,7 @@ async def test_a_grpo_step_moves_the_policy_by_what_adam_says() -> None:
         talk.call([0], generation([side], [math.log(0.3 if side == 0 else 0.7)]))
         trajectories.append(talk.ended(reward))
     credits = GRPO(AlgorithmConfig()).credit(trajectories)
-    rows = normalise(build_rows(credits).rows, "token")
+    rows = normalise(build_rows(credits).rows, PPO)
     policy = HandMade(coin, 2)
     trainer = LocalTrainer(policy)
     metrics = await trainer.forward_backward(rows, PPO)
@@ -183,19 +185,48 @@ async def test_the_second_step_is_adams_too_and_decay_and_clipping_are_his() -> 
 # --------------------------------------------------------------------------- against plain passes
 
 
-def plain_loss(policy: LocalPolicy, row: Row, loss: LossConfig) -> Tensor:
-    """The loss of one row by a forward pass of its own."""
-    logits_TV = policy.model(input_ids=torch.tensor([row.tokens])).logits[0]
+def plain_loss(policy: LocalPolicy, rows: Sequence[Row], loss: LossConfig) -> Tensor:
+    """The loss of rows that are padded and computed as one batch, all logits at once."""
+    longest = max(len(row.tokens) for row in rows)
+    ids_BT = torch.tensor([[*row.tokens, *[0] * (longest - len(row.tokens))] for row in rows])
+    seen_BT = torch.tensor(
+        [[1] * len(row.tokens) + [0] * (longest - len(row.tokens)) for row in rows]
+    )
+
+    def everything() -> Tensor:
+        return policy.model(input_ids=ids_BT, attention_mask=seen_BT, use_cache=False).logits
+
+    logits_BTV = everything()
+    with torch.no_grad():
+        if loss.kl:
+            with policy.reference():
+                before_BTV = everything()
     total = torch.zeros(())
-    for span in row.spans:
-        setting = [(span.temperature, span.top_p, span.top_k)] * len(span.logprobs)
-        logp_TV = log_probs(logits_TV[span.start - 1 : span.end - 1], Shaping.of(setting, "cpu"))
-        target_T = torch.tensor(row.tokens[span.start : span.end])
-        ratio_T = (logp_TV.gather(1, target_T[:, None])[:, 0] - torch.tensor(span.logprobs)).exp()
-        advantage_T = torch.tensor(span.advantages)
-        low, high = 1 - loss.clip_low, 1 + loss.clip_high
-        gain_T = (ratio_T * advantage_T).minimum(ratio_T.clamp(low, high) * advantage_T)
-        total = total - span.weight * gain_T.sum()
+    for index, row in enumerate(rows):
+        drifts: list[Tensor] = []
+        for span in row.spans:
+            setting = [(span.temperature, span.top_p, span.top_k)] * len(span.logprobs)
+            where = slice(span.start - 1, span.end - 1)
+            target_T = torch.tensor(row.tokens[span.start : span.end])
+
+            def chosen(logits_TV: Tensor) -> Tensor:
+                logp_TV = log_probs(logits_TV, Shaping.of(setting, "cpu"))  # noqa: B023
+                return logp_TV.gather(1, target_T[:, None])[:, 0]  # noqa: B023
+
+            logp_T = chosen(logits_BTV[index, where])
+            drift_T = logp_T - torch.tensor(span.logprobs)
+            drifts.append(drift_T)
+            advantage_T = torch.tensor(span.advantages)
+            low, high = 1 - loss.clip_low, 1 + loss.clip_high
+            ratio_T = drift_T.exp()
+            gain_T = (ratio_T * advantage_T).minimum(ratio_T.clamp(low, high) * advantage_T)
+            total = total - span.weight * gain_T.sum()
+            if loss.kl:
+                gap_T = chosen(before_BTV[index, where]) - logp_T
+                total = total + loss.kl * span.weight * (gap_T.exp() - gap_T - 1).sum()
+            if loss.entropy:
+                logp_TV = log_probs(logits_BTV[index, where], Shaping.of(setting, "cpu"))
+                total = total + loss.entropy * span.weight * (logp_TV.exp() * logp_TV).sum()
     return total
 
 
@@ -231,23 +262,90 @@ def families(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
-@given(families(), st.sampled_from([64, 100, 2048]))
+def gradients_of(policy: LocalPolicy, loss: Tensor) -> dict[str, Tensor]:
+    weights = policy.trainable()
+    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+
+
+def found_gradients(policy: LocalPolicy) -> dict[str, Tensor]:
+    grads = {name: p.grad for name, p in policy.trainable().items()}
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.allclose(a[name], b[name], atol=1e-5, rtol=1e-4), name
+
+
+@given(
+    families(),
+    st.sampled_from([64, 100, 2048]),
+    st.sampled_from(["lora", "full"]),
+    st.booleans(),
+    st.sampled_from([PPO, LossConfig(kl=0.3, entropy=0.1)]),
+)
 @settings(max_examples=25, deadline=None)
-def test_packed_gradients_are_the_sum_of_those_of_rows_alone(
-    tiny_folder: Path, rows: list[Row], most: int
+def test_packed_gradients_are_those_of_padded_rows(
+    tiny_folder: Path, rows: list[Row], most: int, weights: str, again: bool, loss: LossConfig
 ) -> None:
-    policy = load(tiny_folder, micro_batch_tokens=most)
-    nudge(policy, size=0.1)
-    expected = sum((plain_loss(policy, row, PPO) for row in rows), torch.zeros(()))
-    expected.backward()
-    wanted = {name: p.grad.clone() for name, p in policy.trainable().items() if p.grad is not None}
-    for parameter in policy.trainable().values():
-        parameter.grad = None
-    metrics = anyio.run(LocalTrainer(policy, threads=1).forward_backward, rows, PPO)
+    policy = load(
+        tiny_folder,
+        micro_batch_tokens=most,
+        weights=weights,
+        gradient_checkpointing=again,
+        keep_reference=True,
+    )
+    nudge(policy, size=0.1 if weights == "lora" else 0.01)
+    expected = plain_loss(policy, rows, loss)
+    wanted = gradients_of(policy, expected)
+    metrics = anyio.run(LocalTrainer(policy, threads=1).forward_backward, rows, loss)
     assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
-    for name, parameter in policy.trainable().items():
-        assert parameter.grad is not None
-        assert torch.allclose(parameter.grad, wanted[name], atol=1e-5, rtol=1e-4), name
+    assert_close(found_gradients(policy), wanted)
+
+
+def by_loop(
+    query_LHD: Tensor, key_MHD: Tensor, value_MHD: Tensor, branches: Branches, scale: float | None
+) -> Tensor:
+    """What the flash kernel does, one branch at a time."""
+    outs: list[Tensor] = []
+    query_ends, key_ends = branches.query_ends.tolist(), branches.key_ends.tolist()
+    for branch in range(len(query_ends) - 1):
+        query = query_LHD[query_ends[branch] : query_ends[branch + 1]].transpose(0, 1)
+        span = slice(key_ends[branch], key_ends[branch + 1])
+        key, value = (x[span].transpose(0, 1) for x in (key_MHD, value_MHD))
+        assert query.shape[1] <= branches.most_queries
+        assert key.shape[1] <= branches.most_keys
+        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool)
+        mask = mask.tril(diagonal=key.shape[1] - query.shape[1])
+        out = nn.functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@given(families())
+@settings(max_examples=15, deadline=None)
+def test_branches_see_what_a_mask_shows(tiny_folder: Path, rows: list[Row]) -> None:
+    policy = load(tiny_folder)
+    [tree] = pack(rows, 10_000, enough=10_000)
+    cpu = torch.device("cpu")
+    given = {
+        "input_ids": torch.from_numpy(tree.tokens)[None],
+        "position_ids": torch.from_numpy(tree.depth)[None],
+        "use_cache": False,
+    }
+    with torch.no_grad():
+        masked = policy.body(**given, attention_mask=tree.mask(cpu)[None, None])
+        branched = policy.body(
+            **given,
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            branches=tree.branches(cpu),
+            kernel=by_loop,
+        )
+    gap = (masked.last_hidden_state - branched.last_hidden_state).abs().max()
+    assert gap < 1e-5
 
 
 async def sampled(policy: LocalPolicy, **sampling: object) -> list[Row]:
@@ -291,12 +389,35 @@ async def test_what_the_engine_sampled_is_on_policy(
     nudge(policy, size=0.1)
     rows = await sampled(policy, **sampling)
     metrics = await LocalTrainer(policy, threads=1).forward_backward(rows, PPO)
+    assert metrics["logprob_gap"] < 1e-5
     assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-7)
     assert metrics["clip_fraction"] == 0
     assert metrics["staleness"] == 0
     assert metrics["loss"] == pytest.approx(0, abs=1e-5), "a mean of advantages that cancel"
     assert metrics["trained_tokens"] == 48
     assert metrics["computed_tokens"] <= 2 * 20 + 48, "the shared prompts are computed once"
+
+
+@pytest.mark.parametrize("weights", ["lora", "full"])
+async def test_in_bf16_sampler_and_trainer_nearly_agree(tiny_folder: Path, weights: str) -> None:
+    policy = load(tiny_folder, weights=weights, precision="bf16")
+    nudge(policy, size=0.1 if weights == "lora" else 0.01)
+    rows = await sampled(policy)
+    metrics = await LocalTrainer(policy, threads=1).forward_backward(rows, PPO)
+    assert metrics["logprob_gap"] < 0.02
+
+
+async def test_steps_too_small_for_bf16_add_up_in_fp32() -> None:
+    coin = Coin(1 / (1 + math.exp(-1)))  # theta is 1, and the next number 1 + 1/128
+    coin.to(torch.bfloat16)
+    trainer = LocalTrainer(HandMade(coin, 2))
+    moved = []
+    for _ in range(60):
+        await trainer.forward_backward([row_of([0], [0], [-0.3], 1.0)], PLAIN)
+        await trainer.optim_step(AdamConfig(lr=1e-4))
+        moved.append(coin.theta.item() - 1)
+    assert moved[:30] == [0.0] * 30
+    assert moved[-1] == 1 / 128
 
 
 async def test_a_token_just_past_the_edge_of_top_p_is_no_disaster(tiny_folder: Path) -> None:
@@ -384,6 +505,58 @@ async def test_logits_that_are_no_numbers_are_an_error_and_no_gradient() -> None
         coin.theta.fill_(math.nan)
     with pytest.raises(TrainerError, match="not finite"):
         await LocalTrainer(HandMade(coin, 2)).forward_backward(rows, PPO)
+    assert coin.theta.grad is None
+
+
+class Narrow(nn.Module):
+    """A coin for which more than so many tokens at once are too many."""
+
+    def __init__(self, coin: Coin, most: int) -> None:
+        super().__init__()
+        self.coin = coin
+        self.most = most
+        self.passes: list[int] = []
+
+    def forward(self, input_ids: Tensor, logits_to_keep: Tensor, **_: object) -> object:
+        self.passes.append(input_ids.shape[1])
+        if input_ids.shape[1] > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.")
+        return self.coin(input_ids, logits_to_keep)
+
+
+def tosses(coin: Coin, count: int) -> list[Row]:
+    """Rows of 20 tokens that share nothing."""
+    return [
+        row_of([index % 2] * (index + 1) + [1 - index % 2] * (18 - index), [0], [-1.0], 1.0)
+        for index in range(count)
+    ]
+
+
+async def test_when_memory_runs_out_passes_get_smaller_and_nothing_is_lost() -> None:
+    coin = Coin(0.3)
+    rows = tosses(coin, 12)
+    whole = LocalTrainer(HandMade(coin, 2, micro_batch_tokens=2000))
+    wanted = await whole.forward_backward(rows, PPO)
+    assert coin.theta.grad is not None
+    slope_there = coin.theta.grad.item()
+    coin.theta.grad = None
+    narrow = Narrow(coin, 100)
+    trainer = LocalTrainer(HandMade(narrow, 2, micro_batch_tokens=2000))
+    found = await trainer.forward_backward(rows, PPO)
+    assert coin.theta.grad.item() == pytest.approx(slope_there)
+    assert found["loss"] == pytest.approx(wanted["loss"])
+    assert found["trained_tokens"] == 12
+    narrow.passes.clear()
+    await trainer.forward_backward(rows, PPO)
+    assert max(narrow.passes) <= 100, "it remembers"
+
+
+async def test_a_row_that_does_not_fit_at_all_is_one_line_and_changes_nothing() -> None:
+    coin = Coin(0.3)
+    trainer = LocalTrainer(HandMade(Narrow(coin, 10), 2))
+    with pytest.raises(TrainerError, match=r"gradient_checkpointing.*nothing was changed") as error:
+        await trainer.forward_backward(tosses(coin, 3), PPO)
+    assert "\n" not in str(error.value)
     assert coin.theta.grad is None
 
 

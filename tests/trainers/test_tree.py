@@ -32,20 +32,20 @@ def test_every_row_is_found_once_and_sees_exactly_itself(rows: list[Row], most: 
             assert tuple(tree.tokens[node] for node in nodes) == row.tokens
             assert [tree.depth[node] for node in nodes] == list(range(len(nodes)))
             for depth, node in enumerate(nodes):
-                assert ancestors(tree, node) == nodes[: depth + 1]
+                assert ancestors(tree, node) == nodes[: depth + 1].tolist()
 
 
 @given(rows_that_share)
 def test_a_shared_prefix_stands_once(rows: list[Row]) -> None:
     [tree] = packed(rows, 1000)
     prefixes = {row.tokens[:n] for row in rows for n in range(1, len(row.tokens) + 1)}
-    assert len(tree.tokens) == len(prefixes)
+    assert tree.size == len(tree.tokens) == len(prefixes)
 
 
 @given(rows_that_share, st.integers(1, 40))
 def test_a_tree_is_larger_than_allowed_only_for_one_row(rows: list[Row], most: int) -> None:
     for tree in packed(rows, most):
-        assert len(tree.tokens) <= most or len({row.tokens for row, _ in tree.rows}) == 1
+        assert tree.size <= most or len({row.tokens for row, _ in tree.rows}) == 1
 
 
 def test_strangers_share_a_tree_only_while_it_is_small() -> None:

@@ -1,6 +1,6 @@
 """The distribution tokens are sampled from: one definition for the sampler and the trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ class Shaping:
     """0 is greedy, whose log-probabilities are those at temperature 1."""
     top_p_N: Tensor
     top_k_N: Tensor
+    scales: bool
+    """Whether any position has another temperature than 1."""
     truncates: bool
     """Whether any position uses top-p or top-k; the sort is skipped otherwise."""
 
@@ -28,7 +30,30 @@ class Shaping:
             torch.tensor(temperature, dtype=torch.float32, device=device),
             torch.tensor(top_p, dtype=torch.float32, device=device),
             torch.tensor(top_k, device=device),
+            any(t not in (0, 1) for t in temperature),
             any(p < 1 for p in top_p) or any(k > 0 for k in top_k),
+        )
+
+    @property
+    def divisor_N1(self) -> Tensor:
+        """What logits are divided by."""
+        return self.temperature_N.masked_fill(self.temperature_N == 0, 1.0)[:, None]
+
+    def part(self, which: slice) -> "Shaping":
+        """That of some of the positions."""
+        return self._with(lambda one_N: one_N[which])
+
+    def repeated(self, counts_N: Tensor) -> "Shaping":
+        """Each position so many times over."""
+        return self._with(lambda one_N: one_N.repeat_interleave(counts_N))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Shaping":
+        return Shaping(
+            change(self.temperature_N),
+            change(self.top_p_N),
+            change(self.top_k_N),
+            self.scales,
+            self.truncates,
         )
 
 
@@ -39,8 +64,10 @@ def log_probs(logits_NV: Tensor, shaping: Shaping, sampled_N: Tensor | None = No
     Tokens known to have been sampled, `sampled_N`, were not cut off: they stay, even where a
     forward pass that rounds differently would put them just past the edge.
     """
-    temperature_N1 = shaping.temperature_N.masked_fill(shaping.temperature_N == 0, 1.0)[:, None]
-    logp_NV = torch.log_softmax(logits_NV.float() / temperature_N1, dim=-1)
+    logits_NV = logits_NV.float()
+    if shaping.scales:
+        logits_NV = logits_NV / shaping.divisor_N1
+    logp_NV = torch.log_softmax(logits_NV, dim=-1)
     if not shaping.truncates:
         return logp_NV
     kept_NV = _kept(logp_NV.detach(), shaping)

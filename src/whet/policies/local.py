@@ -1,22 +1,30 @@
-"""A Hugging Face model in this process: one copy of weights for the sampler and the trainer."""
+"""A Hugging Face model in this process: one copy of weights for the sampler and the trainer.
+
+In bf16 the weights that are run are rounded copies of what the trainer keeps in fp32; sampler and
+trainer run the same ones, so that their log-probabilities differ only by the order of sums.
+"""
 
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, cast
 
 import torch
+import torch.utils.checkpoint
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import torch as safetensors
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from whet.config import TrainerConfig
-from whet.errors import ConfigError, EngineError, boundary
+from whet.errors import ConfigError, EngineError, TrainerError, boundary
+from whet.policies import attention
+from whet.policies.head import Head
 
 
 class TurnLock:
@@ -64,6 +72,8 @@ class LocalPolicy:
         self.folder = folder
         self.config = config
         self.device = torch.device(_pick_device(device))
+        self.dtype = _pick_dtype(config.precision, self.device)
+        """Of what is run."""
         self.version = 0
         self.edition = 0
         """How often the weights were changed: keys and values of another edition are stale.
@@ -73,8 +83,9 @@ class LocalPolicy:
         with boundary(ConfigError, f"cannot load the model in {str(folder)!r}"):
             hf_config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder))
             _refuse_partial_attention(hf_config)
+            attention.register()
             loaded = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="sdpa"
+                folder, dtype=self.dtype, attn_implementation=attention.NAME
             )
         model = cast(PreTrainedModel, loaded)
         self.context_length = int(hf_config.max_position_embeddings)
@@ -88,6 +99,16 @@ class LocalPolicy:
         elif config.weights == "lora":
             self.wrapped = _with_lora(model, config, seed)
         self.model.to(self.device).eval()
+        self.body = model.base_model
+        """All but the head: gives hidden states."""
+        self.head = Head(cast(nn.Linear, model.get_output_embeddings()), hf_config)
+        self._refuse_other_heads()
+        if config.gradient_checkpointing:
+            _recompute_layers(self.body)
+        self._base: Mapping[str, Tensor] = {}
+        """The weights as they were loaded, where that was asked for."""
+        if config.keep_reference and config.weights == "full":
+            self._base = {n: p.detach().clone() for n, p in self.trainable().items()}
 
     @contextmanager
     def changing(self, version: int) -> Generator[None]:
@@ -96,6 +117,29 @@ class LocalPolicy:
             self.edition += 1
             yield
             self.version = version
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        """The model as it was before training, inside; nobody samples meanwhile.
+
+        With LoRA the adapter is left out, and no second copy is needed.
+        """
+        if isinstance(self.wrapped, PeftModel):
+            with self.lock, self.wrapped.disable_adapter():
+                yield
+            return
+        if not self._base:
+            raise TrainerError(
+                "loss.kl needs the weights as they were before training: set "
+                "trainer.keep_reference to keep a copy, or trainer.weights to 'lora'"
+            )
+        with self.lock:
+            trained = {name: parameter.data for name, parameter in self.trainable().items()}
+            try:
+                self._put(self._base)
+                yield
+            finally:
+                self._put(trained)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The weights training changes, by name."""
@@ -125,6 +169,22 @@ class LocalPolicy:
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
 
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.trainable().items():
+            parameter.data = weights[name]
+
+    def _refuse_other_heads(self) -> None:
+        """The trainer scores tokens by `head` of `body`; that must be what the model says."""
+        ids_1T = torch.tensor([[0, 1]], device=self.device)
+        with torch.inference_mode():
+            whole = self.model(input_ids=ids_1T, use_cache=False).logits
+            parts = self.head(self.body(input_ids=ids_1T, use_cache=False).last_hidden_state)
+        if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
+            raise ConfigError(
+                f"the model in {str(self.folder)!r} changes its logits in a way this trainer does "
+                "not know; it cannot be trained here"
+            )
+
 
 def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> PeftModel:
     lora = LoraConfig(
@@ -135,13 +195,36 @@ def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Peft
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return get_peft_model(model, lora)
+        return get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+def _recompute_layers(body: nn.Module) -> None:
+    """Have every layer keep only its input for the backward pass, and compute the rest again.
+
+    Not by transformers' own switch, which needs training mode and takes the sampler's cache away.
+    """
+    for layer in cast(nn.ModuleList, body.layers):
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., Tensor], *args: Tensor, **settings: object) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(*args, **settings)
+    twice = cast(Callable[..., Tensor], torch.utils.checkpoint.checkpoint)
+    whole = partial(forward, **settings)
+    return twice(whole, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _pick_dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        precision = "fp32" if device.type == "cpu" else "bf16"
+    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     # Not merged: the arithmetic stays that of the run which trained it.
     with boundary(ConfigError, f"the adapter {str(adapter)!r} does not fit the model"):
-        return PeftModel.from_pretrained(model, str(adapter))
+        return PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
 
 
 def _pick_device(device: str) -> Literal["cpu", "cuda"]:

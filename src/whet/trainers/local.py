@@ -1,41 +1,43 @@
 """Trains the Hugging Face model of this process, whose weights the local engine samples from."""
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from anyio import to_thread
-from safetensors import torch as safetensors
 from torch import Tensor
 
 from whet.config import AdamConfig, LossConfig
 from whet.errors import TrainerError, boundary
-from whet.policies.distribution import Shaping, log_probs
+from whet.policies.attention import runs_flash
 from whet.policies.local import LocalPolicy
 from whet.protocols import Trainer
+from whet.trainers.batch import Batch
 from whet.trainers.checkpoint import appear_whole
-from whet.trainers.loss import LOSSES
-from whet.trainers.tree import Tree, pack
+from whet.trainers.loss import divergence, ratios, total
+from whet.trainers.scoring import Scores, score
+from whet.trainers.tree import ENOUGH, Tree, pack
+from whet.trainers.weights import TrainedWeights
 from whet.types import Metrics, Row
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WEIGHTS = "weights.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 TOTALS = ("loss", "trained_tokens", "computed_tokens")
-MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
+MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness", "reference_kl")
 """Over trained tokens."""
 
-LARGEST_LOG_RATIO = 20.0
-"""Beyond it a ratio overflows, and zero times its gradient is no number."""
+MICRO_BATCH = {"cuda": 16_384, "cpu": 2048}
+"""Tokens of a pass where the config says nothing."""
+SMALLEST_MICRO_BATCH = 64
 
 
 class LocalTrainer(Trainer):
@@ -44,14 +46,16 @@ class LocalTrainer(Trainer):
     def __init__(self, policy: LocalPolicy, *, threads: int | None = None) -> None:
         self._policy = policy
         self._threads = threads
-        self._parameters = policy.trainable()
-        self._adam = torch.optim.AdamW(self._parameters.values(), lr=1.0)
+        self._weights = TrainedWeights(policy)
+        self._most_tokens = policy.config.micro_batch_tokens or MICRO_BATCH[policy.device.type]
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         return await self._in_thread(lambda: self._forward_backward(rows, loss))
 
     async def optim_step(self, adam: AdamConfig) -> Metrics:
-        return await self._in_thread(lambda: self._optim_step(adam))
+        return await self._in_thread(
+            lambda: {"grad_norm": self._weights.step(adam), "learning_rate": adam.lr}
+        )
 
     async def publish(self) -> int:
         # The engine samples from these very weights, and every step raised their version.
@@ -80,111 +84,128 @@ class LocalTrainer(Trainer):
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         _refuse_unusable(rows)
         sums: dict[str, float] = dict.fromkeys((*TOTALS, *MEANS), 0.0)
-        with ExitStack() as on_failure:
-            on_failure.callback(self._adam.zero_grad)  # half a gradient is worse than none
-            for tree in pack(rows, self._policy.config.micro_batch_tokens):
-                for name, value in self._one_tree(tree, loss).items():
+        try:
+            for tree in self._trees(rows):
+                for name, value in self._with_less_memory(tree, loss).items():
                     sums[name] += value
-            on_failure.pop_all()
+        except BaseException:
+            self._weights.drop_gradient()  # half a gradient is worse than none
+            raise
         tokens = max(1.0, sums["trained_tokens"])
         return {**sums, **{name: sums[name] / tokens for name in MEANS}}
 
+    def _trees(self, rows: Sequence[Row]) -> Sequence[Tree]:
+        enough = self._most_tokens if self._flash else ENOUGH
+        return list(pack(rows, self._most_tokens, enough=enough))
+
+    @property
+    def _flash(self) -> bool:
+        return runs_flash(self._policy.device, self._policy.dtype)
+
+    def _with_less_memory(self, tree: Tree, loss: LossConfig) -> dict[str, float]:
+        """One tree; where memory runs out, its rows in smaller trees, and all later ones too."""
+        try:
+            return self._one_tree(tree, loss)
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            if len(tree.rows) == 1 or self._most_tokens <= SMALLEST_MICRO_BATCH:
+                raise TrainerError(
+                    f"out of memory on a pass of {tree.size} tokens: set "
+                    "trainer.gradient_checkpointing, or lower engine.kv_tokens or the longest "
+                    f"answer; nothing was changed ({_first_line(error)})"
+                ) from error
+        # Outside the handler, whose error holds on to what it is to free.
+        self._most_tokens = max(SMALLEST_MICRO_BATCH, min(self._most_tokens, tree.size) // 2)
+        logger.warning("out of memory, trainer.micro_batch_tokens is %d now", self._most_tokens)
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        sums: dict[str, float] = {}
+        for smaller in self._trees([row for row, _ in tree.rows]):
+            for name, value in self._with_less_memory(smaller, loss).items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
     def _one_tree(self, tree: Tree, loss: LossConfig) -> dict[str, float]:
-        batch = _Batch(tree, self._policy.device)
-        logits_NV = self._logits(tree, batch.source_N)
-        logp_NV = log_probs(logits_NV, batch.shaping, batch.target_N)
-        logp_N = logp_NV.gather(1, batch.target_N[:, None])[:, 0]
-        log_ratio_N = logp_N - batch.sampled_N
-        ratio_N = log_ratio_N.clamp(max=LARGEST_LOG_RATIO).exp()
-        value = LOSSES[loss.name](ratio_N, batch.advantage_N, batch.weight_N, loss)
-        if not math.isfinite(value.item()):
-            raise TrainerError(f"the loss is {value.item()}: the model's logits are not finite")
-        value.backward()
-        with torch.no_grad():
-            outside_N = (ratio_N < 1 - loss.clip_low) | (ratio_N > 1 + loss.clip_high)
-            entropy_N = -(logp_NV.exp() * logp_NV.clamp(min=torch.finfo().min)).sum(dim=-1)
-            return {
-                "loss": value.item(),
-                "trained_tokens": float(len(logp_N)),
-                "computed_tokens": float(len(tree.tokens)),
-                "logprob_gap": log_ratio_N.abs().sum().item(),
-                "mismatch_kl": (ratio_N - 1 - log_ratio_N).sum().item(),
-                "clip_fraction": outside_N.sum().item(),
-                "entropy": entropy_N.sum().item(),
-                "staleness": (self._policy.version - batch.version_N).sum().item(),
-            }
+        """Add a tree's gradient, all of it or nothing."""
+        batch = Batch.of(tree, self._policy.device)
+        reference_N = self._reference(tree, batch) if loss.kl else None
+        scores = self._score(tree, batch, entropy_slope=bool(loss.entropy))
+        ratio_N = ratios(scores.logp_N, batch, loss)
+        value = total(scores, ratio_N, reference_N, batch, loss)
+        gradient = self._weights.gradient(value)
+        sums = self._measure(value, scores, ratio_N, reference_N, batch, loss)
+        if not math.isfinite(sums["loss"]):
+            raise TrainerError(f"the loss is {sums['loss']}: the model's logits are not finite")
+        self._weights.add(gradient)
+        return {**sums, "computed_tokens": float(tree.size)}
 
-    def _logits(self, tree: Tree, nodes_N: Tensor) -> Tensor:
-        """Logits of the nodes that predict sampled tokens; no others are computed."""
+    def _score(self, tree: Tree, batch: Batch, *, entropy_slope: bool) -> Scores:
+        """Scores of the sampled tokens; no other logits are computed."""
         device = self._policy.device
-        node_L = torch.arange(len(tree.tokens), device=device)
-        end_L = torch.tensor(tree.end, device=device)
-        mask_LL = (node_L[None, :] <= node_L[:, None]) & (node_L[:, None] < end_L[None, :])
-        output = self._policy.model(
-            input_ids=torch.tensor([tree.tokens], device=device),
-            attention_mask=mask_LL[None, None],
-            position_ids=torch.tensor([tree.depth], device=device),
+        if self._flash:
+            # The mask is not looked at, but there has to be one: transformers would make its own.
+            shape = {"branches": tree.branches(device)}
+            mask_11LL = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        else:
+            shape, mask_11LL = {}, tree.mask(device)[None, None]
+        output = self._policy.body(
+            input_ids=torch.from_numpy(tree.tokens).to(device)[None],
+            attention_mask=mask_11LL,
+            position_ids=torch.from_numpy(tree.depth).to(device)[None],
             use_cache=False,
-            logits_to_keep=nodes_N,
+            **shape,
         )
-        return output.logits[0]
+        hidden_ND = cast(Tensor, output.last_hidden_state)[0, batch.source_N]
+        return score(
+            hidden_ND,
+            self._policy.head,
+            batch.target_N,
+            batch.shaping,
+            entropy_slope=entropy_slope,
+        )
 
-    def _optim_step(self, adam: AdamConfig) -> Metrics:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), adam.max_grad_norm)
-        if not math.isfinite(norm.item()):
-            self._adam.zero_grad()
-            raise TrainerError(
-                f"the gradient's norm is {norm.item()}: nothing was changed; "
-                "a lower adam.lr or finite rewards may help"
-            )
-        for settings in self._adam.param_groups:
-            settings.update(
-                lr=adam.lr,
-                betas=(adam.beta1, adam.beta2),
-                eps=adam.eps,
-                weight_decay=adam.weight_decay,
-            )
-        with self._policy.changing(self._policy.version + 1):
-            self._adam.step()
-        self._adam.zero_grad()
-        return {"grad_norm": norm.item()}
+    def _reference(self, tree: Tree, batch: Batch) -> Tensor:
+        """Log-probabilities of the sampled tokens before training."""
+        with torch.no_grad(), self._policy.reference():
+            return self._score(tree, batch, entropy_slope=False).logp_N
+
+    @torch.no_grad()
+    def _measure(
+        self,
+        value: Tensor,
+        scores: Scores,
+        ratio_N: Tensor,
+        reference_N: Tensor | None,
+        batch: Batch,
+        loss: LossConfig,
+    ) -> dict[str, float]:
+        """Sums over the batch, fetched from the device at once."""
+        logp_N = scores.logp_N
+        log_ratio_N = logp_N - batch.sampled_N
+        kl_N = divergence(-log_ratio_N, torch.zeros_like(logp_N))
+        outside_N = (ratio_N < 1 - loss.clip_low) | (ratio_N > 1 + loss.clip_high)
+        sums = {
+            "loss": value,
+            "logprob_gap": log_ratio_N.abs().sum(),
+            "mismatch_kl": kl_N.sum(),
+            "clip_fraction": outside_N.sum(),
+            "entropy": scores.entropy_N.sum(),
+            "staleness": (self._policy.version - batch.version_N).sum(),
+        }
+        if reference_N is not None:
+            sums["reference_kl"] = divergence(logp_N, reference_N).sum()
+        fetched = cast(list[float], torch.stack([v.double() for v in sums.values()]).tolist())
+        return {**dict(zip(sums, fetched, strict=True)), "trained_tokens": float(len(logp_N))}
 
     def _write_state(self, folder: Path) -> None:
-        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        safetensors.save_file(weights, folder / WEIGHTS)
-        moments = {
-            f"{name}/{moment}": self._adam.state[parameter][moment]
-            for name, parameter in self._parameters.items()
-            for moment in MOMENTS
-            if parameter in self._adam.state
-        }
-        safetensors.save_file(moments, folder / OPTIMIZER)
+        self._weights.save(folder)
         (folder / STATE).write_text(json.dumps({"version": self._policy.version}))
 
     def _restore(self, folder: Path) -> None:
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
-            weights = safetensors.load_file(folder / WEIGHTS)
-            moments = safetensors.load_file(folder / OPTIMIZER)
             version = int(json.loads((folder / STATE).read_text())["version"])
-            states = {
-                name: {moment: moments[f"{name}/{moment}"].clone() for moment in MOMENTS}
-                for name in weights
-                if f"{name}/step" in moments
-            }
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        if {name: weight.shape for name, weight in weights.items()} != shapes:
-            raise TrainerError(
-                f"the checkpoint {str(folder)!r} is of another model or other trainer settings"
-            )
-        with self._policy.changing(version), torch.no_grad():
-            self._adam.state.clear()
-            self._adam.zero_grad()
-            for name, parameter in self._parameters.items():
-                parameter.copy_(weights[name])
-                if state := states.get(name):
-                    step = {"step": state.pop("step")}  # which AdamW keeps on the CPU
-                    averages = {moment: v.to(parameter.device) for moment, v in state.items()}
-                    self._adam.state[parameter] = step | averages
+        self._weights.restore(folder, version)
 
     def _write_export(self, folder: Path) -> None:
         """An ordinary PEFT adapter folder, or with full weights a Hugging Face model folder."""
@@ -196,30 +217,14 @@ class LocalTrainer(Trainer):
                 copy(file, folder / file.name)
 
 
-class _Batch:
-    """The sampled tokens of a tree, flat: one entry for each token of each row that trains it."""
+def _out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return "can't allocate memory" in str(error)  # how torch says it of a CPU
 
-    def __init__(self, tree: Tree, device: torch.device) -> None:
-        sources: list[int] = []
-        targets: list[int] = []
-        versions: list[int] = []
-        numbers: list[tuple[float, float, float]] = []
-        settings: list[tuple[float, float, int]] = []
-        for row, nodes in tree.rows:
-            for span in row.spans:
-                count = len(span.logprobs)
-                sources += nodes[span.start - 1 : span.end - 1]
-                targets += row.tokens[span.start : span.end]
-                versions += span.versions
-                numbers += zip(span.logprobs, span.advantages, [span.weight] * count, strict=True)
-                settings += [(span.temperature, span.top_p, span.top_k)] * count
-        self.source_N = torch.tensor(sources, device=device)
-        """The node that predicts each token."""
-        self.target_N = torch.tensor(targets, device=device)
-        self.version_N = torch.tensor(versions, device=device)
-        numbers_N3 = torch.tensor(numbers, dtype=torch.float32, device=device)
-        self.sampled_N, self.advantage_N, self.weight_N = numbers_N3.unbind(1)
-        self.shaping = Shaping.of(settings, device)
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _refuse_unusable(rows: Sequence[Row]) -> None:

@@ -12,63 +12,111 @@ would get alone, and gradients of shared tokens add up by themselves.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from whet.policies.attention import Branches
 from whet.types import Row
 
 ENOUGH = 256
-"""Nodes that fill a pass: beyond them a row that shares less than half starts a new tree."""
+"""Nodes that fill a pass where a mask is used: beyond them a row that shares less than half starts
+a new tree, since attention is then computed between all nodes of one."""
+
+Nodes = NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class Tree:
     """Some rows, packed."""
 
-    tokens: list[int] = field(default_factory=list[int])
-    depth: list[int] = field(default_factory=list[int])
-    """Of each node: its position in every row it belongs to."""
-    end: list[int] = field(default_factory=list[int])
-    """Of each node: one past the last node of its subtree."""
-    rows: list[tuple[Row, list[int]]] = field(default_factory=list[tuple[Row, list[int]]])
+    size: int = 0
+    """How many nodes it has."""
+    rows: list[tuple[Row, Nodes]] = field(default_factory=list[tuple[Row, Nodes]])
     """Each row with the node of each of its tokens."""
+    _tokens: Nodes = field(default_factory=lambda: np.empty(0, np.int64))
+    """Of the last row."""
+    _added: list[int] = field(default_factory=list[int])
+    """How many nodes each row added: its last ones."""
 
-    def added_by(self, row: Row) -> int:
-        """How many nodes the row would add, if it comes next in order."""
-        return len(row.tokens) - self._shared(row)
-
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, shared: int) -> None:
         """Add a row; rows come sorted by their tokens."""
-        shared = self._shared(row)
-        nodes = self.rows[-1][1][:shared] if self.rows else []
-        for depth in range(shared, len(row.tokens)):
-            nodes.append(len(self.tokens))
-            self.tokens.append(row.tokens[depth])
-            self.depth.append(depth)
-            self.end.append(0)
-        for node in nodes:
-            self.end[node] = len(self.tokens)
-        self.rows.append((row, nodes))
+        tokens = np.array(row.tokens)
+        known = self.rows[-1][1][:shared] if self.rows else np.empty(0, np.int64)
+        fresh = np.arange(self.size, self.size + len(tokens) - shared)
+        self.rows.append((row, np.concatenate([known, fresh])))
+        self.size += len(fresh)
+        self._tokens = tokens
+        self._added.append(len(fresh))
 
-    def _shared(self, row: Row) -> int:
-        if not self.rows:
-            return 0
-        pairs = zip(self.rows[-1][0].tokens, row.tokens, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    def shared(self, row: Row) -> int:
+        """How many of its tokens a row would share, if it comes next in order."""
+        length = min(len(self._tokens), len(row.tokens))
+        differs = np.flatnonzero(self._tokens[:length] != np.array(row.tokens[:length]))
+        return int(differs[0]) if len(differs) else length
+
+    @property
+    def tokens(self) -> Nodes:
+        """The id of each node."""
+        return self._fresh([np.array(row.tokens) for row, _ in self.rows])
+
+    @property
+    def depth(self) -> Nodes:
+        """Of each node: its position in every row it belongs to."""
+        return self._fresh([np.arange(len(nodes)) for _, nodes in self.rows])
+
+    @property
+    def end(self) -> Nodes:
+        """Of each node: one past the last node of its subtree."""
+        end = np.zeros(self.size, np.int64)
+        size = 0
+        for (_, nodes), added in zip(self.rows, self._added, strict=True):
+            size += added
+            end[nodes] = size
+        return end
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Which key each query sees."""
+        node_L = torch.arange(self.size, device=device)
+        end_L = torch.from_numpy(self.end).to(device)
+        return (node_L[None, :] <= node_L[:, None]) & (node_L[:, None] < end_L[None, :])
+
+    def branches(self, device: torch.device) -> Branches:
+        """The same without a square: each run of fresh nodes with the row it ends."""
+        runs = [(n, nodes) for n, (_, nodes) in zip(self._added, self.rows, strict=True) if n]
+        queries, keys = [n for n, _ in runs], [len(nodes) for _, nodes in runs]
+
+        def ends(lengths: list[int]) -> Tensor:
+            return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+
+        return Branches(
+            query_ends=ends(queries),
+            key_ends=ends(keys),
+            keys=torch.from_numpy(np.concatenate([nodes for _, nodes in runs])).to(device),
+            most_queries=max(queries),
+            most_keys=max(keys),
+        )
+
+    def _fresh(self, values: Sequence[NDArray[np.int64]]) -> Nodes:
+        last = [one[len(one) - n :] for one, n in zip(values, self._added, strict=True)]
+        return np.concatenate(last, dtype=np.int64)
 
 
-def pack(rows: Sequence[Row], most_tokens: int) -> Iterable[Tree]:
+def pack(rows: Sequence[Row], most_tokens: int, *, enough: int = ENOUGH) -> Iterable[Tree]:
     """The rows in trees of at most `most_tokens` nodes; a longer row has its own.
 
-    Attention is computed between all nodes of a tree, so strangers only share one while it is
-    small.
+    Strangers share a tree only while it has fewer than `enough` nodes.
     """
     tree = Tree()
     for row in sorted(rows, key=lambda row: row.tokens):
-        added = tree.added_by(row)
-        stranger = len(tree.tokens) >= ENOUGH and 2 * added > len(row.tokens)
-        if tree.rows and (stranger or len(tree.tokens) + added > most_tokens):
+        shared = tree.shared(row)
+        added = len(row.tokens) - shared
+        stranger = tree.size >= enough and 2 * added > len(row.tokens)
+        if tree.rows and (stranger or tree.size + added > most_tokens):
             yield tree
-            tree = Tree()
-        tree.add(row)
+            tree, shared = Tree(), 0
+        tree.add(row, shared)
     if tree.rows:
         yield tree

@@ -1,0 +1,62 @@
+"""The sampled tokens of a tree, flat: one entry for each token of each row that trains it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from whet.policies.distribution import Shaping
+from whet.trainers.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the losses are made of, besides the model's own scores."""
+
+    source_N: Tensor
+    """The node that predicts each token."""
+    target_N: Tensor
+    row_N: Tensor
+    """Which row of the tree each token belongs to."""
+    rows: int
+    version_N: Tensor
+    sampled_N: Tensor
+    """Log-probability when it was sampled."""
+    advantage_N: Tensor
+    weight_N: Tensor
+    """What a token counts in the loss, which is a plain sum."""
+    shaping: Shaping
+
+    @classmethod
+    def of(cls, tree: Tree, device: torch.device) -> "Batch":
+        spans = [(i, nodes, row, s) for i, (row, nodes) in enumerate(tree.rows) for s in row.spans]
+        count_S = torch.tensor([len(span.logprobs) for *_, span in spans])
+        settings = [(span.temperature, span.top_p, span.top_k) for *_, span in spans]
+
+        def each(values: list[float]) -> Tensor:
+            return torch.tensor(values).repeat_interleave(count_S).to(device)
+
+        def integers(parts: Iterable[ArrayLike]) -> Tensor:
+            return _flat(parts, np.int64).to(device)
+
+        def floats(parts: Iterable[ArrayLike]) -> Tensor:
+            return _flat(parts, np.float32).to(device)
+
+        return cls(
+            source_N=integers(nodes[s.start - 1 : s.end - 1] for _, nodes, _, s in spans),
+            target_N=integers(row.tokens[s.start : s.end] for _, _, row, s in spans),
+            row_N=each([index for index, *_ in spans]),
+            rows=len(tree.rows),
+            version_N=integers(span.versions for *_, span in spans),
+            sampled_N=floats(span.logprobs for *_, span in spans),
+            advantage_N=floats(span.advantages for *_, span in spans),
+            weight_N=each([span.weight for *_, span in spans]),
+            shaping=Shaping.of(settings, device).repeated(count_S.to(device)),
+        )
+
+
+def _flat(parts: Iterable[ArrayLike], dtype: type[np.int64] | type[np.float32]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts]))
