@@ -10,6 +10,7 @@ import pytest
 from tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
 from whet.config import EngineConfig
 from whet.engines.fake import FakeEngine
+from whet.engines.forward import Static
 from whet.engines.local import LocalEngine
 from whet.errors import EngineError, PromptTooLong, RequestError
 from whet.protocols import Engine
@@ -24,6 +25,12 @@ def local(folder: Path) -> Engine:
     return LocalEngine(load(folder), EngineConfig(kv_tokens=4096), decode, threads=1)
 
 
+def static(folder: Path) -> Engine:
+    """As on a GPU, but without its kernels and graphs."""
+    config = EngineConfig(kv_tokens=4096)
+    return LocalEngine(load(folder), config, decode, threads=1, forward=Static)
+
+
 def fake(folder: Path) -> Engine:
     return FakeEngine(decode=decode, vocabulary=VOCABULARY, context_length=CONTEXT)
 
@@ -33,7 +40,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(params=[local, fake])
+@pytest.fixture(params=[local, static, fake])
 async def engine(request: pytest.FixtureRequest, tiny_folder: Path) -> AsyncGenerator[Engine]:
     build: Callable[[Path], Engine] = request.param
     engine = build(tiny_folder)

@@ -1,6 +1,6 @@
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -25,7 +25,8 @@ from tiny_llama import (
     prompt_of,
 )
 from whet.config import EngineConfig
-from whet.engines.local import PREFILL_TOKENS, LocalEngine
+from whet.engines.forward import Eager, Forward, Static, build_forward
+from whet.engines.local import LocalEngine
 from whet.errors import EngineError
 from whet.policies.local import LocalPolicy
 from whet.types import Sampling
@@ -41,16 +42,25 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-def policy(tiny_folder: Path) -> LocalPolicy:
+Ways = Callable[[LocalPolicy, int], Forward]
+WAYS: dict[LocalPolicy, Ways] = {}
+"""How the models of some policies are run; the others as they are."""
+
+
+@pytest.fixture(params=[build_forward, Static])
+def policy(tiny_folder: Path, request: pytest.FixtureRequest) -> Iterator[LocalPolicy]:
     policy = load(tiny_folder)
     nudge(policy)  # B is zero in a fresh LoRA: then it would not be tested
-    return policy
+    WAYS[policy] = request.param
+    yield policy
+    del WAYS[policy]
 
 
 @asynccontextmanager
 async def started(policy: LocalPolicy, kv_tokens: int = 16_384) -> AsyncGenerator[LocalEngine]:
-    engine = LocalEngine(policy, EngineConfig(kv_tokens=kv_tokens), decode, threads=1)
+    config = EngineConfig(kv_tokens=kv_tokens)
+    forward = WAYS.get(policy, build_forward)
+    engine = LocalEngine(policy, config, decode, threads=1, forward=forward)
     with anyio.fail_after(60):
         try:
             yield engine
@@ -205,7 +215,7 @@ async def test_a_branch_shares_only_what_is_equal(policy: LocalPolicy) -> None:
 
 async def test_a_prompt_longer_than_one_prefill_pass(tmp_path: Path) -> None:
     policy = load(make_model(tmp_path / "long", context=8192, layers=1))
-    prompt = prompt_of(PREFILL_TOKENS + 500)
+    prompt = prompt_of(Eager.prefill_tokens + 500)
     async with started(policy) as engine:
         answer = await ask(engine, prompt, max_tokens=2)
         assert engine.prefilled == len(prompt) - 1

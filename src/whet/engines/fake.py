@@ -72,8 +72,9 @@ class FakeEngine(Engine):
             sampling=sampling,
             limit=limit if answer is None else min(limit, len(answer)),
             stream=stream,
-            random=self._random if sampling.seed is None else Random(sampling.seed),
+            seed=sampling.seed or 0,
         )
+        dice = self._random if sampling.seed is None else Random(sampling.seed)
         self.active += 1
         try:
             piece = None
@@ -81,7 +82,8 @@ class FakeEngine(Engine):
                 await checkpoint()
                 if self._closed:
                     raise EngineError("the engine is closed")
-                piece = request.take(self._draw(request, answer), self.version, self._decode)
+                drawn = self._draw(request, answer, dice)
+                piece = request.take([drawn], self.version, self._decode)
                 if piece is not None:
                     by_script = piece.stop == "length" and len(request.drawn) < limit
                     yield replace(piece, stop="stop") if by_script else piece
@@ -91,7 +93,7 @@ class FakeEngine(Engine):
     async def close(self) -> None:
         self._closed = True
 
-    def _draw(self, request: Request, answer: Sequence[int] | None) -> Drawn:
+    def _draw(self, request: Request, answer: Sequence[int] | None, dice: Random) -> Drawn:
         sampling = request.sampling
         if answer is not None:
             sampling = Sampling(top_logprobs=sampling.top_logprobs)
@@ -102,7 +104,7 @@ class FakeEngine(Engine):
             token = next(iter(logprobs))
         else:
             shares = [math.exp(logprob) for logprob in logprobs.values()]
-            [token] = request.random.choices(list(logprobs), shares)
+            [token] = dice.choices(list(logprobs), shares)
         return Drawn(token, logprobs[token], tuple(logprobs.items())[: sampling.top_logprobs])
 
     def _distribution(self, last: int, sampling: Sampling) -> dict[int, float]:

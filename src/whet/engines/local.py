@@ -8,27 +8,26 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
+from typing import cast
 
 import anyio
 import numpy as np
 import torch
 from anyio import to_thread
-from numpy.typing import NDArray
 
 from whet.config import EngineConfig
+from whet.engines.forward import Forward, build_forward
 from whet.engines.grammar import Grammars, Matcher
+from whet.engines.lanes import Lanes
 from whet.engines.request import Drawn, Request
-from whet.engines.sampling import draw
-from whet.engines.slots import SlotCache, common_prefix
+from whet.engines.sampling import Top, draw
+from whet.engines.slots import NOTHING, longest_prefix
 from whet.errors import EngineError, PromptTooLong, RequestError, boundary
 from whet.policies.local import LocalPolicy
 from whet.protocols import Engine
 from whet.types import Piece, Sampling
 
 logger = logging.getLogger(__name__)
-
-PREFILL_TOKENS = 4096
-"""Most padded tokens in one prefill pass; bounds its memory."""
 
 WORTH_WAITING_FOR = 16
 """Shared tokens for which a request waits one pass, to copy what another is about to compute."""
@@ -45,9 +44,9 @@ class _Request(Request):
     cancelled: bool = False
 
     def advance(
-        self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]
+        self, drawn: Sequence[Drawn], version: int, decode: Callable[[Sequence[int]], str]
     ) -> Piece | Exception | None:
-        """Take a token; returns what is to be delivered."""
+        """Take tokens; returns what is to be delivered."""
         try:
             return self.take(drawn, version, decode)
         except RequestError as error:  # its own fault: the others go on
@@ -70,10 +69,12 @@ class LocalEngine(Engine):
         *,
         grammars: Grammars | None = None,
         threads: int | None = None,
+        forward: Callable[[LocalPolicy, int], Forward] = build_forward,
     ) -> None:
         """`decode` turns ids into text, for stop strings alone.
 
-        Without `grammars` a request that has a grammar is refused.
+        Without `grammars` a request that has a grammar is refused. `forward` makes what runs the
+        model, for a policy and a number of positions to keep.
         """
         self._policy = policy
         self._budget = config.kv_tokens
@@ -83,14 +84,16 @@ class LocalEngine(Engine):
         self._decode = decode
         self._grammars = grammars
         self._threads = threads
-        self._cache = SlotCache()
-        self._active: list[_Request] = []
+        self._forward = forward(policy, self._budget)
+        self._cache = self._forward.cache
+        self._lanes: Lanes[_Request] = Lanes()
         self._waiting: deque[_Request] = deque()
         self._wake = threading.Condition()
         self._closed = False
         self._random = Random()
         """Of requests without a seed. No seed of the run decides it: equal requests differ."""
         self._edition = policy.edition
+        self._version = policy.version
         self._passes = 0
         self.prefilled = 0
         """Prompt tokens computed so far; what a prefix saved is not in it."""
@@ -122,7 +125,7 @@ class LocalEngine(Engine):
             limit=min(sampling.max_tokens or room, room),
             stream=stream,
             deliver=deliver,
-            random=self._random if sampling.seed is None else Random(sampling.seed),
+            seed=self._random.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64,
             matcher=matcher,
         )
         self._submit(request)
@@ -140,7 +143,7 @@ class LocalEngine(Engine):
     @property
     def active(self) -> int:
         """How many requests are being sampled."""
-        return len(self._active)
+        return len(self._lanes)
 
     async def close(self) -> None:
         with self._wake:
@@ -171,14 +174,14 @@ class LocalEngine(Engine):
             torch.set_num_threads(self._threads)
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._waiting or self._active or self._closed)
+                self._wake.wait_for(lambda: self._waiting or len(self._lanes) or self._closed)
                 if self._closed:
                     break
             try:
                 with boundary(EngineError, "sampling failed"):
                     self._pass()
             except EngineError as error:
-                logger.error("sampling failed requests=%d error=%s", len(self._active), error)
+                logger.error("sampling failed requests=%d error=%s", len(self._lanes), error)
                 self._fail_all(error)
         self._fail_all(EngineError("the engine was closed"))
 
@@ -187,9 +190,12 @@ class LocalEngine(Engine):
         with self._policy.lock:
             if self._edition != self._policy.edition:
                 self._edition = self._policy.edition
+                for row in range(len(self._lanes)):
+                    self._hand_over(row)
                 self._cache.forget()
+            self._version = self._policy.version
             self._passes += 1
-            self._leave([request.cancelled for request in self._active])
+            self._leave([request.cancelled for request in self._lanes.requests])
             self._admit()
             self._prefill()
             self._step()
@@ -197,21 +203,25 @@ class LocalEngine(Engine):
     def _admit(self) -> None:
         """Give waiting requests a slot, starting from the longest prefix some slot holds."""
         later: list[_Request] = []
-        fresh: list[NDArray[np.int32]] = []
-        longest = self._longest()
-        while request := self._next_waiting():
+        with self._wake:
+            longest = max((len(request.tokens) for request in self._waiting), default=0)
+            fresh = np.full((len(self._waiting), longest), NOTHING, np.int32)
+        admitted = 0
+        longest = self._lanes.longest
+        while admitted < len(fresh) and (request := self._next_waiting()):
             tokens = np.asarray(request.tokens, np.int32)
             longest = max(longest, len(tokens))
-            if not self._fits(len(self._active) + 1, longest):
+            if not self._fits(len(self._lanes) + 1, longest):
                 later.append(request)
                 break
-            self._make_room(len(self._active) + 1, longest)
+            self._make_room(len(self._lanes) + 1, longest)
             source, shared = self._cache.longest_prefix(tokens)
-            if any(common_prefix(f, tokens) >= shared + WORTH_WAITING_FOR for f in fresh):
+            if longest_prefix(fresh[:admitted], tokens)[1] >= shared + WORTH_WAITING_FOR:
                 later.append(request)
                 continue
             self._place(request, source, min(shared, len(tokens) - 1))
-            fresh.append(tokens)
+            fresh[admitted, : len(tokens)] = tokens
+            admitted += 1
         with self._wake:
             self._waiting.extendleft(reversed(later))
 
@@ -222,9 +232,6 @@ class LocalEngine(Engine):
                 if not request.cancelled:
                     return request
         return None
-
-    def _longest(self) -> int:
-        return max((len(request.tokens) for request in self._active), default=0)
 
     def _capacity(self, length: int) -> int:
         """How long a slot must be for a row of this length, and a spare column for padding."""
@@ -241,24 +248,26 @@ class LocalEngine(Engine):
         if rows * capacity > self._budget:
             capacity = self._capacity(length)
         most = self._budget // capacity
-        full = rows > len(self._active) and cache.length_S[len(self._active) :].all()
+        full = rows > len(self._lanes) and cache.length_S[len(self._lanes) :].all()
         wanted = min(most, max(rows, 8, 2 * cache.slots if full else cache.slots))
+        if cache.positions:  # the memory is taken in any case
+            wanted = most
         if (wanted, capacity) != (cache.slots, cache.capacity):
             cache.resize(wanted, capacity)
 
     def _place(self, request: _Request, source: int, shared: int) -> None:
         """Make a request active, in an idle slot that then holds what it shares with `source`."""
         cache = self._cache
-        row = len(self._active)
+        row = len(self._lanes)
         if source < row or shared < cache.length_S[source]:
             # Empty ones first, then the one used longest ago.
-            idle = range(row, cache.slots)
-            target = min(idle, key=lambda slot: (cache.length_S[slot] > 0, cache.used_S[slot]))
+            idle = np.lexsort((cache.used_S[row:], cache.length_S[row:] > 0))
+            target = row + int(idle[0])
             cache.copy_prefix(source, target, shared)
             source = target
         cache.swap(row, source)
-        self._active.append(request)
-        cache.active = len(self._active)
+        self._lanes.add(request)
+        cache.active = len(self._lanes)
 
     def _prefill(self) -> None:
         """Compute what rows lack, but for the last token of each: `_step` begins with those."""
@@ -266,21 +275,18 @@ class LocalEngine(Engine):
             news: list[list[int]] = []
             for row in rows:
                 start = int(self._cache.length_S[row])
-                news.append(self._active[row].tokens[start:-1][:PREFILL_TOKENS])
-            self._forward(rows, news, keep=0)
+                tokens = self._lanes.requests[row].tokens
+                news.append(tokens[start:-1][: self._forward.prefill_tokens])
+            self._forward.prefill(rows, news)
             self.prefilled += sum(map(len, news))
 
     def _next_prefill(self) -> list[int]:
         """Rows to prefill together: of like lengths, since padding is computed in vain."""
-        lacks = [
-            (len(request.tokens) - 1 - int(held), row)
-            for row, (request, held) in enumerate(
-                zip(self._active, self._cache.length_S, strict=False)
-            )
-        ]
+        lack_B = self._lanes.total_B - 1 - self._cache.length_S[: len(self._lanes)]
         rows: list[int] = []
-        for lack, row in sorted(lacks):
-            if rows and (len(rows) + 1) * lack > PREFILL_TOKENS:
+        for row in cast(list[int], np.argsort(lack_B, kind="stable").tolist()):
+            lack = int(lack_B[row])
+            if rows and (len(rows) + 1) * lack > self._forward.prefill_tokens:
                 break
             if lack > 0:
                 rows.append(row)
@@ -288,74 +294,71 @@ class LocalEngine(Engine):
 
     def _step(self) -> None:
         """One more token for every active row."""
-        while not self._fits(len(self._active), self._longest()):
+        while not self._fits(len(self._lanes), self._lanes.longest):
             self._move_aside()
-        if not self._active:
+        lanes = self._lanes
+        if not len(lanes):
             return
-        self._make_room(len(self._active), self._longest())
-        rows = slice(0, len(self._active))
-        self._cache.used_S[rows] = self._passes
-        last = [request.tokens[-1:] for request in self._active]
-        drawn = draw(self._forward(rows, last, keep=1)[:, -1], self._active)
-        version = self._policy.version
-        pairs = zip(self._active, drawn, strict=True)
-        due = [(request, request.advance(one, version, self._decode)) for request, one in pairs]
+        self._make_room(len(lanes), lanes.longest)
+        self._cache.used_S[: len(lanes)] = self._passes
+        logits_BV = self._forward.step(lanes.last_B)
+        drawn = draw(
+            logits_BV,
+            lanes.shaping(self._policy.device),
+            lanes.points(),
+            matchers=[request.matcher for request in lanes.requests],
+            tops=[request.sampling.top_logprobs for request in lanes.requests],
+        )
+        rows = lanes.record(drawn.token_B, drawn.logprob_B)
+        due = [
+            (row, lanes.requests[row], self._hand_over(row, drawn.tops[row] if drawn.tops else ()))
+            for row in cast(list[int], rows.tolist())
+        ]
+        gone = {
+            row for row, _, piece in due if isinstance(piece, Exception) or (piece and piece.stop)
+        }
         # Rows are free before anyone hears of it.
-        self._leave([isinstance(p, Exception) or bool(p and p.stop) for _, p in due])
-        for request, piece in due:
+        self._leave([row in gone for row in range(len(lanes))])
+        for _, request, piece in due:
             if piece is not None:
                 request.deliver(piece)
 
-    def _forward(
-        self, rows: slice | list[int], news: Sequence[Sequence[int]], *, keep: int
-    ) -> torch.Tensor:
-        """Run the model on each row's new tokens, right-padded; logits of the last `keep`."""
-        cache, device = self._cache, self._policy.device
-        starts = cache.length_S[rows]
-        width = max(map(len, news))
-        cache.seen = int((starts + [len(new) for new in news]).max()) + 1
-        ids_BT = torch.tensor([[*new, *[0] * (width - len(new))] for new in news], device=device)
-        column_T = torch.arange(width, device=device)
-        # Padding is written to a spare last column, or where the row's next tokens will go.
-        position_BT = (torch.tensor(starts, device=device)[:, None] + column_T).clamp(
-            max=cache.seen - 1
-        )
-        mask_B1TL = torch.arange(cache.seen, device=device) <= position_BT[:, None, :, None]
-        cache.rows, cache.positions_BT = rows, position_BT
-        output = self._policy.model(
-            input_ids=ids_BT,
-            attention_mask=mask_B1TL,
-            position_ids=position_BT,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=torch.arange(width - keep, width, device=device),
-        )
-        cache.extend(range(rows.stop) if isinstance(rows, slice) else rows, news)
-        return output.logits
+    def _hand_over(self, row: int, top: Top = ()) -> Piece | Exception | None:
+        """Give a request the tokens kept back for it; returns what is to be delivered."""
+        kept = self._lanes.hand_over(row)
+        if top:
+            kept[-1] = kept[-1]._replace(top=top)
+        return self._lanes.requests[row].advance(kept, self._version, self._decode)
 
     def _leave(self, gone: Sequence[bool]) -> None:
         """Make the slots of these rows idle; they keep what they hold."""
+        if not any(gone):
+            return
+        order = list(range(len(gone)))
+        stay = len(order)
         for row in reversed(range(len(gone))):
             if gone[row]:
-                last = len(self._active) - 1
-                self._cache.swap(row, last)
-                self._active[row] = self._active[last]
-                self._active.pop()
-        self._cache.active = len(self._active)
+                stay -= 1
+                order[row], order[stay] = order[stay], order[row]
+        self._cache.reorder(order)
+        self._lanes.reorder(order[:stay])
+        self._cache.active = stay
 
     def _move_aside(self) -> None:
         """The request that sampled least waits until there is room again; it loses nothing."""
-        drawn = [len(request.drawn) for request in self._active]
-        row = drawn.index(min(drawn))
+        row = int(self._lanes.drawn_B.argmin())
+        self._hand_over(row)
         with self._wake:
-            self._waiting.appendleft(self._active[row])
-        self._leave([index == row for index in range(len(drawn))])
+            self._waiting.appendleft(self._lanes.requests[row])
+        self._leave([index == row for index in range(len(self._lanes))])
 
+    @torch.inference_mode()
     def _fail_all(self, error: EngineError) -> None:
         with self._wake:
-            failed = [*self._active, *self._waiting]
+            failed = [*self._lanes.requests, *self._waiting]
             self._waiting.clear()
-        self._active.clear()
-        self._cache = SlotCache()
+        self._lanes = Lanes()
+        self._cache.active = 0
+        self._cache.forget()
         for request in failed:
             request.deliver(error)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from whet.types import Piece, Sampling, StopReason
@@ -29,28 +28,36 @@ class Request:
     limit: int
     """Most tokens it may sample."""
     stream: bool
-    random: Random
+    seed: int
+    """With the number of a token it decides what is drawn; 64 bits."""
     matcher: "Matcher | None" = None
     """Where it stands in its grammar, if it has one."""
     drawn: list[Drawn] = field(default_factory=list[Drawn])
     versions: list[int] = field(default_factory=list[int])
     delivered: int = 0
 
+    @property
+    def watched(self) -> bool:
+        """Whether every token is to be looked at when it comes, not just the last."""
+        asked = self.sampling
+        return bool(self.stream or asked.stop or asked.top_logprobs or self.matcher is not None)
+
     def take(
-        self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]
+        self, drawn: Sequence[Drawn], version: int, decode: Callable[[Sequence[int]], str]
     ) -> Piece | None:
-        """Add a token; returns the piece that is due, if one is.
+        """Add tokens, of which only the last may be the end; returns the piece that is due.
 
         Raises:
             RequestError: the grammar leaves no way on from here.
         """
         if self.matcher is not None:
-            self.matcher.advance(drawn.token)
-        self.tokens.append(drawn.token)
-        self.drawn.append(drawn)
-        self.versions.append(version)
-        stop = self._stop_reason(decode)
-        if not stop and not self.stream:
+            for one in drawn:
+                self.matcher.advance(one.token)
+        self.tokens += [one.token for one in drawn]
+        self.drawn += drawn
+        self.versions += [version] * len(drawn)
+        stop = self._stop_reason(decode) if drawn else None
+        if not stop and not (self.stream and drawn):
             return None
         begin, self.delivered = self.delivered, len(self.drawn)
         fresh = self.drawn[begin:]

@@ -2,31 +2,54 @@
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from whet.engines.grammar import constrain
-from whet.engines.request import Drawn, Request
+from whet.engines.grammar import Matcher, constrain
 from whet.errors import EngineError
 from whet.policies.distribution import Shaping, log_probs
 
+Top = tuple[tuple[int, float], ...]
 
-def draw(logits_BV: Tensor, requests: Sequence[Request]) -> list[Drawn]:
-    """The next token of each row, exactly from the distribution whose log-probability it gets."""
-    settings = [(r.sampling.temperature, r.sampling.top_p, r.sampling.top_k) for r in requests]
-    shaping = Shaping.of(settings, logits_BV.device)
-    logits_BV = constrain(logits_BV, [request.matcher for request in requests])
-    logp_BV = log_probs(logits_BV, shaping)
-    points = [request.random.random() for request in requests]
-    sampled_B = _pick(logp_BV, torch.tensor(points, dtype=torch.float64, device=logp_BV.device))
+
+class Draws(NamedTuple):
+    """One token for each row."""
+
+    token_B: NDArray[np.int64]
+    logprob_B: NDArray[np.float32]
+    tops: list[Top] | None
+    """The likeliest tokens of each row, if any row asks for them."""
+
+
+def draw(
+    logits_BV: Tensor,
+    shaping: Shaping,
+    point_B: NDArray[np.float64],
+    *,
+    matchers: Sequence[Matcher | None] = (),
+    tops: Sequence[int] = (),
+) -> Draws:
+    """The next token of each row, exactly from the distribution whose log-probability it gets.
+
+    `point_B` are random numbers of [0, 1); `tops` is how many of the likeliest each row asks for.
+    What comes back is awaited once for all rows.
+    """
+    logp_BV = log_probs(constrain(logits_BV, matchers), shaping)
+    sampled_B = _pick(logp_BV, torch.from_numpy(point_B).to(logp_BV.device))
     token_B = torch.where(shaping.temperature_N == 0, logp_BV.argmax(dim=-1), sampled_B)
     chosen_B = logp_BV.gather(1, token_B[:, None])[:, 0]
-    tokens, logprobs = cast(list[int], token_B.tolist()), cast(list[float], chosen_B.tolist())
-    if not all(map(math.isfinite, logprobs)):
+    # One transfer: float64 holds every id and every fp32 number.
+    token_and_logprob = torch.stack([token_B.double(), chosen_B.double()]).cpu().numpy()
+    logprob_B = token_and_logprob[1].astype(np.float32)
+    if not np.isfinite(logprob_B).all():
         raise EngineError("the model's logits are not finite")
-    return [Drawn(*one) for one in zip(tokens, logprobs, _tops(logp_BV, requests), strict=True)]
+    most = min(max(tops, default=0), logp_BV.shape[1])
+    likeliest = _tops(logp_BV, tops, most) if most else None
+    return Draws(token_and_logprob[0].astype(np.int64), logprob_B, likeliest)
 
 
 def _pick(logp_BV: Tensor, point_B: Tensor) -> Tensor:
@@ -44,16 +67,11 @@ def _pick(logp_BV: Tensor, point_B: Tensor) -> Tensor:
     return index_B1[:, 0].clamp(max=logp_BV.shape[1] - 1)
 
 
-def _tops(logp_BV: Tensor, requests: Sequence[Request]) -> list[tuple[tuple[int, float], ...]]:
-    most = min(max(r.sampling.top_logprobs for r in requests), logp_BV.shape[1])
-    if most == 0:
-        return [()] * len(requests)
+def _tops(logp_BV: Tensor, tops: Sequence[int], most: int) -> list[Top]:
     value_BK, id_BK = logp_BV.topk(most, dim=-1)
     ids = cast(list[list[int]], id_BK.tolist())
     values = cast(list[list[float]], value_BK.tolist())
     return [
-        tuple((i, v) for i, v in zip(i_K, v_K, strict=True) if v > -math.inf)[
-            : request.sampling.top_logprobs
-        ]
-        for request, i_K, v_K in zip(requests, ids, values, strict=True)
+        tuple((i, v) for i, v in zip(i_K, v_K, strict=True) if v > -math.inf)[:wanted]
+        for wanted, i_K, v_K in zip(tops, ids, values, strict=True)
     ]

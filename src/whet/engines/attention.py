@@ -1,0 +1,119 @@
+"""Attention that finds each row's keys in the pool by place and length, without a mask.
+
+transformers calls it in every layer of a twin of the policy's model: other modules with another
+attention, around the very same weights.
+"""
+
+from copy import deepcopy
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+try:
+    from whet.engines import kernel
+except ModuleNotFoundError:  # Triton comes only with a torch that has a GPU
+    kernel = None
+
+NAME = "whet_slots"
+"""Of this attention, for transformers."""
+
+ULP = 2.0**-7
+"""How far two results in bf16 may be apart that differ in one rounding."""
+
+
+class Slots(NamedTuple):
+    """Where the rows of a pass are."""
+
+    base_B: Tensor
+    """Where in the pool each row begins."""
+    position_BT: Tensor
+    """Of each token in its row; it attends to those up to its own."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    slots: Slots,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls; keys and values are the pool's, (P, H, D)."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.is_cuda:
+        assert kernel is not None
+        return kernel.attend(query, key, value, slots.base_B, slots.position_BT, scale), None
+    return _attend_slowly(query, key, value, slots, scale), None
+
+
+def has_kernel() -> bool:
+    """Whether a GPU here can be used to the full."""
+    return kernel is not None
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with this attention: the same parameters in other modules."""
+    AttentionInterface.register(NAME, attend)
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copy = deepcopy(model, shared)
+    # The public way refuses names it does not know.
+    copy.config._attn_implementation = NAME  # pyright: ignore[reportPrivateUsage]
+    if next(copy.parameters()).is_cuda:
+        _fuse_norms(copy)
+    return copy
+
+
+def _attend_slowly(
+    query_BHTD: Tensor, keys_PHD: Tensor, values_PHD: Tensor, slots: Slots, scale: float
+) -> Tensor:
+    """The same without the kernel, where there is no GPU."""
+    seen_L = torch.arange(int(slots.position_BT.max()) + 1)
+    place_BL = (slots.base_B[:, None] + seen_L).clamp(max=len(keys_PHD) - 1)
+    group = query_BHTD.shape[1] // keys_PHD.shape[1]
+    key_BHLD, value_BHLD = (
+        pool_PHD[place_BL].transpose(1, 2).repeat_interleave(group, dim=1)
+        for pool_PHD in (keys_PHD, values_PHD)
+    )
+    mask_B1TL = seen_L <= slots.position_BT[:, None, :, None]
+    out_BHTD = nn.functional.scaled_dot_product_attention(
+        query_BHTD, key_BHLD, value_BHLD, attn_mask=mask_B1TL, scale=scale
+    )
+    return out_BHTD.transpose(1, 2)
+
+
+class _FusedNorm(nn.Module):
+    """An RMS norm in one kernel instead of six, rounding where transformers' rounds."""
+
+    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self._epsilon = epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        assert kernel is not None
+        return kernel.rms_norm(hidden, self.weight, self._epsilon)
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    """Replace every norm that is proven to be a plain one."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            epsilon = cast(object, getattr(child, "variance_epsilon", None))
+            weight = cast(object, getattr(child, "weight", None))
+            if isinstance(epsilon, float) and isinstance(weight, nn.Parameter):
+                fused = _FusedNorm(weight, epsilon)
+                if _same(child, fused, weight):
+                    setattr(module, name, fused)
+
+
+@torch.inference_mode()
+def _same(norm: nn.Module, fused: nn.Module, weight: nn.Parameter) -> bool:
+    hidden = torch.randn(64, len(weight), device=weight.device).to(weight.dtype)
+    expected, found = norm(hidden), fused(hidden)
+    mostly = (expected == found).float().mean().item() > 0.9
+    return mostly and torch.allclose(expected, found, rtol=ULP, atol=ULP / 2**7)
