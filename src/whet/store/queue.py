@@ -40,10 +40,11 @@ ORDER BY priority DESC, seq LIMIT ? /* SKIP LOCKED */
 """
 
 # A rollout whose lease has run out is claimable: a worker that dies gives its work back without
-# anyone having to notice that it died.
+# anyone having to notice that it died. `+run`: the index to use is the one of leases, of which few
+# have run out, not the one of all that run.
 FIRST_EXPIRED = """
 SELECT seq, priority, body, status, attempts FROM rollout
-WHERE run = ? AND status = 'running' AND lease_until <= ? AND tries_left > 0 AND retry_lost = 1
+WHERE +run = ? AND status = 'running' AND lease_until <= ? AND tries_left > 0 AND retry_lost = 1
 ORDER BY priority DESC, seq LIMIT ? /* SKIP LOCKED */
 """
 
