@@ -1,8 +1,9 @@
 """The store in one SQLite file, for everything that runs on one machine."""
 
+import asyncio
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -39,7 +40,7 @@ class SQLiteDatabase(Database):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
 
-    def write(self, change: Change[T]) -> Awaitable[T]:
+    def write(self, change: Change[T]) -> asyncio.Future[T]:
         return self._writer.write(change)
 
     def submit(self, change: Change[T]) -> Future[T]:
