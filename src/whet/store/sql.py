@@ -241,6 +241,17 @@ class SQLStore(Store):
     async def counts(self) -> dict[str, int]:
         return await self._read(self._in_run(directory.read_counts))
 
+    async def overview(self) -> directory.Overview:
+        """All runs of the database at a glance."""
+        now = self._queue.clock()
+        read = self._database.read_long(lambda db: directory.read_overview(db, now))
+        return await asyncio.wrap_future(read)
+
+    @property
+    def expired_leases(self) -> int:
+        """Leases that ran out and cost a worker its attempt, since this process started."""
+        return self._queue.expired
+
     # ------------------------------------------------------------------ retention
 
     async def size(self) -> dict[str, RunSize]:
