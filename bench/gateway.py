@@ -43,7 +43,7 @@ from whet.policies.catalogue import resolve_model
 from whet.protocols import Engine
 from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
-from whet.types import Piece, Rollout, Sampling
+from whet.types import Piece, Rollout, Sampling, StopReason
 
 TURNS = 4
 MODEL = "m"
@@ -59,24 +59,31 @@ UNIQUE = b"chatcmpl-" + b"0" * 24
 
 
 class ConstantEngine(Engine):
-    """Says the same each time: token by token if it streams, else in one piece."""
+    """Says the same each time: token by token if it streams, else in one piece.
+
+    What it says is made beforehand, and without a delay it never waits: whatever time a call takes
+    is the gateway's, which is still handed 32 tokens one by one.
+    """
 
     def __init__(self, tokens: Sequence[int], delay_s: float) -> None:
-        self._tokens = tuple(tokens)
         self._delay_s = delay_s
+        self._whole = _piece(tokens, stop="stop")
+        self._pieces = [*(_piece([id]) for id in tokens[:-1]), _piece(tokens[-1:], stop="stop")]
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
     ) -> AsyncGenerator[Piece]:
-        size = 1 if stream else len(self._tokens)
-        for start in range(0, len(self._tokens), size):
-            await asyncio.sleep(self._delay_s * size)
-            some = self._tokens[start : start + size]
-            last = start + size >= len(self._tokens)
-            yield Piece(some, (-0.5,) * len(some), (0,) * len(some), stop="stop" if last else None)
+        for piece in self._pieces if stream else [self._whole]:
+            if self._delay_s:
+                await asyncio.sleep(self._delay_s * len(piece.tokens))
+            yield piece
 
     async def close(self) -> None:
         pass
+
+
+def _piece(tokens: Sequence[int], stop: StopReason | None = None) -> Piece:
+    return Piece(tuple(tokens), (-0.5,) * len(tokens), (0,) * len(tokens), stop=stop)
 
 
 async def serve_gateway(folder: Path, tokens: int, delay_s: float) -> None:

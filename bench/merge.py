@@ -44,7 +44,7 @@ async def converse(service: Service, store: SQLiteStore, name: str, turns: int) 
 
 
 async def one_call(service: Service, attempt: Attempt, messages: tuple[Message, ...], turn: int):
-    async def ignore(index: int, piece: object) -> None:
+    def ignore(index: int, piece: object) -> None:
         pass
 
     ask = Ask(messages=messages, sampling=Sampling(max_tokens=16))

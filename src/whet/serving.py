@@ -1,11 +1,14 @@
 """Runs an app in a thread of its own, so that whoever blocks its own loop cannot stop it."""
 
+import asyncio
 import logging
 import socket
 import threading
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from whet.errors import ConfigError
 
@@ -14,6 +17,41 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 120
 """Longer than clients keep an idle connection: the one who closes it must not be the server, while
 a request may be on its way."""
+
+
+class _Corked:
+    """A transport that writes once for all that was said in one turn of the event loop.
+
+    The head of a reply and its body then leave together: one system call, and one client that
+    wakes up once.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._held: list[bytes] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        if held and not self._transport.is_closing():
+            self._transport.write(b"".join(held))
+
+
+class _Protocol(HttpToolsProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(cast(asyncio.Transport, _Corked(transport)))
 
 
 class AppServer:
@@ -38,6 +76,12 @@ class AppServer:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
+                http=_Protocol,
+                ws="none",
+                # Nothing here asks who the client is, or tells what serves it.
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )

@@ -86,7 +86,7 @@ class Answer(asgi.Reply):
     async def _send(self, request: Request, send: Send) -> bool:
         tops: list[list[tuple[tuple[int, float], ...]]] = [[] for _ in range(self._prompt.ask.n)]
 
-        async def on_piece(index: int, piece: Piece) -> None:
+        def on_piece(index: int, piece: Piece) -> None:
             tops[index] += piece.top
 
         try:

@@ -6,13 +6,14 @@ one nothing waits.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable
 from itertools import groupby
 
 from starlette.types import Send
 
 from whet.gateway.dialects.dialect import Reply
 from whet.gateway.messages import Message
+from whet.gateway.pieces import join_pieces
 from whet.gateway.render import Renderer
 from whet.gateway.service import Prompt
 from whet.gateway.text import TextStream
@@ -52,19 +53,21 @@ class EventStream:
         self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
         self._task: asyncio.Task[None] | None = None
 
-    async def piece(self, index: int, piece: Piece) -> None:
-        """Some tokens of a choice were sampled."""
+    def piece(self, index: int, piece: Piece) -> Awaitable[None] | None:
+        """Some tokens of a choice were sampled; gives the write to wait for, if one is due."""
         self._waiting.append((index, piece))
         if self._flush_timer is not None:
-            return
+            return None
         due = self._last_write + WINDOW_S
         if not self.started or self._loop.time() >= due:
-            await self._write()
-        else:
-            self._flush_timer = self._loop.call_at(due, self._begin, b"")
+            return self._write()
+        self._flush_timer = self._loop.call_at(due, self._begin, b"")
+        return None
 
     async def finish(self, call: Call) -> None:
         """The call is recorded: say what is left of it."""
+        if not self._reply.shows_tokens:
+            self._waiting.clear()  # their text is in what is left
         left = self._events()
         messages = (Message.from_json(generation.message) for generation in call.generations)
         rest = [text.finish(m) for text, m in zip(self._texts, messages, strict=True)]
@@ -99,7 +102,7 @@ class EventStream:
         waiting, self._waiting = self._waiting, []
         events = b""
         for index, pieces in groupby(waiting, key=lambda entry: entry[0]):
-            piece = _joined([piece for _, piece in pieces])
+            piece = join_pieces([piece for _, piece in pieces])
             events += self._reply.piece(index, piece, self._texts[index].feed(piece.tokens))
         return events
 
@@ -116,16 +119,3 @@ class EventStream:
             self._begin(b": keep-alive\n\n")
             due = self._loop.time() + KEEP_ALIVE_S
         self._alive_timer = self._loop.call_at(due, self._keep_alive)
-
-
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    """What was sampled in several pieces, as one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return Piece(
-        tuple(id for piece in pieces for id in piece.tokens),
-        tuple(logprob for piece in pieces for logprob in piece.logprobs),
-        tuple(version for piece in pieces for version in piece.versions),
-        tuple(top for piece in pieces for top in piece.top),
-        stop=pieces[-1].stop,
-    )

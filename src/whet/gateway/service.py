@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import count
 
 from anyio import to_thread
 from pydantic import JsonValue
@@ -19,6 +20,7 @@ from whet.gateway.conversations import Conversations
 from whet.gateway.graph import TEXT, Graph, Turn
 from whet.gateway.memory import PromptMemory
 from whet.gateway.messages import Message
+from whet.gateway.pieces import OnPiece, join_pieces
 from whet.gateway.render import Renderer
 from whet.gateway.retries import Retries
 from whet.gateway.speech import Speech, learn_speech
@@ -119,22 +121,6 @@ class _Place:
     lossy: bool = False
 
 
-@dataclass(slots=True)
-class _Sampled:
-    """A generation as it grows."""
-
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
-    last: Piece | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.tokens += piece.tokens
-        self.logprobs += piece.logprobs
-        self.versions += piece.versions
-        self.last = piece
-
-
 class Service:
     """Serves the calls of attempts from one engine, and records each before it is answered."""
 
@@ -160,6 +146,8 @@ class Service:
         self._retries = Retries()
         self._conversations = Conversations(log, self._retries.forget)
         self._rendered = PromptMemory()
+        self._instance = secrets.token_hex(8)
+        self._numbers = count(1)
 
     async def find(self, attempt: AttemptId | None) -> tuple[Attempt | None, Graph]:
         """An attempt that is running, or was a moment ago, and what is known of its conversations.
@@ -182,7 +170,7 @@ class Service:
         forced = source.attempt.rollout.sampling if source.attempt else SamplingOverride()
         tokens = (*stored, *context)
         return Prompt(
-            call=CallId(secrets.token_hex(12)),
+            call=self._new_id(),
             attempt=source.attempt.id if source.attempt else None,
             ask=ask,
             sampling=self._sampling(ask, forced, tokens),
@@ -207,7 +195,7 @@ class Service:
     async def complete(
         self,
         prompt: Prompt,
-        on_piece: Callable[[int, Piece], Awaitable[None]],
+        on_piece: OnPiece,
         watch: AbstractContextManager[object] = NO_WATCH,
     ) -> Call:
         """Sample every choice, then record the call. Durable once this returns.
@@ -217,7 +205,8 @@ class Service:
         """
         if prompt.recorded is not None:
             for index, generation in enumerate(prompt.recorded.generations):
-                await on_piece(index, _whole_piece(generation))
+                if (wait := on_piece(index, _whole_piece(generation))) is not None:
+                    await wait
             return prompt.recorded
         if prompt.attempt is None:
             with watch:
@@ -333,6 +322,9 @@ class Service:
             return template.decode(ids[:-1]) + template.token_text(ids[-1])
         return template.decode(ids)
 
+    def _new_id(self) -> CallId:
+        return CallId(f"{self._instance}{next(self._numbers):08x}")
+
     @cached_property
     def _speech(self) -> Speech:
         return learn_speech(self.renderer)
@@ -348,17 +340,17 @@ class Service:
 
     # ------------------------------------------------------------- sampling
 
-    async def _sample(
-        self, prompt: Prompt, on_piece: Callable[[int, Piece], Awaitable[None]]
-    ) -> Call:
-        choices = [_Sampled() for _ in range(prompt.ask.n)]
+    async def _sample(self, prompt: Prompt, on_piece: OnPiece) -> Call:
+        choices: list[list[Piece]] = [[] for _ in range(prompt.ask.n)]
 
         async def sample(index: int) -> None:
+            sampled = choices[index]
             pieces = self._engine.generate(prompt.tokens, prompt.sampling, stream=prompt.ask.stream)
             async with aclosing(pieces):
                 async for piece in pieces:
-                    choices[index].add(piece)
-                    await on_piece(index, piece)
+                    sampled.append(piece)
+                    if (wait := on_piece(index, piece)) is not None:
+                        await wait
 
         if len(choices) == 1:
             await sample(0)
@@ -369,9 +361,9 @@ class Service:
                         tasks.create_task(sample(index))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
-        return self._call(prompt, choices)
+        return self._call(prompt, [join_pieces(pieces) for pieces in choices])
 
-    def _call(self, prompt: Prompt, choices: Sequence[_Sampled]) -> Call:
+    def _call(self, prompt: Prompt, choices: Sequence[Piece]) -> Call:
         return Call(
             id=prompt.call,
             attempt=prompt.attempt or AttemptId(""),
@@ -386,9 +378,8 @@ class Service:
             origin=prompt.origin,
         )
 
-    def _generation(self, prompt: Prompt, choice: _Sampled) -> Generation:
-        assert choice.last is not None
-        assert choice.last.stop is not None
+    def _generation(self, prompt: Prompt, choice: Piece) -> Generation:
+        assert choice.stop is not None
         message = read_message(
             self.renderer,
             choice.tokens,
@@ -401,10 +392,10 @@ class Service:
         if not prompt.ask.several_calls:
             message = message._replace(tool_calls=message.tool_calls[:1])
         return Generation(
-            tokens=tuple(choice.tokens),
-            logprobs=tuple(choice.logprobs),
-            versions=tuple(choice.versions),
-            stop=choice.last.stop,
+            tokens=choice.tokens,
+            logprobs=choice.logprobs,
+            versions=choice.versions,
+            stop=choice.stop,
             sampling=prompt.sampling,
             message=message.to_json(),
         )

@@ -63,6 +63,8 @@ class Ending:
     """Text before the closing token that still belongs to the turn."""
     close: int
     """The closing token."""
+    mark: str
+    """Its text."""
     sure: bool
     """Whether it ends a turn whoever is next, so that sampling may stop at it."""
 
@@ -108,7 +110,7 @@ class Tails:
         text = self._behind_stand_in(turn, messages, tools)
         if ending is None:
             raise RequestError("the chat template does not end the assistant's turn here")
-        lead = text.partition(self._template.token_text(ending.close))[0]
+        lead = text.partition(ending.mark)[0]
         ids = self._template.encode(text[len(lead) :])
         if ids[:1] != [ending.close] or not self._ends_turn(turn, lead, ending):
             raise RequestError("the chat template does not close the assistant's turn here")
@@ -165,8 +167,8 @@ class Tails:
         if not atoms:
             return None
         close = known[0] if known else common[-1] if common else atoms[0]
-        lead = region.partition(self._template.token_text(close))[0]
-        return Ending(lead, close, sure=bool(known or common))
+        mark = self._template.token_text(close)
+        return Ending(region.partition(mark)[0], close, mark, sure=bool(known or common))
 
     def _alone(self, turn: Message) -> str:
         """What follows a turn that is the last of a conversation."""

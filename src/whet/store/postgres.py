@@ -4,13 +4,12 @@ The logic is the same as on SQLite; here are the differences in words, the locks
 writers need, and the notifications that wake processes for what others did.
 """
 
-import asyncio
 import json
 import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import lru_cache
@@ -165,7 +164,7 @@ class PostgresDatabase(Database):
         )
         self._listener.start()
 
-    def write(self, change: Change[T]) -> asyncio.Future[T]:
+    def write(self, change: Change[T]) -> Awaitable[T]:
         return self._writer.write(change)
 
     def submit(self, change: Change[T]) -> Future[T]:

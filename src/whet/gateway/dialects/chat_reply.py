@@ -34,6 +34,7 @@ class ChatReply(Reply):
         self._model = model
         self._wants_logprobs = logprobs
         self._wants_ids = token_ids
+        self.shows_tokens = logprobs or token_ids
         self._wants_usage = usage
 
     def whole(self, call: Call, tops: Sequence[Tops]) -> Json:

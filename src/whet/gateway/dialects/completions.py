@@ -125,6 +125,7 @@ class CompletionReply(Reply):
         self._model = model
         self._wants_logprobs = logprobs
         self._wants_ids = token_ids
+        self.shows_tokens = logprobs or token_ids
         self._wants_usage = usage
         self._offsets = [0] * prompt.ask.n
 

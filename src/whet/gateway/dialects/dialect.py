@@ -35,6 +35,9 @@ class Told(NamedTuple):
 class Reply(Protocol):
     """The answer to one request. A streamed one is first, piece..., last; else it is whole."""
 
+    shows_tokens: bool
+    """Whether the events of a piece say more of it than its text."""
+
     def whole(self, call: Call, tops: Sequence[Sequence[tuple[tuple[int, float], ...]]]) -> Json:
         """The reply to a request that does not stream; `tops` are each choice's likeliest ids."""
         ...

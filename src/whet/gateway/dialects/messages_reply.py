@@ -35,6 +35,7 @@ class MessagesReply(Reply):
         self._omits_thinking = omit_thinking
         """The block is there, its text is not."""
         self._wants_ids = token_ids
+        self.shows_tokens = False
         self._index = 0
         self._open = ""
 

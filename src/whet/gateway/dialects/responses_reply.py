@@ -95,6 +95,7 @@ class ResponsesReply(Reply):
         self._template = template
         self._wants_logprobs = logprobs
         self._wants_ids = token_ids
+        self.shows_tokens = logprobs
         self._response = response_object(prompt.call, prompt.created, prompt.origin.model, shown)
         self._sequence = 0
         self._output: list[Json] = []
