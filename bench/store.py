@@ -25,7 +25,8 @@ from pathlib import Path
 
 import anyio
 
-from whet.store.sql import SQLStore
+from whet.protocols import Store
+from whet.store.client import HTTPStore
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
     Attempt,
@@ -91,14 +92,14 @@ def rollouts(start: int, count: int) -> list[Rollout]:
     ]
 
 
-async def enqueue(store: SQLStore, start: int, end: int, batch: int) -> float:
+async def enqueue(store: Store, start: int, end: int, batch: int) -> float:
     began = time.perf_counter()
     for first in range(start, end, batch):
         await store.enqueue(rollouts(first, min(batch, end - first)))
     return (end - start) / (time.perf_counter() - began)
 
 
-async def cycles(store: SQLStore, workers: int) -> tuple[float, list[str]]:
+async def cycles(store: Store, workers: int) -> tuple[float, list[str]]:
     done: list[str] = []
 
     async def work() -> None:
@@ -124,7 +125,7 @@ async def latency_ms(times: int, act: Callable[[], Awaitable[object]]) -> float:
     return statistics.median(took) * 1e3
 
 
-async def wake_ms(store: SQLStore) -> float:
+async def wake_ms(store: Store) -> float:
     """From an enqueue to the claim that waited for it."""
     took: list[float] = []
     for n in range(20):
@@ -145,9 +146,7 @@ async def wake_ms(store: SQLStore) -> float:
     return statistics.median(took) * 1e3
 
 
-async def measure(
-    store: SQLStore, count: int, workers: int, bytes_used: Callable[[], int]
-) -> Numbers:
+async def measure(store: Store, count: int, workers: int, bytes_used: Callable[[], int]) -> Numbers:
     result: Numbers = {"wake_ms": await wake_ms(store)}
     used, memory = bytes_used(), rss_mb()
     result["enqueue_per_s"] = await enqueue(store, 0, count, 100)
@@ -194,6 +193,37 @@ async def on_postgres(count: int, workers: int) -> Numbers:
             return await measure(store, count, workers, lambda: size_of(data))
 
 
+SERVE = """
+import sys
+from pathlib import Path
+from whet.store.server import StoreServer
+from whet.store.sqlite import SQLiteStore
+server = StoreServer(SQLiteStore(Path(sys.argv[1])), token="bench")
+print(server.url, flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+def over_http(count: int, workers: int) -> Numbers:
+    """The server is a process of its own, and the workers share one client."""
+    pipe = subprocess.PIPE
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, "-c", SERVE, str(Path(name) / "store.db")]
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+            assert server.stdout is not None
+            assert server.stdin is not None
+            url = server.stdout.readline().strip()
+            numbers = anyio.run(at, url, count, workers, lambda: size_of(Path(name)))
+            server.stdin.close()
+            return numbers
+
+
+async def at(url: str, count: int, workers: int, bytes_used: Callable[[], int]) -> Numbers:
+    async with HTTPStore.connect(url, token="bench") as store:
+        return await measure(store, count, workers, bytes_used)
+
+
 async def on_a_million() -> Numbers:
     with tempfile.TemporaryDirectory() as name:
         async with SQLiteStore(Path(name) / "store.db") as store:
@@ -221,7 +251,7 @@ def show(results: dict[str, Numbers]) -> None:
         print(
             f"{name:20}" + "".join("               -" if c is None else f"{c:16.2f}" for c in cells)
         )
-    for ours in ("sqlite", "postgres"):
+    for ours in ("sqlite", "postgres", "http"):
         for other in ("agl memory", "agl http"):
             if ours in results and other in results:
                 ratio = results[ours]["cycles_per_s"] / results[other]["cycles_per_s"]
@@ -242,6 +272,7 @@ def main() -> None:
     results["sqlite"] = anyio.run(on_sqlite, args.cycles, args.workers)
     if args.postgres:
         results["postgres"] = anyio.run(on_postgres, args.cycles, args.workers)
+    results["http"] = over_http(args.cycles, args.workers)
     for how, most in (("memory", 1000), ("http", 200)):
         numbers = theirs(how, min(args.cycles, most), args.workers)
         if numbers is not None:

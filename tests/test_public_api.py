@@ -17,8 +17,11 @@ SIGNATURES = {
     "seconds: float) -> None",
     "Result": "(run: pathlib.Path, steps: tuple[whet.types.StepRecord, ...], "
     "comparison: whet.app.comparison.Comparison | None, seconds: float) -> None",
+    "Rollout": None,
     "RunConfig": None,
     "WhetError": None,
+    "algorithm": "(function: collections.abc.Callable[..., typing.Any]) -> "
+    "whet.app.algorithm.OwnAlgorithm",
     "emit_reward": "(value: float, key: str = 'reward') -> None",
     "evaluate": "(agent: collections.abc.Callable[..., typing.Any], "
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], "
@@ -30,10 +33,10 @@ SIGNATURES = {
     "train": "(agent: collections.abc.Callable[..., typing.Any], "
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], *, "
     "held_out: str | pathlib.Path | collections.abc.Sequence[JsonValue] | None = None, "
-    "resume: bool = False, quiet: bool = False, **settings: JsonValue) -> "
-    "whet.app.training.Result",
+    "resume: bool = False, store: str | None = None, quiet: bool = False, "
+    "**settings: JsonValue) -> whet.app.training.Result",
 }
-"""None: an exception, or the config, whose keys docs/configuration.md lists."""
+"""None: an exception, a noun of types.py, or the config, whose keys docs/configuration.md lists."""
 
 
 def test_the_exported_names_are_these_and_at_most_20() -> None:

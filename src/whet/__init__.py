@@ -8,6 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from whet.app.algorithm import algorithm
     from whet.app.api import train
     from whet.app.eval_command import evaluate
     from whet.app.evaluator import Evaluation
@@ -15,15 +16,17 @@ if TYPE_CHECKING:
     from whet.config import RunConfig
     from whet.errors import ConfigError, WhetError
     from whet.runners.agent import emit_reward, rollout
-    from whet.types import Endpoint
+    from whet.types import Endpoint, Rollout
 
 __all__ = [
     "ConfigError",
     "Endpoint",
     "Evaluation",
     "Result",
+    "Rollout",
     "RunConfig",
     "WhetError",
+    "algorithm",
     "emit_reward",
     "evaluate",
     "rollout",
@@ -37,8 +40,10 @@ _HOME = {
     "Endpoint": "whet.types",
     "Evaluation": "whet.app.evaluator",
     "Result": "whet.app.training",
+    "Rollout": "whet.types",
     "RunConfig": "whet.config",
     "WhetError": "whet.errors",
+    "algorithm": "whet.app.algorithm",
     "emit_reward": "whet.runners.agent",
     "evaluate": "whet.app.eval_command",
     "rollout": "whet.runners.agent",

@@ -89,7 +89,7 @@ class BadReward(AttemptError):
 
 @contextmanager
 def boundary(error: type[WhetError], what: str) -> Generator[None]:
-    """Name whatever escapes foreign code after the boundary it crossed.
+    """Name whatever escapes foreign code after the boundary it crossed, in one line.
 
     An error of ours passes through: it crossed a narrower boundary first.
     """
@@ -98,4 +98,5 @@ def boundary(error: type[WhetError], what: str) -> Generator[None]:
     except WhetError:
         raise
     except Exception as cause:
-        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause
+        said = " ".join(str(cause).split())
+        raise error(f"{what}: {type(cause).__name__}: {said}") from cause

@@ -7,7 +7,8 @@ import anyio
 import pytest
 import torch
 
-from whet.app.published import POLICY, PolicyFollower, PublishedPolicy, PublishingTrainer
+from whet.app.published import PolicyFollower, PublishedPolicy, PublishingTrainer
+from whet.app.working import POLICY
 from whet.config import AdamConfig, RunConfig, TrainerConfig
 from whet.errors import EngineError
 from whet.policies.local import LocalPolicy

@@ -33,6 +33,8 @@ from whet.types import (
     TERMINAL,
     Attempt,
     AttemptId,
+    Call,
+    CallId,
     Failure,
     FailureKind,
     Outcome,
@@ -104,6 +106,21 @@ OUTCOMES = st.one_of(
     st.floats(-1, 1).map(lambda reward: Outcome(reward=reward)),
     KINDS.map(lambda kind: Outcome(failure=Failure(kind=kind, message="it broke"))),
 )
+
+
+def call(attempt: AttemptId) -> Call:
+    return Call(
+        id=CallId("c"),
+        attempt=attempt,
+        parent=None,
+        root="root",
+        messages=(),
+        context=(1, 2, 3),
+        prompt_length=3,
+        prompt_digest="digest",
+        generations=(),
+        created=0.0,
+    )
 
 
 @st.composite
@@ -278,6 +295,34 @@ class QueueMachine(RuleBasedStateMachine):
             model.status = Status.FAILED
         assert before not in TERMINAL or model.status is before
 
+    @rule(workers=st.integers(1, 6))
+    def work_off_all_there_is(self, workers: int) -> None:
+        """Workers of all processes at once: each rollout is done by one of them, in time."""
+        claimable = self.claimable()
+        for model in claimable:
+            model.claim(self.clock.now)
+        done: list[str] = []
+
+        async def work(store: SQLStore) -> None:
+            # Another process may hold what is left for a moment: wait as long as that takes.
+            while attempt := await store.claim("w", lease_s=LEASE_S, wait_s=0.05):
+                await store.append(call(attempt.id))
+                await store.finish(attempt.id, Outcome(reward=1.0))
+                done.append(attempt.id)
+
+        def of(store: SQLStore) -> Callable[[], Awaitable[object]]:
+            return lambda: work(store)
+
+        gave = self.at_once(*(of(self.stores[n % len(self.stores)]) for n in range(workers)))
+        assert gave == [None] * workers
+        assert sorted(done) == sorted(model.attempt for model in claimable)
+        if workers == 1:  # the highest priority first, and the oldest among equals
+            assert done == [model.attempt for model in claimable]
+        for model in claimable:
+            model.end(Outcome(reward=1.0))
+        recorded = self.portal.call(self.store.trajectories, [m.rollout.id for m in claimable])
+        assert [[c.id for c in t.calls] for t in recorded] == [["c"]] * len(claimable)
+
     # -------------------------------------------------------------- time, and what must hold
 
     @rule(seconds=st.sampled_from([1.0, 5.0, 9.0, 11.0]))
@@ -327,7 +372,9 @@ def folder() -> Generator[Path]:
 
 
 def on_sqlite(stack: ExitStack, clock: Clock) -> list[SQLStore]:
-    return [SQLiteStore(stack.enter_context(folder()) / "store.db", clock=clock)]
+    """Two processes, as far as the file can tell."""
+    file = stack.enter_context(folder()) / "store.db"
+    return [SQLiteStore(file, clock=clock) for _ in range(2)]
 
 
 def check(open_: Open, examples: int) -> None:

@@ -1,10 +1,6 @@
 """What the SQLite store promises beyond the contract: its file, its threads, its failures."""
 
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -117,54 +113,6 @@ async def test_a_file_that_was_never_closed_has_everything(store: SQLiteStore, p
         assert [(await claim(reopened)).id for _ in range(2)] == ["b.2", "c.1"]
 
 
-APPEND_FOREVER = """
-import sys, anyio
-from test_sqlite import call, claim, rollouts
-from whet.store.sqlite import SQLiteStore
-
-async def append(store, attempt, lane):
-    for n in range(1_000_000):
-        await store.append(call(attempt.id, f"{lane}-{n}"))
-        sys.stdout.write(f"{lane}-{n}\\n")
-        sys.stdout.flush()
-
-async def main():
-    store = SQLiteStore(sys.argv[1])
-    await store.enqueue(rollouts("a"))
-    attempt = await claim(store)
-    async with anyio.create_task_group() as group:
-        for lane in range(4):
-            group.start_soon(append, store, attempt, lane)
-
-anyio.run(main)
-"""
-
-
-def names_acknowledged_before_the_kill(path: Path) -> set[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", APPEND_FOREVER, str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-    with process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(200)]
-        process.send_signal(signal.SIGKILL)
-        lines += process.stdout.readlines()
-    assert process.returncode == -signal.SIGKILL
-    return {line.removesuffix("\n") for line in lines if line.endswith("\n")}
-
-
-async def test_a_killed_process_has_lost_no_call_it_was_told_of(path: Path) -> None:
-    names = names_acknowledged_before_the_kill(path)
-    async with SQLiteStore(path) as store:
-        recorded = await store.calls(AttemptId("a.1"))
-    assert len(names) >= 200
-    assert names <= {recorded_call.id for recorded_call in recorded}
-    assert all(len(recorded_call.generations) == 1 for recorded_call in recorded)
-
-
 async def test_a_file_knows_its_version(store: SQLiteStore, path: Path) -> None:
     db = sqlite3.connect(path)
     assert db.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
@@ -255,13 +203,6 @@ def test_a_file_that_is_no_database_is_refused_in_one_line(path: Path) -> None:
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot open the store"):
         SQLiteStore(tmp_path / "nowhere" / "store.db")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match="cannot open the store"):
-        SQLiteStore(tmp_path / "store.db")
 
 
 def test_a_file_system_without_shared_memory_is_refused() -> None:

@@ -2,22 +2,27 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import cast
 
 from pydantic import JsonValue
 from rich.console import Console
 
+from whet.app.addresses import STORE_VARIABLE
+from whet.app.algorithm import OwnAlgorithm
+from whet.app.algorithm_run import run_algorithm
 from whet.app.console import new_run, work
 from whet.app.display import stopped
 from whet.app.folder import RunFolder
-from whet.app.tasks import load_tasks
+from whet.app.loading import load_function
+from whet.app.tasks import Tasks, load_tasks
 from whet.app.training import Result
+from whet.app.training_process import joint_folder, train_joint
 from whet.config import resolve
+from whet.errors import ConfigError
 from whet.runners.agent import Agent, check_agent
-
-Tasks = str | Path | Sequence[JsonValue]
 
 
 def train(
@@ -26,13 +31,16 @@ def train(
     *,
     held_out: Tasks | None = None,
     resume: bool = False,
+    store: str | None = None,
     quiet: bool = False,
     **settings: JsonValue,
 ) -> Result:
     """Train the model behind an agent on tasks; `settings` are keys of the config.
 
     With `held_out` tasks the base and the trained model are compared on them. `resume` continues
-    the run that `name` names, or the newest.
+    the run that `name` names, or the newest. With a `store`, or WHET_STORE in the environment,
+    this process only trains: `whet serve` and `whet runner` at that store do the rest, and the
+    same call goes on with a run that was begun.
 
     Raises:
         ConfigError: something the caller can mend; nothing was started.
@@ -41,6 +49,9 @@ def train(
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []
     console = Console(quiet=quiet)
+    if (address := store or os.environ.get(STORE_VARIABLE)) is not None:
+        joint = joint_folder(settings, console)
+        return train_joint(train_on, compare_on, joint, console, address=address)
     folder = _folder(settings, console, resume=resume)
     return work(agent, train_on, compare_on, folder, console)
 
@@ -64,6 +75,50 @@ def train_command(
         return stopped(f"whet train {args.agent} --tasks {args.tasks}{given}", folder)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
+    return 0
+
+
+def train_joint_command(
+    tasks: Sequence[JsonValue],
+    held_out: Sequence[JsonValue],
+    values: dict[str, JsonValue],
+    args: argparse.Namespace,
+) -> int:
+    """`whet train --store`."""
+    console = Console(quiet=args.quiet, stderr=args.json)
+    folder = joint_folder(values, console)
+    try:
+        result = train_joint(tasks, held_out, folder, console, address=args.store)
+    except KeyboardInterrupt:
+        sys.stderr.write("whet: stopped, nothing is lost; the same command goes on\n")
+        return 130
+    if args.json:
+        sys.stdout.write(json.dumps(result.as_json()) + "\n")
+    return 0
+
+
+def algorithm_command(
+    tasks: Sequence[JsonValue],
+    held_out: Sequence[JsonValue],
+    values: dict[str, JsonValue],
+    args: argparse.Namespace,
+) -> int:
+    """`whet train --algorithm`."""
+    algorithm = load_function(args.algorithm, "algorithm")
+    if not isinstance(algorithm, OwnAlgorithm):
+        raise ConfigError(f"{args.algorithm!r} is no algorithm: mark it with @whet.algorithm")
+    result = run_algorithm(
+        algorithm,
+        cast(Agent, load_function(args.agent)) if args.agent and args.store is None else None,
+        tasks,
+        held_out=held_out,
+        resources={},
+        store=args.store,
+        quiet=args.quiet,
+        settings=values,
+    )
+    if args.json:
+        sys.stdout.write(json.dumps(result) + "\n")
     return 0
 
 

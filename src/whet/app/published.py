@@ -9,16 +9,15 @@ import anyio
 from anyio import to_thread
 from pydantic import ValidationError
 
+from whet.app.working import POLICY
 from whet.config import AdamConfig, LossConfig, RunConfig, TrainerConfig
 from whet.errors import EngineError, NotFound, StoreError
+from whet.policies.catalogue import available, resolve_model
 from whet.policies.local import LocalPolicy
 from whet.protocols import Resources, Trainer
 from whet.types import Attempt, Metrics, Resource, Row, Value
 
 logger = logging.getLogger(__name__)
-
-POLICY = "policy"
-"""The resource; and the name agents see as their model."""
 
 LOOKED_UP_S = 1.0
 """How long it is believed to be the newest for attempts that do not say which they want."""
@@ -36,7 +35,7 @@ class PublishedPolicy(Value):
     version: int
     """Of the weights; the resource's own counts publications."""
     weights: str
-    """The file, which trainer and engines must both see."""
+    """The file, which trainer and engines must both see; empty for the model's own."""
 
     def is_served_by(self, other: "PublishedPolicy") -> bool:
         """Whether an engine made for the other can load these weights."""
@@ -45,6 +44,26 @@ class PublishedPolicy(Value):
     def _shape(self) -> tuple[str, str, int, int]:
         trainer = self.trainer
         return self.model, trainer.weights, trainer.lora_rank, trainer.lora_alpha
+
+
+async def announce_model(resources: Resources, config: RunConfig) -> None:
+    """Say which model is to be served where nobody trains it, unless somebody said so before."""
+    try:
+        await resources.latest(POLICY)
+    except NotFound:
+        model = resolve_model(config.model)
+        await resources.publish(POLICY, _describe(config, model, 0, "").model_dump(mode="json"))
+
+
+def _describe(config: RunConfig, model: Path, version: int, weights: str) -> PublishedPolicy:
+    named = config.model in (info.name for info in available())
+    return PublishedPolicy(
+        model=config.model if named else str(model.absolute()),
+        trainer=config.trainer,
+        seed=config.seed,
+        version=version,
+        weights=weights,
+    )
 
 
 def read_policy(resource: Resource) -> PublishedPolicy:
@@ -74,7 +93,7 @@ class PublishingTrainer(Trainer):
         self._trainer = trainer
         self._policy = policy
         self._config = config
-        self._model = config.model if config.model in ("tiny", "smollm2") else str(model.absolute())
+        self._model = model
         self._resources = resources
         self._folder = folder.absolute()
         self._published: int | None = None
@@ -95,7 +114,7 @@ class PublishingTrainer(Trainer):
     async def _publish(self, version: int, last: PublishedPolicy | None) -> None:
         file = self._folder / f"{version:06d}-{secrets.token_hex(4)}.safetensors"
         await to_thread.run_sync(self._policy.write_weights, file)
-        value = self._describe(version, file).model_dump(mode="json")
+        value = _describe(self._config, self._model, version, str(file)).model_dump(mode="json")
         number = await self._resources.publish(POLICY, value)
         logger.info("policy published version=%d resource=%d", version, number)
         # An engine may be reading the one before; if it comes too late, it finds the newer one.
@@ -103,18 +122,9 @@ class PublishingTrainer(Trainer):
             if old != file and (last is None or old != Path(last.weights)):
                 old.unlink(missing_ok=True)
 
-    def _describe(self, version: int, file: Path) -> PublishedPolicy:
-        return PublishedPolicy(
-            model=self._model,
-            trainer=self._config.trainer,
-            seed=self._config.seed,
-            version=version,
-            weights=str(file),
-        )
-
     def _still_serves(self, last: PublishedPolicy, version: int) -> bool:
-        file = Path(last.weights)
-        return last == self._describe(version, file) and file.exists()
+        same = _describe(self._config, self._model, version, last.weights)
+        return last == same and Path(last.weights).is_file()
 
     async def _last(self) -> PublishedPolicy | None:
         try:
@@ -200,6 +210,10 @@ class PolicyFollower:
             logger.info("policy loaded version=%d resource=%d", published.version, newest.version)
 
     async def _load(self, published: PublishedPolicy) -> None:
+        if not published.weights:
+            if self._policy.edition:
+                raise EngineError("the run went back to its first weights: restart `whet serve`")
+            return
         # Shielded: a thread that changes weights must not be left behind with the lock let go.
         with anyio.CancelScope(shield=True):
             await to_thread.run_sync(

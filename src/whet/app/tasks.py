@@ -12,8 +12,11 @@ from whet.config import RunConfig
 from whet.errors import ConfigError
 from whet.types import Rollout, SamplingOverride
 
+Tasks = str | Path | Sequence[JsonValue]
+"""A list, or a file with one JSON value a line."""
 
-def load_tasks(source: str | Path | Sequence[JsonValue]) -> list[JsonValue]:
+
+def load_tasks(source: Tasks) -> list[JsonValue]:
     """Tasks from a list, or from a file with one JSON value a line.
 
     Raises:

@@ -4,12 +4,11 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from whet.algorithms.grpo import GRPO
 from whet.app.folder import RunFolder
-from whet.app.published import POLICY, PublishingTrainer
-from whet.app.working import Gateway, agents_at_work
+from whet.app.published import PublishingTrainer
+from whet.app.working import POLICY, Gateway, agents_at_work
 from whet.config import RunConfig
 from whet.engines.grammar import Grammars
 from whet.engines.local import LocalEngine
@@ -19,17 +18,7 @@ from whet.gateway.service import Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
-from whet.protocols import (
-    Algorithm,
-    AttemptLog,
-    AttemptWatch,
-    Collector,
-    Directory,
-    Resources,
-    RolloutQueue,
-    StepLog,
-    Trainer,
-)
+from whet.protocols import Algorithm, AttemptLog, Collector, StepLog, Store, Trainer
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collect import QueueCollector
 from whet.serving import AppServer
@@ -41,17 +30,13 @@ SMALL_MODEL = 20_000_000
 """Parameters up to which one thread samples fastest."""
 
 
-class RunStore(RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Directory, Protocol):
-    """What the processes of a run need of its store, wherever that is."""
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """The parts of a run, at work."""
 
     config: RunConfig
     folder: RunFolder
-    store: RunStore
+    store: Store
     collector: Collector
     algorithm: Algorithm
     trainer: Trainer
@@ -98,7 +83,7 @@ async def open_run(
 @asynccontextmanager
 async def open_training(
     folder: RunFolder,
-    store: RunStore,
+    store: Store,
     *,
     on_ended: Callable[[int], None],
     progress: Callable[[str], None],

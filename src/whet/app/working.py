@@ -3,16 +3,19 @@
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
 
 from anyio import create_task_group
 
+from whet.app.signals import first_of
 from whet.config import RunnerConfig
 from whet.gateway import keys
 from whet.runners.agent import Agent
 from whet.runners.gateways import OwnGateway
 from whet.runners.local import LocalRunner, Work
 from whet.types import Attempt, Endpoint, Outcome
+
+POLICY = "policy"
+"""The resource that says what is served; and the name agents see as their model."""
 
 
 def endpoint_of(url: str, secret: bytes, model: str) -> Callable[[Attempt], Endpoint]:
@@ -62,11 +65,4 @@ async def agents_at_work(
             yield
             tasks.cancel_scope.cancel()
     except ExceptionGroup as group:
-        raise _first(group) from group
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    error = group.exceptions[0]
-    if isinstance(error, ExceptionGroup):
-        return _first(cast(ExceptionGroup[Exception], error))
-    return error
+        raise first_of(group) from group

@@ -2,16 +2,19 @@
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from numbers import Real
 from typing import Any, TypeVar
+
+from pydantic import JsonValue
 
 from whet.errors import BadReward, ConfigError
 from whet.types import Reward
 
 Agent = Callable[..., Any]
-"""`(task, llm) -> reward`, async or not. Any: the task is the user's own JSON, and the result is
+"""`(task, llm) -> reward`, async or not; one that also takes `resources` is given those of its
+rollout, values by name. Any: the task is the user's own JSON, and the result is
 checked when it comes."""
 
 A = TypeVar("A", bound=Agent)
@@ -35,13 +38,22 @@ def check_agent(agent: object) -> None:
     if not callable(agent):
         raise ConfigError(f"an agent is a function (task, llm); found {type(agent).__name__!r}")
     try:
-        inspect.signature(agent).bind("task", "llm")
+        inspect.signature(agent).bind("task", "llm", **asked_for(agent, {}))
     except TypeError as error:
         raise ConfigError(
             f"an agent takes (task, llm); {_name(agent)!r} takes {inspect.signature(agent)}"
         ) from error
     except ValueError:
         return  # A callable written in C shows no signature; calling it will tell.
+
+
+def asked_for(agent: Agent, resources: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """What the agent takes besides task and endpoint. Any: its own arguments."""
+    try:
+        wants = "resources" in inspect.signature(agent).parameters
+    except ValueError:
+        wants = False
+    return {"resources": dict(resources)} if wants else {}
 
 
 def emit_reward(value: float, key: str = "reward") -> None:

@@ -101,8 +101,13 @@ class RemoteGateways(Gateways):
         if pause > FIRST_PAUSE_S:
             self._say(f"gateway {', '.join(address.url for address in self._live)} answers")
 
+    @property
+    def addresses(self) -> list[Address]:
+        """Of those that answered when they were last asked."""
+        return sorted(self._live)
+
     def connect(self, attempt: Attempt) -> Connection | None:
-        live = sorted(self._live)
+        live = self.addresses
         if not live:
             return None
         address = live[zlib.crc32(attempt.id.encode()) % len(live)]

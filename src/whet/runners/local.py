@@ -6,7 +6,8 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import anyio
 from anyio import (
@@ -18,6 +19,7 @@ from anyio import (
     move_on_after,
     to_thread,
 )
+from pydantic import JsonValue
 
 from whet.config import RunnerConfig
 from whet.errors import (
@@ -29,8 +31,16 @@ from whet.errors import (
     NotFound,
     boundary,
 )
-from whet.protocols import AttemptLog, AttemptWatch, Directory, RolloutQueue
-from whet.runners.agent import Agent, awaited, check_agent, emitted, final_reward, is_async
+from whet.protocols import AttemptLog, AttemptWatch, Directory, Resources, RolloutQueue
+from whet.runners.agent import (
+    Agent,
+    asked_for,
+    awaited,
+    check_agent,
+    emitted,
+    final_reward,
+    is_async,
+)
 from whet.runners.gateways import Connection, Gateways
 from whet.types import Attempt, AttemptId, Endpoint, Failure, FailureKind, Outcome, Reward
 
@@ -53,7 +63,7 @@ NO_GATEWAY = Outcome(
 )
 
 
-class Work(RolloutQueue, AttemptWatch, AttemptLog, Directory, Protocol):
+class Work(RolloutQueue, AttemptWatch, AttemptLog, Resources, Directory, Protocol):
     """What a runner needs of a store."""
 
 
@@ -81,6 +91,9 @@ class LocalRunner:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._is_renamed = name is not None
         self._agent = agent
+        self._wants_resources = bool(asked_for(agent, {}))
+        self._known: dict[tuple[str, int], JsonValue] = {}
+        """Values of resources, which never change."""
         self._concurrency = config.concurrency
         self._lease_s = config.lease_s
         self._store = store
@@ -195,13 +208,20 @@ class LocalRunner:
         raise AttemptTimeout(f"the attempt ran longer than {limit:g} s")
 
     async def _call_agent(self, attempt: Attempt, llm: Endpoint) -> object:
-        task = attempt.rollout.task
+        given = await self._resources(attempt) if self._wants_resources else {}
+        call = partial(self._agent, attempt.rollout.task, llm, **given)
         if is_async(self._agent):
-            return await awaited(self._agent(task, llm))
-        result = await to_thread.run_sync(
-            self._agent, task, llm, limiter=self._threads, abandon_on_cancel=True
-        )
+            return await awaited(call())
+        result = await to_thread.run_sync(call, limiter=self._threads, abandon_on_cancel=True)
         return await awaited(result)
+
+    async def _resources(self, attempt: Attempt) -> dict[str, Any]:
+        values: dict[str, JsonValue] = {}
+        for name, version in attempt.resources.items():
+            if (name, version) not in self._known:
+                self._known[name, version] = (await self._store.get(name, version)).value
+            values[name] = self._known[name, version]
+        return asked_for(self._agent, values)
 
     async def _keep_lease(self, attempt: Attempt, scope: CancelScope) -> None:
         with suppress(LeaseLost):

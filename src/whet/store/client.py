@@ -16,7 +16,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from whet.errors import LeaseLost, MissingExtra, StoreClosed, StoreError, WhetError, boundary
 from whet.protocols import Store
-from whet.store.http import wire
+from whet.store.http import frames, wire
 from whet.store.http.batching import Batcher
 from whet.store.http.problems import Problem, error_of
 from whet.store.packing import to_json
@@ -162,7 +162,7 @@ class HTTPStore(Store):
 
     async def append(self, call: Call) -> None:
         with boundary(StoreError, f"call {call.id!r} cannot be stored"):
-            packed = wire.pack_call(call)
+            packed = frames.pack_call(call)
         await self._in_batch(self._appends, packed, len(packed.head) + len(packed.numbers))
 
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
@@ -171,14 +171,14 @@ class HTTPStore(Store):
 
     async def calls(self, attempt: AttemptId) -> list[Call]:
         reply = await self._ask("GET", f"{self._base}/attempts/{quote(attempt, safe='')}/calls")
-        return wire.read_calls(reply.body)
+        return frames.read_calls(reply.body)
 
     async def trajectories(self, rollouts: Sequence[str]) -> list[Trajectory]:
         found: list[Trajectory] = []
         for first in range(0, len(rollouts), READ_AT_ONCE):
             body = to_json({"rollouts": list(rollouts[first : first + READ_AT_ONCE])})
             reply = await self._ask("POST", f"{self._base}/rollouts/trajectories", body.encode())
-            found += await to_thread.run_sync(wire.read_trajectories, reply.body)
+            found += await to_thread.run_sync(frames.read_trajectories, reply.body)
         return found
 
     async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
@@ -354,8 +354,8 @@ class HTTPStore(Store):
 
         return send
 
-    async def _send_calls(self, calls: Sequence[wire.Framed]) -> Sequence[Problem | None]:
-        body = wire.frame_calls(calls)
+    async def _send_calls(self, calls: Sequence[frames.Framed]) -> Sequence[Problem | None]:
+        body = frames.frame_calls(calls)
         reply = await self._asking.ask(Request("POST", f"{self._base}/calls", body))
         return _parsed(reply, wire.Done).errors
 

@@ -3,8 +3,9 @@
 The SQL of this package is written once, in SQLite's words; `postgres.py` lists the differences.
 """
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,12 +60,12 @@ class Database(Protocol):
     bell: Bell
     """Rung after every commit with what it changed, whoever made it."""
 
-    def write(self, change: Change[T]) -> Awaitable[T]:
+    def write(self, change: Change[T]) -> asyncio.Future[T]:
         """Have a change committed: durable once awaited in the running event loop, or undone."""
         ...
 
     def submit(self, change: Change[T]) -> Future[T]:
-        """The same from any thread, and for whoever must hear of it even when cancelled."""
+        """The same from any thread."""
         ...
 
     def read(self, read: Callable[[Db], T]) -> Future[T]:

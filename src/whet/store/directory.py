@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from typing import NamedTuple
 
 from whet.errors import NotFound
 from whet.store.database import Column, Db
@@ -33,6 +34,18 @@ WHERE attempt.rollout = ? ORDER BY late_report.seq
 WORKERS = "SELECT name, started, seen, due FROM worker WHERE run = ? ORDER BY seen DESC, name"
 
 WORKING = "SELECT worker, id FROM attempt WHERE run = ? AND status = 'running' ORDER BY seq"
+
+BY_STATUS = """
+SELECT run.name, rollout.status, count(*)
+FROM rollout JOIN run ON run.seq = rollout.run
+GROUP BY run.name, rollout.status ORDER BY run.name, rollout.status
+"""
+
+ALIVE = """
+SELECT run.name, count(worker.name)
+FROM run LEFT JOIN worker ON worker.run = run.seq AND worker.due >= ?
+GROUP BY run.name ORDER BY run.name
+"""
 
 COUNTS = """
 SELECT
@@ -131,6 +144,24 @@ def read_counts(db: Db, run: str) -> dict[str, int]:
         "generations": generations,
         "sampled_tokens": int(tokens),
     }
+
+
+class Overview(NamedTuple):
+    """All runs at a glance."""
+
+    rollouts: dict[tuple[str, Status], int]
+    """How many there are, by run and status."""
+    workers: dict[str, int]
+    """How many are alive, by run."""
+
+
+def read_overview(db: Db, now: float) -> Overview:
+    """How far all runs have come, and who works in them."""
+    rollouts = db.execute(BY_STATUS)
+    return Overview(
+        {(run, Status(status)): count for run, status, count in rollouts},
+        dict(db.execute(ALIVE, (now,))),
+    )
 
 
 def _rollout(db: Db, run: int, rollout: str) -> int:

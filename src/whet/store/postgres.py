@@ -4,12 +4,13 @@ The logic is the same as on SQLite; here are the differences in words, the locks
 writers need, and the notifications that wake processes for what others did.
 """
 
+import asyncio
 import json
 import re
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import lru_cache
@@ -164,7 +165,7 @@ class PostgresDatabase(Database):
         )
         self._listener.start()
 
-    def write(self, change: Change[T]) -> Awaitable[T]:
+    def write(self, change: Change[T]) -> asyncio.Future[T]:
         return self._writer.write(change)
 
     def submit(self, change: Change[T]) -> Future[T]:

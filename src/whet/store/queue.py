@@ -40,10 +40,11 @@ ORDER BY priority DESC, seq LIMIT ? /* SKIP LOCKED */
 """
 
 # A rollout whose lease has run out is claimable: a worker that dies gives its work back without
-# anyone having to notice that it died.
+# anyone having to notice that it died. `+run`: the index to use is the one of leases, of which few
+# have run out, not the one of all that run.
 FIRST_EXPIRED = """
 SELECT seq, priority, body, status, attempts FROM rollout
-WHERE run = ? AND status = 'running' AND lease_until <= ? AND tries_left > 0 AND retry_lost = 1
+WHERE +run = ? AND status = 'running' AND lease_until <= ? AND tries_left > 0 AND retry_lost = 1
 ORDER BY priority DESC, seq LIMIT ? /* SKIP LOCKED */
 """
 
@@ -206,6 +207,8 @@ class Queue:
         self._bell = bell
         self.next_expiry = float("inf")
         """The first lease that runs out, as of the last upkeep."""
+        self.expired = 0
+        """Leases that ran out and cost a worker its attempt."""
 
     def enqueue(self, db: Db, run: str, rollouts: Sequence[Packed]) -> None:
         now = self.clock()
@@ -264,6 +267,7 @@ class Queue:
         if rollout.status == Status.RUNNING:
             for lost in self._running(db, "rollout.seq = ?", rollout.seq):
                 self._end_attempts(db, [(lost, _lost(lost))])
+                self.expired += 1
         parsed, number = parse_rollout(rollout.body), rollout.attempts + 1
         return Attempt(
             id=AttemptId(f"{parsed.id}.{number}"),
@@ -373,6 +377,7 @@ class Queue:
         for lost in self._running(db, DOOMED, now):
             self._end_attempts(db, [(lost, _lost(lost))])
             self._end_rollout(db, lost.run, lost.rollout_seq, lost.rollout, _lost(lost))
+            self.expired += 1
         if self.next_expiry <= now:
             self._mark_expired(db, now)
         (expiry,) = db.execute(NEXT_EXPIRY, (now,)).fetchone()

@@ -1,9 +1,11 @@
 """The tables, as migrations: a file knows its version, and opening it brings it up to date."""
 
 import sqlite3
+from contextlib import ExitStack
 from pathlib import Path
 
 from whet.errors import StoreError
+from whet.store.failures import must_be_writable, named
 
 FIRST = (
     """
@@ -316,16 +318,12 @@ def open_file(path: Path) -> sqlite3.Connection:
     Raises:
         StoreError: it cannot be opened, is not ours, or was written by a newer whet.
     """
-    db = None
-    try:
+    must_be_writable(path)
+    with named(path, "cannot open the store"), ExitStack() as undo:
         db = connect(path)
+        undo.callback(db.close)
         _prepare(db, path)
-    except (sqlite3.Error, StoreError) as error:
-        if db is not None:
-            db.close()
-        if isinstance(error, StoreError):
-            raise
-        raise StoreError(f"cannot open the store {str(path)!r}: {error}") from error
+        undo.pop_all()
     return db
 
 

@@ -4,24 +4,30 @@ import hashlib
 import hmac
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from ipaddress import ip_address
+from typing import Any, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import JsonValue, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from whet.errors import NotFound, StoreError, WhetError, boundary
+from whet.errors import ConfigError, NotFound, StoreError, WhetError, boundary
 from whet.serving import AppServer
-from whet.store.http import bodies, wire
+from whet.store.http import bodies, frames, gzipped, wire
+from whet.store.http.bodies import DEFAULT_LIMITS, Limits
 from whet.store.http.endpoints import ENDPOINTS, IN_PATHS, Asked, Endpoint, Frame
 from whet.store.http.holding import Holding
+from whet.store.http.metrics import TEXT_FORMAT, Metrics
+from whet.store.http.openapi import openapi
 from whet.store.http.problems import Problem, Unauthorized, tell
 from whet.store.packing import to_json
 from whet.store.sql import DEFAULT_RUN, SQLStore
+from whet.types import Status
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +49,19 @@ class StoreServer:
         self,
         store: SQLStore,
         *,
-        token: str,
+        token: str | None,
         host: str = "127.0.0.1",
         port: int = 0,
-        body_limit: int = bodies.BODY_LIMIT,
-        body_timeout_s: float = bodies.BODY_TIMEOUT_S,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """Raises ConfigError if it cannot listen there."""
-        self._app = StoreApp(store, token, body_limit=body_limit, body_timeout_s=body_timeout_s)
+        """Without a token whoever is on this machine may ask.
+
+        Raises:
+            ConfigError: it cannot listen there, or nobody may without a token.
+        """
+        if not token and not _is_loopback(host):
+            raise ConfigError(f"to serve a store at {host}, beyond this machine, needs a token")
+        self._app = StoreApp(store, token, limits)
         self._server = AppServer(self._app.build(), host=host, port=port, name="store")
         self.url = self._server.url
 
@@ -63,34 +74,28 @@ class StoreServer:
 class StoreApp:
     """The endpoints of a store as an app."""
 
-    def __init__(
-        self, store: SQLStore, token: str, *, body_limit: int, body_timeout_s: float
-    ) -> None:
+    def __init__(self, store: SQLStore, token: str | None, limits: Limits) -> None:
         self.holding = Holding()
         self._store = store
-        self._token = _digest(token)
-        self._body_limit = body_limit
-        self._body_timeout_s = body_timeout_s
+        self._token = _digest(token) if token else None
+        self._limits = limits
+        self._metrics = Metrics()
 
     def build(self) -> Starlette:
         """What a server runs."""
         return Starlette(
             routes=[
-                *(
-                    Route(each.path, self._handler(each), methods=[each.method])
-                    for each in ENDPOINTS
-                ),
-                Route("/health", self._health),
+                *(Route(row.path, self._handler(row), methods=[row.method]) for row in ENDPOINTS),
+                Route("/health", self._telling("health", self._health)),
+                Route("/metrics", self._telling("metrics", self._count)),
+                Route("/openapi.json", self._telling("openapi", _document)),
             ],
             exception_handlers={HTTPException: _no_such_path},
         )
 
-    def _handler(self, endpoint: Endpoint[Any, Any]) -> Handler:
+    def _handler(self, row: Endpoint[Any, Any]) -> Handler:
         """Check the caller, understand what is asked, do it, tell."""
-        asks = TypeAdapter[Any](endpoint.asks) if endpoint.asks is not Frame else None
-        gives = (
-            TypeAdapter[Any](endpoint.gives) if endpoint.gives not in (Frame, Response) else None
-        )
+        asks = None if row.asks is Frame else TypeAdapter[Any](row.asks)
 
         async def handle(request: Request) -> Response:
             self._check_token(request)
@@ -101,22 +106,24 @@ class StoreApp:
                 path=path,
                 request=request,
                 holding=self.holding,
+                metrics=self._metrics,
+                limits=self._limits,
             )
-            return _answer(request, await endpoint.act(asked), gives)
+            return _answer(request, await row.act(asked))
 
-        return _telling(handle)
+        return self._telling(row.name, handle)
 
     async def _read(self, request: Request, asks: TypeAdapter[Any] | None) -> object:
         if request.method != "POST":
             return asks and asks.validate_python(dict(request.query_params))
-        body = await bodies.read_body(
-            request, limit=self._body_limit, timeout_s=self._body_timeout_s
-        )
+        body = await bodies.read_body(request, self._limits)
         if asks is None:
             return Frame(body)
         return asks.validate_python(wire.parse_json(body or b"{}"))
 
     def _check_token(self, request: Request) -> None:
+        if self._token is None:
+            return
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         # Of the digests, so that the time tells nothing of the token, not even its length.
         genuine = hmac.compare_digest(_digest(token.strip()), self._token)
@@ -124,12 +131,42 @@ class StoreApp:
             raise Unauthorized("the token is missing or wrong: send 'Authorization: Bearer TOKEN'")
 
     async def _health(self, request: Request) -> Response:
-        """Whether the store can be read."""
-        return await _telling(self._look)(request)
-
-    async def _look(self, request: Request) -> Response:
-        await self._store.steps(limit=0)
+        await self._store.steps(limit=0)  # whether it can be read
         return Response('{"status":"ok"}', media_type=JSON)
+
+    async def _count(self, request: Request) -> Response:
+        self._check_token(request)
+        overview = await self._store.overview()
+        rollouts = {
+            (("run", run), ("status", status)): overview.rollouts.get((run, status), 0)
+            for run in overview.workers
+            for status in Status
+        }
+        workers = {(("run", run),): count for run, count in overview.workers.items()}
+        text = self._metrics.text(
+            rollouts=rollouts, workers=workers, expired_leases=self._store.expired_leases
+        )
+        return Response(text, media_type=TEXT_FORMAT)
+
+    def _telling(self, name: str, handle: Handler) -> Handler:
+        """Tell errors, and count what was told."""
+
+        async def handle_and_tell(request: Request) -> Response:
+            began = time.monotonic()
+            try:
+                with boundary(Crashed, "the server failed"):
+                    response = await _told(handle, request)
+            except Crashed as error:
+                logger.exception("request crashed path=%s", request.url.path)
+                response = _refuse(500, Problem(code="crashed", message=str(error)))
+            self._metrics.request(name, response.status_code, time.monotonic() - began)
+            return response
+
+        return handle_and_tell
+
+
+async def _document(request: Request) -> Response:
+    return Response(to_json(openapi()), media_type=JSON)
 
 
 def _checked(path: Mapping[str, str]) -> Mapping[str, str]:
@@ -140,21 +177,7 @@ def _checked(path: Mapping[str, str]) -> Mapping[str, str]:
     return path
 
 
-def _telling(handle: Handler) -> Handler:
-    """Tell errors; one that is none of ours is a crash of the server."""
-
-    async def handle_and_tell(request: Request) -> Response:
-        try:
-            with boundary(Crashed, request.url.path):
-                return await _handled(handle, request)
-        except Crashed as error:
-            logger.exception("request crashed", exc_info=error)
-            return _refuse(500, Problem(code="crashed", message="the server failed"))
-
-    return handle_and_tell
-
-
-async def _handled(handle: Handler, request: Request) -> Response:
+async def _told(handle: Handler, request: Request) -> Response:
     try:
         return await handle(request)
     except (StoreError, ValidationError) as error:
@@ -179,21 +202,27 @@ def _refuse(status: int, problem: Problem) -> Response:
     return Response(content, status, headers, media_type=JSON)
 
 
-def _answer(request: Request, answer: object, gives: TypeAdapter[Any] | None) -> Response:
+def _answer(request: Request, answer: object) -> Response:
     if isinstance(answer, Response):
         return answer
     if answer is None:
         return Response(status_code=204)
     if isinstance(answer, Frame):
-        content, kind = answer.content, wire.FRAMED
+        content, kind = answer.content, frames.FRAMED
     else:
-        assert gives is not None
-        content, kind = to_json(gives.dump_python(answer)).encode(), JSON
+        content, kind = to_json(cast(JsonValue, answer)).encode(), JSON
     headers = {"Vary": "Accept-Encoding"}
     if len(content) >= PACKED_FROM and "gzip" in request.headers.get("accept-encoding", ""):
-        content = bodies.pack(content)
+        content = gzipped.pack(content)
         headers["Content-Encoding"] = "gzip"
     return Response(content, headers=headers, media_type=kind)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _digest(token: str) -> bytes:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -242,6 +241,17 @@ class SQLStore(Store):
     async def counts(self) -> dict[str, int]:
         return await self._read(self._in_run(directory.read_counts))
 
+    async def overview(self) -> directory.Overview:
+        """All runs of the database at a glance."""
+        now = self._queue.clock()
+        read = self._database.read_long(lambda db: directory.read_overview(db, now))
+        return await asyncio.wrap_future(read)
+
+    @property
+    def expired_leases(self) -> int:
+        """Leases that ran out and cost a worker its attempt, since this process started."""
+        return self._queue.expired
+
     # ------------------------------------------------------------------ retention
 
     async def size(self) -> dict[str, RunSize]:
@@ -288,16 +298,16 @@ class SQLStore(Store):
 
     async def _claim_now(self, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
         claim = Claim(worker, lease_s, wait_s, self._ticket)
-        future = self._database.submit(Bulk(self._queue.claim, self.run, claim))
+        future = self._database.write(Bulk(self._queue.claim, self.run, claim))
         try:
-            return await asyncio.wrap_future(future)
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
             # The commit may be under way: a claim nobody hears of would block its rollout until
             # the lease ran out, and use up one of its attempts.
             future.add_done_callback(self._unclaim)
             raise
 
-    def _unclaim(self, claimed: Future[Attempt | None]) -> None:
+    def _unclaim(self, claimed: asyncio.Future[Attempt | None]) -> None:
         if claimed.cancelled() or claimed.exception() is not None:
             return
         attempt = claimed.result()

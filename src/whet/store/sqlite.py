@@ -1,16 +1,18 @@
 """The store in one SQLite file, for everything that runs on one machine."""
 
+import asyncio
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from whet.errors import StoreClosed, StoreError, boundary
+from whet.errors import StoreClosed
 from whet.store.bell import Bell
 from whet.store.database import Change, Database, Db
+from whet.store.failures import named
 from whet.store.queue import Queue
 from whet.store.schema import connect, open_file
 from whet.store.sql import DEFAULT_RUN, SQLStore
@@ -29,28 +31,41 @@ class SQLiteDatabase(Database):
         self._reads = _reading(path)
         self.bell = Bell()
         self.queue = Queue(clock, self.bell)
-        self._writer = Writer(writes, upkeep=self.queue.upkeep, committed=self.bell.ring_marked)
+        self._writer = Writer(
+            writes,
+            upkeep=self.queue.upkeep,
+            committed=self.bell.ring_marked,
+            guard=lambda: named(path),
+        )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
 
-    def write(self, change: Change[T]) -> Awaitable[T]:
+    def write(self, change: Change[T]) -> asyncio.Future[T]:
         return self._writer.write(change)
 
     def submit(self, change: Change[T]) -> Future[T]:
         return self._writer.submit(change)
 
     def read(self, read: Callable[[Db], T]) -> Future[T]:
-        return _submit(self._reader, lambda: _snapshot(self._reads, read))
+        return _submit(self._reader, lambda: self._snapshot(self._reads, read))
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
         def beside() -> T:
             with closing(_reading(self._path)) as db:
-                return _snapshot(db, read)
+                return self._snapshot(db, read)
 
         return _submit(self._long, beside)
 
     def vacuum(self) -> Future[None]:
         return self._writer.submit(_vacuum, alone=True)
+
+    def _snapshot(self, db: sqlite3.Connection, read: Callable[[Db], T]) -> T:
+        with named(self._path):
+            db.execute("BEGIN")
+            try:
+                return read(db)
+            finally:
+                db.execute("ROLLBACK")
 
     def close(self) -> None:
         self._writer.close()
@@ -89,15 +104,6 @@ def _submit(threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
         return threads.submit(work)
     except RuntimeError as error:
         raise StoreClosed("the store is closed") from error
-
-
-def _snapshot(db: sqlite3.Connection, read: Callable[[Db], T]) -> T:
-    with boundary(StoreError, "store"):
-        db.execute("BEGIN")
-        try:
-            return read(db)
-        finally:
-            db.execute("ROLLBACK")
 
 
 def _vacuum(db: Db) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -50,6 +50,10 @@ class _Refused(WhetError):
     """A change was refused, and may have left something in the transaction."""
 
 
+def _guard() -> AbstractContextManager[None]:
+    return boundary(StoreError, "store")
+
+
 def _never(error: BaseException | None) -> bool:
     return False
 
@@ -63,16 +67,18 @@ class Writer:
         *,
         upkeep: Callable[[Db], float | None],
         committed: Callable[[], None],
+        guard: Callable[[], AbstractContextManager[None]] = _guard,
         transient: Callable[[BaseException | None], bool] = _never,
     ) -> None:
         """`upkeep` ends every transaction and says in how many seconds it is due again.
 
-        A transaction that failed with a `transient` error is done once more: nothing of it was
-        seen by anybody.
+        `guard` names what goes wrong with the database as StoreError. A transaction that failed
+        with a `transient` error is done once more: nothing of it was seen by anybody.
         """
         self._db = db
         self._upkeep = upkeep
         self._committed = committed
+        self._guard = guard
         self._transient = transient
         self._nap_s: float | None = None
         self._jobs = SimpleQueue[_Job | None]()
@@ -178,7 +184,7 @@ class Writer:
     def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[_Reply]:
         """Do all in one transaction; only if `careful` can one be refused without the others."""
         replies: list[_Reply] = []
-        with boundary(StoreError, "store"):
+        with self._guard():
             self._db.execute("BEGIN IMMEDIATE")
             if careful:
                 replies = [(job, self._change_carefully(job)) for job in jobs]
@@ -192,7 +198,7 @@ class Writer:
 
     def _run_alone(self, job: _Job) -> None:
         try:
-            with boundary(StoreError, "store"):
+            with self._guard():
                 [result] = self._do([job])
         except WhetError as error:
             result = error
@@ -209,7 +215,7 @@ class Writer:
     def _change(self, jobs: Sequence[_Job]) -> Sequence[Any]:
         """Change without a way back: refusals are rare, and savepoints are not free."""
         try:
-            with boundary(StoreError, "store"):
+            with self._guard():
                 return self._do(jobs)
         except WhetError as error:
             if not self._db.in_transaction or self._transient(error.__cause__):
@@ -220,7 +226,7 @@ class Writer:
         """Run one change so that it can be undone by itself; a refusal is its result."""
         self._db.execute("SAVEPOINT change")
         try:
-            with boundary(StoreError, "store"):
+            with self._guard():
                 [result] = self._do([job])
         except WhetError as error:
             # A full disk undoes the neighbours too, and so does whoever got in the way.

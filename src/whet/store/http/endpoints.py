@@ -3,7 +3,9 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import zipfile
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,15 +13,17 @@ from types import NoneType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import anyio
+from anyio import to_thread
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from whet.errors import StoreError
-from whet.store.http import wire
-from whet.store.http.bodies import read_stream
+from whet.store.http import frames, wire
+from whet.store.http.bodies import Limits, read_pieces
 from whet.store.http.holding import Holding
-from whet.store.http.problems import Problem, is_fault, tell
+from whet.store.http.metrics import Metrics
+from whet.store.http.problems import Problem, TooLarge, is_fault, tell
 from whet.store.sql import SQLStore
 from whet.types import (
     Attempt,
@@ -39,8 +43,9 @@ Ask = TypeVar("Ask")
 Gives = TypeVar("Gives")
 
 ARCHIVE = "application/zip"
-ARCHIVE_LIMIT = 64 * 2**30
-ARCHIVE_PAUSE_S = 60.0
+FEW_BYTES = 256 * 2**20
+MOST_PACKED = 100
+"""How many times smaller than it is an archive may be, beyond a few bytes."""
 
 
 class Nothing(Value):
@@ -64,6 +69,8 @@ class Asked(Generic[Ask]):
     path: Mapping[str, str]
     request: Request
     holding: Holding
+    metrics: Metrics
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,7 @@ async def _claim(asked: Asked[wire.Claims]) -> wire.ClaimedBatch:
     else:
         claimed, others = [], asked.ask.claims
     claimed += await asyncio.gather(*(one(claim, 0.0) for claim in others))
+    asked.metrics.count("claims", sum(each.attempt is not None for each in claimed))
     return wire.ClaimedBatch(claimed=tuple(claimed))
 
 
@@ -127,14 +135,24 @@ async def _give_back(asked: Asked[Nothing]) -> None:
 
 async def _heartbeat(asked: Asked[wire.Heartbeats]) -> wire.Done:
     """Keep leases."""
-    return await _each(
+    done = await _each(
         [asked.store.heartbeat(one.attempt, lease_s=one.lease_s) for one in asked.ask.heartbeats]
     )
+    asked.metrics.count("heartbeats", done.errors.count(None))
+    return done
 
 
 async def _finish(asked: Asked[wire.Finishes]) -> wire.Done:
     """End attempts. An outcome that comes too late is refused, and kept for the record."""
-    return await _each([asked.store.finish(one.attempt, one.outcome) for one in asked.ask.finishes])
+    finishes = asked.ask.finishes
+    done = await _each([asked.store.finish(one.attempt, one.outcome) for one in finishes])
+    for one, error in zip(finishes, done.errors, strict=True):
+        if error is None:
+            failure = one.outcome.failure
+            asked.metrics.count("outcomes", how=failure.kind if failure else "succeeded")
+        elif error.code == "lease_lost":
+            asked.metrics.count("late_outcomes")
+    return done
 
 
 async def _enqueue(asked: Asked[wire.Enqueue]) -> None:
@@ -182,15 +200,22 @@ async def _release(asked: Asked[wire.Ticketed]) -> wire.Counted:
 
 async def _append(asked: Asked[Frame]) -> wire.Done:
     """Record calls, each once by its id."""
-    calls = wire.read_calls(asked.ask.content)
-    return await _each([asked.store.append(call) for call in calls])
+    calls = frames.read_calls(asked.ask.content)
+    done = await _each([asked.store.append(call) for call in calls])
+    recorded = [c for c, error in zip(calls, done.errors, strict=True) if error is None]
+    sampled = sum(len(each.tokens) for call in recorded for each in call.generations)
+    asked.metrics.count("calls", len(recorded))
+    asked.metrics.count("sampled_tokens", sampled)
+    return done
 
 
 async def _emit(asked: Asked[wire.Emits]) -> wire.Done:
     """Record rewards."""
-    return await _each(
+    done = await _each(
         [asked.store.once(one.ticket).emit(one.attempt, one.reward) for one in asked.ask.rewards]
     )
+    asked.metrics.count("rewards", done.errors.count(None))
+    return done
 
 
 async def _attempt(asked: Asked[Nothing]) -> Attempt:
@@ -201,12 +226,12 @@ async def _attempt(asked: Asked[Nothing]) -> Attempt:
 async def _calls(asked: Asked[Nothing]) -> Frame:
     """The calls of an attempt in the order they were recorded."""
     calls = await asked.store.calls(AttemptId(asked.path["attempt"]))
-    return Frame(wire.frame_calls(map(wire.pack_call, calls)))
+    return Frame(frames.frame_calls(map(frames.pack_call, calls)))
 
 
 async def _trajectories(asked: Asked[wire.RolloutIds]) -> Frame:
     """The succeeded attempts of some rollouts, in the order asked."""
-    return Frame(wire.frame_trajectories(await asked.store.trajectories(asked.ask.rollouts)))
+    return Frame(frames.frame_trajectories(await asked.store.trajectories(asked.ask.rollouts)))
 
 
 async def _failures(asked: Asked[wire.RolloutIds]) -> dict[str, str]:
@@ -313,12 +338,32 @@ async def _load(asked: Asked[wire.Ticketed]) -> None:
     file = _temporary()
     try:
         async with await anyio.open_file(file, "wb") as out:
-            pieces = read_stream(asked.request, limit=ARCHIVE_LIMIT, pause_s=ARCHIVE_PAUSE_S)
-            async for piece in pieces:
+            async for piece in read_pieces(asked.request, asked.limits):
                 await out.write(piece)
-        await asked.store.once(asked.ask.ticket).load(file)
+        await to_thread.run_sync(_check_archive, file, asked.limits.archive)
+        with _without_name(file):
+            await asked.store.once(asked.ask.ticket).load(file)
     finally:
         file.unlink(missing_ok=True)
+
+
+def _check_archive(file: Path, limit: int) -> None:
+    """Refuse what would unpack to much more than runs do. Whether it is one is seen later."""
+    with suppress(zipfile.BadZipFile), zipfile.ZipFile(file) as archive:
+        # A member is read no further than the size it claims.
+        size = sum(member.file_size for member in archive.infolist())
+        if size > min(limit, max(FEW_BYTES, MOST_PACKED * file.stat().st_size)):
+            raise TooLarge(f"the archive would unpack to {size} bytes")
+
+
+@contextmanager
+def _without_name(file: Path) -> Generator[None]:
+    """The file has no name where it came from."""
+    try:
+        yield
+    except StoreError as error:
+        told = type(error)(str(error).replace(repr(str(file)), "the archive"))
+        raise told from error.__cause__
 
 
 def _temporary() -> Path:

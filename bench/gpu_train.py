@@ -1,0 +1,148 @@
+"""How many sampled tokens a second the local trainer learns from, against a padded step.
+
+    python bench/gpu_train.py [--groups 32] [--prompt 300] [--answer 64]
+
+Groups of 16 rows with one prompt, sampled by the local engine. The padded step is what one writes
+with transformers: all rows padded to one length, all logits, log-probabilities of the answers, the
+same loss, fused AdamW; in fp32 with bf16 autocast and in bf16, in micro-batches of several sizes,
+of which the fastest counts. Exits 1 if the trainer is less than three times as fast, or if sampler
+and trainer differ by 0.02 or more in the mean.
+"""
+
+import argparse
+import asyncio
+import gc
+import sys
+import time
+from contextlib import suppress
+
+import gpu_common as gpu
+import torch
+from transformers import AutoModelForCausalLM
+
+from whet.config import AdamConfig, LossConfig
+from whet.rows import normalise
+from whet.trainers.local import LocalTrainer
+from whet.types import Row
+
+GROUP = 16
+GOAL, CLOSE = 3.0, 0.02
+
+
+def padded(folder, rows: list[Row], micro: int, dtype: torch.dtype, device: str) -> tuple:
+    """Seconds and peak memory of a step as one writes it with transformers."""
+    gc.collect()
+    gpu.forget_peak()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa"
+    ).to(device)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
+    autocast = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.float32)
+
+    def step() -> None:
+        for begin in range(0, len(rows), micro):
+            some = rows[begin : begin + micro]
+            width = max(len(row.tokens) for row in some)
+            filled = [[*row.tokens, *[0] * (width - len(row.tokens))] for row in some]
+            ids = torch.tensor(filled, device=device)
+            length = torch.tensor([[len(row.tokens)] for row in some], device=device)
+            start = torch.tensor([[row.spans[0].start] for row in some], device=device)
+            column = torch.arange(width, device=device)
+            with autocast:
+                logits = model(ids, attention_mask=(column < length).long()).logits
+            logp = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+            answer = (column[1:] >= start) & (column[1:] < length)
+            ratio = (logp - logp.detach()).exp()
+            (-(ratio * answer).sum() / (answer.sum() * len(rows) / micro)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+
+    step()
+    return gpu.timed(step, 2), gpu.peak_gb()
+
+
+async def own(folder, prompts, answer: int, device: str, **settings: object) -> tuple:
+    """Rows sampled by the engine, and a step of the trainer on them."""
+    gc.collect()
+    capacity = 1 << (len(prompts[0]) + answer).bit_length()
+    local = gpu.load(folder, device, max(1024, capacity * len(prompts)), **settings)
+    rows = await local.sample(prompts, max_tokens=answer)
+    await local.engine.close()
+    policy = local.policy
+    del local
+    gc.collect()
+    gpu.forget_peak()
+    trainer = LocalTrainer(policy)
+    dealt = [gpu.credited(row, 1.0 if index % 2 else -1.0) for index, row in enumerate(rows)]
+    weighed = normalise(dealt, LossConfig())
+
+    async def step() -> dict[str, float]:
+        metrics = await trainer.forward_backward(weighed, LossConfig())
+        await trainer.optim_step(AdamConfig(lr=1e-6))
+        return dict(metrics)
+
+    first = await step()
+    seconds = float("inf")
+    for _ in range(3):
+        gpu.synchronize()
+        began = time.perf_counter()
+        await step()
+        gpu.synchronize()
+        seconds = min(seconds, time.perf_counter() - began)
+    return rows, seconds, gpu.peak_gb(), first
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=300)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--micro", type=int, nargs="+", default=[32, 64, 128])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="smollm2")
+    args = parser.parse_args()
+    folder = gpu.model_folder(args.model)
+    gpu.head(
+        f"a step on {args.groups} groups of {GROUP} rows, {args.prompt} + {args.answer} tokens"
+    )
+    some = gpu.prompts(folder, args.groups, length=args.prompt)
+    prompts = [p for p in some for _ in range(GROUP)]
+    weights = gpu.weights_in(folder)
+    trained = len(prompts) * args.answer
+
+    def line(way: str, seconds: float, computed: float, peak: float) -> None:
+        mfu = 6 * weights * computed / seconds / gpu.PEAK_FLOPS
+        print(
+            f"{way:<28} {trained / seconds:>10,.0f} {computed / seconds:>11,.0f} {mfu:>6.1%}"
+            f" {peak:>8.1f} {seconds:>8.3f}",
+            flush=True,
+        )
+
+    print(
+        f"{'way':<28} {'trained/s':>10} {'computed/s':>11} {'MFU':>6} {'peak GB':>8} {'step s':>8}"
+    )
+    rows, seconds, peak, metrics = asyncio.run(own(folder, prompts, args.answer, args.device))
+    line("whet", seconds, metrics["computed_tokens"], peak)
+    _, lora, peak, of_lora = asyncio.run(
+        own(folder, prompts, args.answer, args.device, weights="lora")
+    )
+    line("whet, LoRA", lora, of_lora["computed_tokens"], peak)
+    computed = sum(len(row.tokens) for row in rows)
+    best = float("inf")
+    for dtype, name in ((torch.float32, "autocast"), (torch.bfloat16, "bf16")):
+        for micro in args.micro:
+            with suppress(torch.OutOfMemoryError):
+                step, peak = padded(folder, rows, micro, dtype, args.device)
+                line(f"padded, {name}, {micro} rows", step, computed, peak)
+                best = min(best, step)
+    gap = metrics["logprob_gap"]
+    print(f"times the fastest padded step: {best / seconds:.1f}")
+    print(f"mean |log p(trainer) - log p(sampler)|: {gap:.5f}, LoRA {of_lora['logprob_gap']:.5f}")
+    kept = best / seconds >= GOAL and gap < CLOSE
+    print("the goals are kept" if kept else "a goal is missed")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

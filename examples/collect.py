@@ -1,0 +1,31 @@
+"""Enqueue problems, wait for them, and look at what was sampled: an algorithm in twenty lines.
+
+Run it alone, or with WHET_STORE set beside `whet store`, `whet serve` and
+`whet runner examples/collect.py:solve`.
+"""
+
+from statistics import fmean
+
+import whet
+from whet.demos.arithmetic import solve
+from whet.demos.problems import problems
+
+
+@whet.algorithm
+async def collect(store, tasks):
+    ids = [f"problem-{number}" for number in range(len(tasks))]
+    await store.enqueue(
+        [whet.Rollout(id=id, group=id, task=task) for id, task in zip(ids, tasks, strict=True)]
+    )
+    await store.wait(ids)
+    solved = await store.trajectories(ids)
+    for found in solved:
+        turns = [generation.tokens for call in found.calls for generation in call.generations]
+        print(found.attempt.rollout.id, found.reward, "token ids:", *map(list, turns))
+    accuracy = fmean(found.reward for found in solved)
+    print(f"accuracy {accuracy:.0%} of {len(solved)}")
+    return accuracy
+
+
+if __name__ == "__main__":
+    collect.run(solve, problems("test", 8, seed=1))

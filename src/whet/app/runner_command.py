@@ -1,0 +1,82 @@
+"""`whet runner`: runs the agent on what the run has queued; joins and leaves at any time."""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack
+from functools import partial
+
+import anyio
+from anyio import create_task_group
+
+from whet.app.places import joined, place_of, say
+from whet.app.signals import run_async, stoppable
+from whet.app.working import POLICY
+from whet.config import RunnerConfig
+from whet.gateway import keys
+from whet.runners.agent import Agent
+from whet.runners.gateways import Address, RemoteGateways
+from whet.runners.local import LocalRunner
+from whet.types import Attempt, Outcome
+
+TELL_S = 10.0
+"""How often it is said how far it came, if it came further."""
+
+
+def runner_command(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> int:
+    """Run rollouts until told to stop."""
+    run_async(_run, agent, config, args)
+    # A sync agent that was left alone may still be in its thread, which would keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _run(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> None:
+    given = Address(args.gateway.removesuffix("/v1"), POLICY) if args.gateway else None
+    counts = Counter[str]()
+
+    def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
+        failure = outcome.failure
+        counts["ended" if failure is None else failure.kind.value] += 1
+        if failure is not None:
+            say(f"{attempt.id} failed, {failure.kind.value}: {failure.message}")
+
+    async with AsyncExitStack() as stack:
+        stop = await stack.enter_async_context(stoppable())
+        with stop.cancels():
+            place = await place_of(args)
+            store = await stack.enter_async_context(joined(place))
+        if stop.asked.is_set():
+            return
+        key = partial(keys.mint, secret=place.secret)
+        gateways = RemoteGateways(store, key, given=given, say=say)
+        runner = LocalRunner(
+            agent, config, store=store, gateways=gateways, name=args.name, on_outcome=on_outcome
+        )
+        say(f"runner {runner.name} joined run {place.run} of {place.address}")
+
+        async def leave_when_asked() -> None:
+            await stop.asked.wait()
+            say(f"runner {runner.name} leaves: {runner.running} attempts may end, {args.grace:g} s")
+            runner.leave(args.grace)
+
+        async def tell() -> None:
+            told = 0
+            while True:
+                await anyio.sleep(TELL_S)
+                if counts.total() > told:
+                    told = counts.total()
+                    say(f"{_counted(counts)}, {runner.running} running")
+
+        async with create_task_group() as tasks:
+            tasks.start_soon(leave_when_asked)
+            tasks.start_soon(tell)
+            await runner.run()
+            tasks.cancel_scope.cancel()
+        say(f"runner {runner.name} left: {_counted(counts)}")
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "nothing was run"
