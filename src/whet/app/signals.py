@@ -10,6 +10,7 @@ from typing import TypeVar, TypeVarTuple, Unpack, cast
 
 import anyio
 from anyio import CancelScope, create_task_group
+from anyio.abc import TaskStatus
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -65,8 +66,9 @@ async def stoppable() -> AsyncGenerator[Stop]:
     """Ctrl-C and SIGTERM ask the block to stop; asked twice, the process ends at once."""
     stop = Stop()
 
-    async def listen() -> None:
+    async def listen(*, task_status: TaskStatus[None]) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
             async for _ in signals:
                 if stop.asked.is_set():
                     sys.stdout.flush()
@@ -74,7 +76,7 @@ async def stoppable() -> AsyncGenerator[Stop]:
                 stop.ask()
 
     async with create_task_group() as tasks:
-        tasks.start_soon(listen)
+        await tasks.start(listen)
         yield stop
         tasks.cancel_scope.cancel()
 

@@ -1,5 +1,6 @@
 """`whet train --store`: the process that trains, while others serve and run."""
 
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,8 +22,10 @@ from whet.policies.catalogue import resolve_model
 from whet.protocols import Directory
 from whet.store.sql import DEFAULT_RUN
 
-LOOK_S = 5.0
+LOOK_S = 2.0
 """How often it is looked who is there."""
+LONELY_S = 15.0
+"""After so long without a runner it is said how to start one."""
 
 
 def joint_folder(values: dict[str, JsonValue], console: Console) -> RunFolder:
@@ -78,16 +81,19 @@ async def attended(directory: Directory, note: Callable[[str], None]) -> AsyncGe
 
     async def look() -> None:
         nonlocal here
-        lonely = False
+        seen = anyio.current_time()
         while True:
             now = {worker.name for worker in await directory.workers() if worker.due > time.time()}
             for name in sorted(now - here):
                 note(f"runner {name} is here")
             for name in sorted(here - now):
                 note(f"runner {name} is gone")
-            if not now and not lonely:
+            here = now
+            if here:
+                seen = anyio.current_time()
+            elif anyio.current_time() > seen + LONELY_S:
+                seen = math.inf
                 note("no runner is here: start one with `whet runner module:agent`")
-            here, lonely = now, not now
             await anyio.sleep(LOOK_S)
 
     async with create_task_group() as tasks:
