@@ -7,7 +7,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from conftest import ARGUMENTS, CALLING, CHAT_TOOL, FLAT_TOOL, Gateway, Json, NewGateway
-from whet.types import Fork
+from whet.rows import build_rows
+from whet.types import Credit, Fork, Outcome
 
 pytestmark = pytest.mark.anyio
 
@@ -127,12 +128,28 @@ async def test_what_is_not_stored_or_was_deleted_is_not_found(gateway: Gateway) 
     secret = await gateway.post(PATH, ask("hi", store=False))
     gone = await gateway.send("DELETE", f"{PATH}/{kept['id']}")
     assert gone.json() == {"id": kept["id"], "object": "response", "deleted": True}
-    for id in (kept["id"], secret["id"], "resp_0", "chatcmpl-1"):
-        assert (await gateway.send("GET", f"{PATH}/{id}")).status_code == 404
-        again = await gateway.send("POST", PATH, ask("hi", previous_response_id=id))
-        assert again.status_code == 404
-        assert id in again.json()["error"]["message"]
-    assert len(await gateway.calls()) == 2
+    assert (await gateway.send("DELETE", f"{PATH}/{kept['id']}")).status_code == 404
+    *_, deletion = await gateway.calls()
+    for _ in range(2):
+        for id in (kept["id"], secret["id"], f"resp_{deletion.id}", "resp_0", "chatcmpl-1"):
+            assert (await gateway.send("GET", f"{PATH}/{id}")).status_code == 404
+            again = await gateway.send("POST", PATH, ask("hi", previous_response_id=id))
+            assert again.status_code == 404
+            assert id in again.json()["error"]["message"]
+        gateway.restart()
+
+
+async def test_what_a_deleted_response_sampled_is_trained_all_the_same(gateway: Gateway) -> None:
+    reply = await gateway.post(PATH, ask("hi"))
+    await gateway.send("DELETE", f"{PATH}/{reply['id']}")
+    await gateway.store.finish(gateway.attempt.id, Outcome(reward=1.0))
+    [trajectory] = await gateway.store.trajectories([gateway.attempt.rollout.id])
+    call, deletion = trajectory.calls
+    assert deletion.generations == ()
+    [row] = build_rows([Credit(trajectory, {call.generation_id(0): 1.0})]).rows
+    assert row.tokens == (*call.context, *call.generations[0].tokens)
+    late = await gateway.send("DELETE", f"{PATH}/{reply['id']}")
+    assert late.status_code in (404, 409)
 
 
 async def test_a_response_is_its_attempts_own(new_gateway: NewGateway) -> None:

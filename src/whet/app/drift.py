@@ -49,6 +49,8 @@ class Drift:
         self.unproven += len(built.unproven)
         self.constrained += len(built.constrained)
         for call in trajectory.calls:
+            if not call.generations:
+                continue  # a deletion: nothing was served
             sampled = sum(len(g.tokens) for g in call.generations)
             self.calls += 1
             self.prompt_tokens += call.prompt_length

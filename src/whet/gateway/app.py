@@ -18,7 +18,8 @@ from whet.gateway.dialects.dialect import Dialect, Json, Told, validate
 from whet.gateway.dialects.messages import CountRequest, MessagesDialect
 from whet.gateway.dialects.parts import openai_error
 from whet.gateway.dialects.responses import ResponsesDialect
-from whet.gateway.dialects.responses_lookup import delete_response, list_input, show_response
+from whet.gateway.dialects.responses_items import find_response
+from whet.gateway.dialects.responses_lookup import list_input, show_response
 from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from whet.gateway.graph import Graph
 from whet.gateway.service import Service, Source
@@ -75,7 +76,7 @@ class _Gateway:
             *(Route("POST", each.path, self._turns(each)) for each in dialects),
             Route("POST", "/messages/count_tokens", self._count(messages)),
             Route("GET", "/responses/{id}/input_items", self._responses(list_input)),
-            Route("DELETE", "/responses/{id}", self._responses(delete_response)),
+            Route("DELETE", "/responses/{id}", self._delete_response),
             Route("GET", "/responses/{id}", self._responses(self._show_response)),
             Route("GET", "/models", self._models),
             Route("GET", "/models/{id:path}", self._model),
@@ -127,6 +128,12 @@ class _Gateway:
 
     def _show_response(self, graph: Graph, id: str, request: Request) -> Json:
         return show_response(graph, id, request, self._service.renderer.template)
+
+    async def _delete_response(self, request: Request) -> Reply:
+        _, graph = await self._service.find(self._caller(request).attempt)
+        id = str(request.params["id"])
+        await self._service.delete(find_response(graph, id))
+        return JsonReply({"id": id, "object": "response", "deleted": True})
 
     async def _models(self, request: Request) -> Reply:
         self._caller(request)

@@ -15,6 +15,8 @@ from whet.types import Call, CallId, Fork, Generation, GenerationId
 
 TEXT = "text"
 """Where `Origin.shown` keeps the text of a raw prompt, after the parent's."""
+DELETED = "deleted"
+"""Where it keeps the id of a call that is not to be shown any more; such a call sampled nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Graph:
     def add(self, call: Call) -> None:
         """Make the call's turns something to continue from."""
         self.calls[call.id] = call
+        if (deleted := call.origin.shown.get(DELETED)) is not None:
+            self.hidden.add(CallId(str(deleted)))
         self.size += len(call.context) + sum(len(g.tokens) for g in call.generations)
         context = tuple(Message.from_json(m) for m in call.messages)
         for index, generation in enumerate(call.generations):

@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from whet.errors import LeaseLost, PromptTooLong
 from whet.gateway.constraint import Constraint
 from whet.gateway.conversations import Conversations
-from whet.gateway.graph import TEXT, Graph, Turn
+from whet.gateway.graph import DELETED, TEXT, Graph, Turn
 from whet.gateway.memory import PromptMemory
 from whet.gateway.messages import Message
 from whet.gateway.pieces import OnPiece, join_pieces
@@ -221,6 +221,28 @@ class Service:
                 raise
             await self._conversations.add(call)
         return call
+
+    async def delete(self, call: Call) -> None:
+        """Show a call to nobody any more, nor after a restart. What it sampled stays recorded.
+
+        Raises:
+            LeaseLost: its attempt has ended.
+        """
+        deletion = Call(
+            id=self._new_id(),
+            attempt=call.attempt,
+            parent=None,
+            root=call.root,
+            messages=(),
+            context=(),
+            prompt_length=0,
+            prompt_digest=digest_tokens(()).hexdigest(),
+            generations=(),
+            created=time.time(),
+            origin=Origin(dialect="delete", model=call.origin.model, shown={DELETED: call.id}),
+        )
+        await self._log.append(deletion)
+        await self._conversations.add(deletion)
 
     def lost(self, prompt: Prompt) -> None:
         """The client did not get the whole reply: an equal request is answered with it, once."""

@@ -1,4 +1,4 @@
-"""Stored responses, shown again, listed and forgotten."""
+"""Stored responses, shown again and listed."""
 
 from pydantic import JsonValue
 
@@ -25,13 +25,6 @@ def show_response(graph: Graph, id: str, request: Request, template: ChatTemplat
     output = output_items(call.id, message, whole=generation.stop == "stop")
     response = response_object(call.id, call.created, call.origin.model, shown)
     return finished(response, call, template, output)
-
-
-def delete_response(graph: Graph, id: str, request: Request) -> Json:
-    """Forget a response, until the gateway starts again: what was sampled stays recorded."""
-    call = find_response(graph, id)
-    graph.hidden.add(call.id)
-    return {"id": id, "object": "response", "deleted": True}
 
 
 def list_input(graph: Graph, id: str, request: Request) -> Json:
