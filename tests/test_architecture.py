@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runners": SHARED,
     "gateway": SHARED,
     "store": SHARED | {"serving"},
+    "tracking": SHARED | {"jsonlines"},
     "policies": SHARED,
     "trainers": SHARED | {"policies"},
     "engines": SHARED | {"policies"},
@@ -38,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demos": PUBLIC,
     "app": SHARED
     | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies"}
-    | {"trainers", "engines", "demos", "serving", "jsonlines", ""},
+    | {"trainers", "engines", "demos", "serving", "jsonlines", "tracking", ""},
     # The package itself: its names are imported when they are asked for, not before.
     "": set(),
 }
@@ -58,6 +59,9 @@ FENCES: dict[str, set[str]] = {
     "uvicorn": {"serving"},
     "openai": {"demos"},
     "httpx": {"app"},
+    "tensorboard": {"tracking"},
+    "wandb": {"tracking"},
+    "mlflow": {"tracking"},
     "rich": {"app"},
     "matplotlib": {"app"},
     "argparse": {"app"},

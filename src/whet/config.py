@@ -195,6 +195,19 @@ class EvaluationConfig(Section):
     """Resamples behind the 95 % interval."""
 
 
+class TrackingConfig(Section):
+    """Where the numbers of a run go, besides the terminal and its store."""
+
+    names: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...] = ("jsonl",)
+    """Any of `jsonl`, `tensorboard`, `wandb` and `mlflow`; all but the first need an extra."""
+    project: Annotated[str, Field(min_length=1)] = "whet"
+    """The project of W&B, and the experiment of MLflow."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """`offline` needs no account; as W&B's own settings say if absent."""
+    mlflow_uri: str | None = None
+    """MLflow's server or database; `MLFLOW_TRACKING_URI`, else `<dir>/mlflow.db`, if absent."""
+
+
 class RunConfig(Section):
     """Everything a run depends on, besides the agent and its tasks."""
 
@@ -221,6 +234,7 @@ class RunConfig(Section):
     runner: RunnerConfig = RunnerConfig()
     gateway: GatewayConfig = GatewayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _has_a_reference(self) -> Self:

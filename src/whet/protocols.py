@@ -321,3 +321,22 @@ class Collector(Protocol):
     async def collect(self, rollouts: Sequence[Rollout]) -> list[Group]:
         """Run the rollouts, or find them done; one group for each group name, in order."""
         ...
+
+
+class Tracker(Protocol):
+    """Keeps the numbers of a run where people look at them. May block, and may raise anything."""
+
+    last_step: int
+    """The last step it has, of this process or an earlier one; 0 if none, 1 is the first."""
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Keep what a step came to."""
+        ...
+
+    def finish(self, result: Metrics) -> None:
+        """Keep what the run came to."""
+        ...
+
+    def close(self) -> None:
+        """Send what is held back and let go."""
+        ...

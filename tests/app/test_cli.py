@@ -168,7 +168,7 @@ def test_a_run_of_your_own_agent_from_the_command_line(
 ) -> None:
     (folder / "run.toml").write_text("steps = 2\ntasks_per_step = 2\n[trainer]\nweights = 'full'")
     common = [*TRAIN, "--model", str(model), "--config", "run.toml", "--group-size", "4"]
-    told = [*common, "--held-out", "tasks.jsonl", "--json"]
+    told = [*common, "--held-out", "tasks.jsonl", "--json", "--tracking.names=jsonl,tensorboard"]
 
     done = here(capsys, *told, "--name", "mine")
 
@@ -187,6 +187,14 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     again = here(capsys, *told, "--resume")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout) | {"seconds": 0} == numbers | {"seconds": 0}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["config", "step", "step", "result"]
+    assert lines[1].keys() >= {
+        *("reward", "mismatch_kl", "clip_fraction", "staleness", "silent_groups", "entropy"),
+        *("trained_tokens", "collect_seconds", "train_seconds"),
+    }
+    assert lines[-1]["rollouts"] == 16
+    assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each process
 
     refused(here(capsys, *told, "--name", "mine"), "exists already")
     refused(here(capsys, *told, "--resume", "mine", "--steps", "9"), "keeps its config: 'steps'")

@@ -13,10 +13,12 @@ from whet.app.training import Result, run_training
 from whet.config import RunConfig
 from whet.policies.catalogue import resolve_model
 from whet.runners.agent import Agent
+from whet.tracking import check_installed
 
 
 def new_run(config: RunConfig, kind: str, console: Console) -> RunFolder:
     """A folder for a new run, once its model is there: a run that cannot start leaves nothing."""
+    check_installed(config.tracking)
     resolve_model(config.model, progress=lambda text: console.print(text, highlight=False))
     return RunFolder.create(config, kind)
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from whet.app.evaluation import plan_trials
 from whet.app.evaluator import Evaluation, remember_models, run_evaluation
 from whet.app.folder import RunFolder
 from whet.app.relay import check_endpoint
+from whet.app.signals import run_async
 from whet.app.sources import EndpointModel, Model, read_models
 from whet.app.tasks import load_tasks
 from whet.config import resolve
@@ -142,7 +142,7 @@ def _work(
     """Do what is left of an evaluation, and say what it came to."""
     folder = prepared.folder
     with ConsoleDisplay(console) as display:
-        evaluation = anyio.run(
+        evaluation = run_async(
             partial(
                 run_evaluation,
                 agent,

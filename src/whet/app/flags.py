@@ -77,7 +77,7 @@ def config_leaves(
 
 
 def _split(text: str) -> list[str]:
-    return text.split(",")
+    return text.split(",") if text else []
 
 
 def _describe(field: FieldInfo) -> str:

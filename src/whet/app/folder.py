@@ -23,6 +23,10 @@ MAY_CHANGE = frozenset(
         "gateway.port",
         "runner.concurrency",
         "runner.lease_s",
+        "tracking.mlflow_uri",
+        "tracking.names",
+        "tracking.project",
+        "tracking.wandb_mode",
         "trainer.micro_batch_tokens",
     }
 )

@@ -16,11 +16,24 @@ from whet.app.evaluation import evaluate, plan_trials, read_scores
 from whet.app.folder import RunFolder
 from whet.app.scores import Interval, Scores
 from whet.app.tasks import training_plan
+from whet.app.tracked import comparison_metrics, tracked
 from whet.app.wire import Run, open_run
 from whet.runners.agent import Agent
-from whet.types import Attempt, Outcome, StepRecord
+from whet.tracking.tracking import Tracking
+from whet.types import Attempt, Metrics, Outcome, StepRecord
 
 logger = logging.getLogger(__name__)
+
+TOTALS = (
+    "rollouts",
+    "failed_rollouts",
+    "calls",
+    "rows",
+    "trained_rollouts",
+    "trained_tokens",
+    "unproven_rows",
+)
+"""Metrics of steps whose sum says something of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +68,16 @@ class Result:
             "gain_ci95": list(self.gain_ci95) if self.gain_ci95 else None,
             "comparison": self.comparison.as_json() if self.comparison else None,
             "tasks": self.comparison.tasks if self.comparison else 0,
-            "rollouts": self.total("rollouts"),
-            "failed_rollouts": self.total("failed_rollouts"),
-            "calls": self.total("calls"),
-            "rows": self.total("rows"),
-            "trained_rollouts": self.total("trained_rollouts"),
-            "trained_tokens": self.total("trained_tokens"),
-            "unproven_rows": self.total("unproven_rows"),
+            **{name: self.total(name) for name in TOTALS},
             "rewards": [round(step.metrics["reward"], 4) for step in self.steps],
             "run": str(self.run),
         }
+
+    def metrics(self) -> Metrics:
+        """The same for trackers: totals of the run, and what the comparison says."""
+        totals = {name: float(self.total(name)) for name in TOTALS}
+        compared: Metrics = comparison_metrics(self.comparison) if self.comparison else {}
+        return {"seconds": self.seconds, "steps": len(self.steps), **totals, **compared}
 
     def _side(self, name: str) -> dict[str, float] | None:
         """A mean for each measure, and how many rollouts failed."""
@@ -96,16 +109,18 @@ async def train_and_compare(
 ) -> Result:
     """Do what is left of a run. Whatever the store has already is not done again."""
     began = time.monotonic()
-    before = await _evaluation("before", held_out, run, display)
-    await _steps(tasks, run, display)
-    after = await _evaluation("after", held_out, run, display)
-    await run.trainer.export(run.folder.model)
-    result = Result(
-        run=run.folder.path,
-        steps=tuple(await run.store.steps()),
-        comparison=_compare(before, after, run),
-        seconds=time.monotonic() - began,
-    )
+    async with tracked(run.folder, display.note) as tracking:
+        before = await _evaluation("before", held_out, run, display)
+        await _steps(tasks, run, display, tracking)
+        after = await _evaluation("after", held_out, run, display)
+        await run.trainer.export(run.folder.model)
+        result = Result(
+            run=run.folder.path,
+            steps=tuple(await run.store.steps()),
+            comparison=_compare(before, after, run),
+            seconds=time.monotonic() - began,
+        )
+        tracking.finish(result.metrics())
     run.folder.write_report(result.as_json())
     return result
 
@@ -120,10 +135,17 @@ async def _evaluation(
     return read_scores(trials, await evaluate(trials, collector=run.collector, directory=run.store))
 
 
-async def _steps(tasks: Sequence[JsonValue], run: Run, display: Display) -> None:
+async def _steps(
+    tasks: Sequence[JsonValue], run: Run, display: Display, tracking: Tracking
+) -> None:
     config = run.config
-    for record in await run.store.steps():
+
+    def tell(record: StepRecord) -> None:
         display.step(record, config.steps)
+        tracking.step(record.step + 1, record.metrics)
+
+    for record in await run.store.steps():
+        tell(record)
     display.phase("train", config.tasks_per_step * config.group_size)
     records = loop.train(
         training_plan(tasks, config),
@@ -136,7 +158,7 @@ async def _steps(tasks: Sequence[JsonValue], run: Run, display: Display) -> None
     )
     async for record in records:
         _forget_others(run.folder.checkpoints, record.checkpoint)
-        display.step(record, config.steps)
+        tell(record)
         display.phase("train", config.tasks_per_step * config.group_size)
 
 

@@ -10,15 +10,15 @@ from anyio import create_task_group
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.display import ConsoleDisplay
+from whet.app.console import new_run
+from whet.app.display import ConsoleDisplay, Display
 from whet.app.folder import RunFolder
 from whet.app.places import find_place, joined
 from whet.app.report import draw_picture, print_report
 from whet.app.signals import run_async
-from whet.app.training import Display, Result, train_and_compare
+from whet.app.training import Result, train_and_compare
 from whet.app.wire import open_training
 from whet.config import resolve
-from whet.policies.catalogue import resolve_model
 from whet.protocols import Directory
 from whet.store.sql import DEFAULT_RUN
 
@@ -36,8 +36,7 @@ def joint_folder(values: dict[str, JsonValue], console: Console) -> RunFolder:
     if folder.config_file.exists():
         folder.resume(values)
         return folder
-    resolve_model(config.model, progress=lambda text: console.print(text, highlight=False))
-    return RunFolder.create(config, "train")
+    return new_run(config, "train", console)
 
 
 def train_joint(

@@ -1,0 +1,76 @@
+"""Numbers for MLflow: a server, or a database file beside the runs."""
+
+import logging
+import os
+import time
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from whet.config import TrackingConfig
+from whet.errors import ConfigError, boundary
+from whet.protocols import Tracker
+from whet.tracking.run import Note, TrackedRun
+from whet.types import Metrics
+
+LONGEST_PARAM = 500
+BATCH = 100
+"""What MLflow takes of parameters, and how many at once."""
+
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Ours gives up after a minute; MLflow would try for many.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+"""Where the user has not set it otherwise."""
+
+
+class MlflowTracker(Tracker):
+    """An MLflow run in the experiment of the project; a resumed run of ours continues it."""
+
+    def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        beside = run.folder.parent.parent / "mlflow.db"
+        own = f"sqlite:///{beside.absolute()}"
+        uri = config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        with boundary(ConfigError, f"MLflow cannot start at {uri!r}"):
+            self._client = MlflowClient(tracking_uri=uri)
+            note = Note(run, "mlflow")
+            known = note.read()
+            if known.get("uri") == uri:
+                self._run = str(known["run"])
+                self._client.update_run(self._run, status="RUNNING")
+            else:
+                self._run = self._begin(config.project, run)
+                note.write({"uri": uri, "run": self._run})
+            history = self._client.get_metric_history(self._run, "reward")
+        self.last_step = max((metric.step for metric in history), default=0)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._log(metrics, step)
+        self.last_step = step
+
+    def finish(self, result: Metrics) -> None:
+        self._log({f"result/{name}": value for name, value in result.items()}, self.last_step)
+        self._client.set_terminated(self._run)
+
+    def close(self) -> None:
+        pass
+
+    def _begin(self, project: str, run: TrackedRun) -> str:
+        found = self._client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        begun = self._client.create_run(experiment, run_name=run.name).info.run_id
+        settings = [Param(key, str(v)[:LONGEST_PARAM]) for key, v in run.settings().items()]
+        for start in range(0, len(settings), BATCH):
+            self._client.log_batch(begun, params=settings[start : start + BATCH])
+        return begun
+
+    def _log(self, values: Metrics, step: int) -> None:
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)

@@ -1,0 +1,57 @@
+"""Numbers for Weights & Biases; offline it needs neither an account nor a network."""
+
+import os
+import secrets
+
+import wandb
+
+from whet.config import TrackingConfig
+from whet.errors import ConfigError
+from whet.protocols import Tracker
+from whet.tracking.run import Note, TrackedRun
+from whet.types import Metrics
+
+
+class WandbTracker(Tracker):
+    """A W&B run that a resumed run of ours continues: it has the same id in every process.
+
+    What an offline run has is only known to itself, so how far it came is noted beside it.
+    """
+
+    def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        self._note = Note(run, "wandb")
+        known = self._note.read()
+        self._id = known.get("id") or secrets.token_hex(4)
+        self.last_step = int(known.get("last_step", 0))
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                name=run.name,
+                id=self._id,
+                dir=run.folder,
+                mode=config.wandb_mode,
+                config=dict(run.config),
+                resume="allow",
+                reinit="create_new",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except (wandb.Error, OSError) as error:
+            raise ConfigError(
+                f"W&B cannot start: {error} (without an account: --tracking.wandb-mode offline)"
+            ) from error
+        self._remember(self.last_step)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+        self._remember(step)
+
+    def finish(self, result: Metrics) -> None:
+        self._run.summary.update({f"result/{name}": value for name, value in result.items()})
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _remember(self, step: int) -> None:
+        self.last_step = step
+        self._note.write({"id": self._id, "last_step": step})

@@ -1,0 +1,104 @@
+"""A tracker that fails or hangs is said once, and never stops or holds up training."""
+
+import importlib.util
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from whet.config import TrackingConfig
+from whet.errors import ConfigError, MissingExtra
+from whet.protocols import Tracker
+from whet.tracking import build_tracker, check_installed
+from whet.tracking.run import TrackedRun
+from whet.tracking.tracking import Tracking
+from whet.types import Metrics
+
+
+class Scripted(Tracker):
+    """Keeps what it is told, and raises or waits where it is asked to."""
+
+    def __init__(
+        self,
+        *,
+        last_step: int = 0,
+        fails_at: tuple[int, ...] = (),
+        gate: threading.Event | None = None,
+    ) -> None:
+        self.last_step = last_step
+        self.told: list[object] = []
+        self._fails_at = fails_at
+        self._gate = gate
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        if self._gate is not None:
+            self._gate.wait(30)
+        if step in self._fails_at:
+            raise ConnectionError("the network\nis gone")
+        self.told.append(step)
+
+    def finish(self, result: Metrics) -> None:
+        self.told.append(dict(result))
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+def test_all_trackers_are_told_what_they_do_not_know_yet() -> None:
+    new, resumed = Scripted(), Scripted(last_step=2)
+    tracking = Tracking({"new": new, "resumed": resumed}, warn=pytest.fail)
+    for step in (1, 2, 3):
+        tracking.step(step, {"reward": 0.5})
+    tracking.finish({"gain": 1.0})
+    tracking.close()
+    assert new.told == [1, 2, 3, {"gain": 1.0}, "closed"]
+    assert resumed.told == [3, {"gain": 1.0}, "closed"]
+
+
+def test_a_tracker_that_fails_is_told_of_once_and_tried_again() -> None:
+    warned: list[str] = []
+    shaky, other = Scripted(fails_at=(2, 3)), Scripted()
+    tracking = Tracking({"shaky": shaky, "other": other}, warn=warned.append)
+    for step in (1, 2, 3, 4):
+        tracking.step(step, {})
+    tracking.close()
+    assert shaky.told == [1, 4, "closed"]
+    assert other.told == [1, 2, 3, 4, "closed"]
+    assert warned == [
+        "tracking with shaky failed: ConnectionError: the network is gone; training goes on",
+        "tracking with shaky failed 2 times in all",
+    ]
+
+
+def test_a_tracker_that_hangs_holds_up_nobody() -> None:
+    warned: list[str] = []
+    gate = threading.Event()
+    tracking = Tracking({"stuck": Scripted(gate=gate)}, warn=warned.append)
+    began = time.monotonic()
+    for step in range(1, 100):
+        tracking.step(step, {})
+    tracking.close(patience_s=0.1)
+    assert time.monotonic() - began < 5
+    assert warned == ["tracking with stuck takes too long and is left unfinished"]
+    gate.set()
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
+    )
+    check_installed(TrackingConfig(names=("jsonl", "tensorboard", "mlflow")))
+    with pytest.raises(MissingExtra, match=r"pip install 'whet\[wandb\]'"):
+        check_installed(TrackingConfig(names=("jsonl", "wandb")))
+
+
+def test_wandb_without_an_account_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    run = TrackedRun("mine", tmp_path, {})
+    with pytest.raises(ConfigError, match=r"--tracking\.wandb-mode offline"):
+        build_tracker("wandb", TrackingConfig(wandb_mode="online"), run)
