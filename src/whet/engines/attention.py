@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from whet.errors import EngineError
+
 try:
     from whet.engines import kernel
 except ModuleNotFoundError:  # Triton comes only with a torch that has a GPU
@@ -18,6 +20,9 @@ except ModuleNotFoundError:  # Triton comes only with a torch that has a GPU
 
 NAME = "whet_slots"
 """Of this attention, for transformers."""
+
+UNKNOWN = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""What some models' attention does besides."""
 
 ULP = 2.0**-7
 """How far two results in bf16 may be apart that differ in one rounding."""
@@ -41,9 +46,12 @@ def attend(
     *,
     slots: Slots,
     scaling: float | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """What transformers calls; keys and values are the pool's, (P, H, D)."""
+    for name in UNKNOWN:
+        if others.get(name) is not None:
+            raise EngineError(f"attention with {name} is not known here")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda:
         assert kernel is not None

@@ -8,6 +8,7 @@ kernels; one by one they take eight times as long as they run.
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from whet.engines import attention
 from whet.engines.slots import SlotCache
+from whet.errors import EngineError
 from whet.policies.local import LocalPolicy
 
 logger = logging.getLogger(__name__)
@@ -26,8 +28,9 @@ Ids = NDArray[np.int64]
 
 NARROWEST = 16
 """Columns of a prefill; wider ones are powers of two."""
-AGREES = 0.05
-"""Mean difference of log-probabilities between two ways to compute the same in bf16."""
+AGREES = 0.5
+"""Mean difference in logits between two ways to compute the same: far above what bf16 rounds."""
+LIKELIEST = 100
 
 
 class Forward(Protocol):
@@ -229,7 +232,7 @@ def build_forward(policy: LocalPolicy, positions: int) -> Forward:
 def _agree(static: Static, policy: LocalPolicy) -> bool:
     """Whether static passes compute what the model computes."""
     ids = np.arange(8) % policy.vocabulary
-    with policy.lock:
+    with policy.lock, suppress(EngineError):
         plain = policy.model(input_ids=torch.tensor(ids[None], device=policy.device)).logits[0, -1]
         static.cache.resize(1, static.cache.positions)
         static.cache.active = 1
@@ -237,7 +240,14 @@ def _agree(static: Static, policy: LocalPolicy) -> bool:
         own = static.step(ids[-1:])[0]
         static.cache.active = 0
         static.cache.forget()
-    gap = (plain.float().log_softmax(-1) - own.float().log_softmax(-1)).abs().mean().item()
+        return _near(plain, own)
+    return False
+
+
+def _near(plain: Tensor, own: Tensor) -> bool:
+    top = plain.topk(min(LIKELIEST, len(plain))).indices
+    gap = (plain[top] - own[top]).abs().mean().item()
+    logger.info("static passes agree with the model to within gap=%.4f", gap)
     return gap < AGREES
 
 

@@ -207,6 +207,7 @@ class LocalEngine(Engine):
             longest = max((len(request.tokens) for request in self._waiting), default=0)
             fresh = np.full((len(self._waiting), longest), NOTHING, np.int32)
         admitted = 0
+        placed: dict[bytes, tuple[int, int]] = {}
         longest = self._lanes.longest
         while admitted < len(fresh) and (request := self._next_waiting()):
             tokens = np.asarray(request.tokens, np.int32)
@@ -215,11 +216,18 @@ class LocalEngine(Engine):
                 later.append(request)
                 break
             self._make_room(len(self._lanes) + 1, longest)
-            source, shared = self._cache.longest_prefix(tokens)
-            if longest_prefix(fresh[:admitted], tokens)[1] >= shared + WORTH_WAITING_FOR:
+            # The rest of a group is known from the first of it, without another search.
+            if equal := placed.get(tokens.tobytes()):
+                (source, shared), coming = equal, len(tokens) - 1
+            else:
+                source, shared = self._cache.longest_prefix(tokens)
+                coming = longest_prefix(fresh[:admitted], tokens)[1]
+            if coming >= shared + WORTH_WAITING_FOR:
                 later.append(request)
                 continue
-            self._place(request, source, min(shared, len(tokens) - 1))
+            shared = min(shared, len(tokens) - 1)
+            self._place(request, source, shared)
+            placed.setdefault(tokens.tobytes(), (len(self._lanes) - 1, shared))
             fresh[admitted, : len(tokens)] = tokens
             admitted += 1
         with self._wake:
@@ -261,8 +269,9 @@ class LocalEngine(Engine):
         row = len(self._lanes)
         if source < row or shared < cache.length_S[source]:
             # Empty ones first, then the one used longest ago.
-            idle = np.lexsort((cache.used_S[row:], cache.length_S[row:] > 0))
-            target = row + int(idle[0])
+            target = row
+            if cache.length_S[row]:
+                target += int(np.lexsort((cache.used_S[row:], cache.length_S[row:] > 0))[0])
             cache.copy_prefix(source, target, shared)
             source = target
         cache.swap(row, source)

@@ -162,6 +162,8 @@ class SlotCache(Cache):
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two slots."""
+        if a == b:
+            return
         order = list(range(max(a, b) + 1))
         order[a], order[b] = b, a
         self.reorder(order)
