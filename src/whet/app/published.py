@@ -41,9 +41,10 @@ class PublishedPolicy(Value):
         """Whether an engine made for the other can load these weights."""
         return self._shape() == other._shape()
 
-    def _shape(self) -> tuple[str, str, int, int]:
+    def _shape(self) -> tuple[str | int, ...]:
         trainer = self.trainer
-        return self.model, trainer.weights, trainer.lora_rank, trainer.lora_alpha
+        lora = (trainer.lora_rank, trainer.lora_alpha) if trainer.weights == "lora" else ()
+        return self.model, trainer.weights, trainer.precision, *lora
 
 
 async def announce_model(resources: Resources, config: RunConfig) -> None:

@@ -20,6 +20,9 @@ from whet.policies.local import LocalPolicy
 from whet.protocols import Resources, Store
 from whet.runners.gateways import PREFIX
 
+ONLY_SAMPLED = {"gradient_checkpointing": False, "keep_reference": False}
+"""Of the trainer's settings, what costs time or memory and does nothing here."""
+
 LOOK_S = 0.5
 """How often a policy is looked for while there is none."""
 
@@ -43,7 +46,7 @@ async def _serve_run(store: Store, place: Place, config: RunConfig, url: str | N
     published = await _policy(store)
     policy = LocalPolicy(
         resolve_model(published.model, progress=say),
-        published.trainer,
+        published.trainer.model_copy(update=ONLY_SAMPLED),
         device=config.engine.device,
         seed=published.seed,
     )
