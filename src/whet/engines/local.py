@@ -211,6 +211,9 @@ class LocalEngine(Engine):
         longest = self._lanes.longest
         while admitted < len(fresh) and (request := self._next_waiting()):
             tokens = np.asarray(request.tokens, np.int32)
+            if len(tokens) > fresh.shape[1]:  # it came after the others were counted
+                later.append(request)
+                break
             longest = max(longest, len(tokens))
             if not self._fits(len(self._lanes) + 1, longest):
                 later.append(request)
