@@ -46,10 +46,13 @@ class TrainerConfig(Section):
     """What sampler and trainer compute in; `auto` is `bf16` on a GPU, `fp32` on a CPU.
     Log-probabilities, trained weights and optimizer are fp32 in any case."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens in one forward and backward pass; shared prefixes count once. 16384 on a GPU and
-    2048 on a CPU if absent; halved when memory runs out."""
+    """Tokens in one forward and backward pass; shared prefixes count once. If absent 2048 on a CPU,
+    and on a GPU what fills about half of it. Halved when memory runs out."""
     gradient_checkpointing: bool = False
     """Compute every layer twice to keep less of it: slower, for a fraction of the memory."""
+    compile: bool = False
+    """Compile the layers for training: up to a minute at the first step, then faster ones; for a
+    GPU and long runs."""
     keep_reference: bool = False
     """Keep a copy of the weights as they were, for `loss.kl` with full weights."""
 

@@ -1,6 +1,6 @@
 """The distribution tokens are sampled from: one definition for the sampler and the trainer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,19 +39,12 @@ class Shaping:
         """What logits are divided by."""
         return self.temperature_N.masked_fill(self.temperature_N == 0, 1.0)[:, None]
 
-    def part(self, which: slice) -> "Shaping":
-        """That of some of the positions."""
-        return self._with(lambda one_N: one_N[which])
-
-    def repeated(self, counts_N: Tensor) -> "Shaping":
-        """Each position so many times over."""
-        return self._with(lambda one_N: one_N.repeat_interleave(counts_N))
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "Shaping":
+    def part(self, which: slice | Tensor) -> "Shaping":
+        """That of some of the positions, by slice or by index."""
         return Shaping(
-            change(self.temperature_N),
-            change(self.top_p_N),
-            change(self.top_k_N),
+            self.temperature_N[which],
+            self.top_p_N[which],
+            self.top_k_N[which],
             self.scales,
             self.truncates,
         )

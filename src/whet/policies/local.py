@@ -103,8 +103,8 @@ class LocalPolicy:
         """All but the head: gives hidden states."""
         self.head = Head(cast(nn.Linear, model.get_output_embeddings()), hf_config)
         self._refuse_other_heads()
-        if config.gradient_checkpointing:
-            _recompute_layers(self.body)
+        if config.gradient_checkpointing or config.compile:
+            _train_layers_otherwise(self.body, config)
         self._base: Mapping[str, Tensor] = {}
         """The weights as they were loaded, where that was asked for."""
         if config.keep_reference and config.weights == "full":
@@ -169,6 +169,19 @@ class LocalPolicy:
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
 
+    def micro_batch_tokens(self) -> int:
+        """Tokens that a training pass may have, where the config does not say."""
+        if self.device.type == "cpu":
+            return 2048
+        config = cast(dict[str, int], self.wrapped.config.to_dict())
+        # What a layer keeps of a token for the backward pass, by measurement.
+        kept = 10 * config["hidden_size"] + 5 * config["intermediate_size"]
+        if self.config.gradient_checkpointing:
+            kept = config["hidden_size"]
+        _, total = torch.cuda.mem_get_info(self.device)
+        tokens = total // (2 * kept * config["num_hidden_layers"] * self.dtype.itemsize)
+        return max(2048, min(65_536, tokens))
+
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self.trainable().items():
             parameter.data = weights[name]
@@ -198,18 +211,27 @@ def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Peft
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
-def _recompute_layers(body: nn.Module) -> None:
-    """Have every layer keep only its input for the backward pass, and compute the rest again.
+def _train_layers_otherwise(body: nn.Module, config: TrainerConfig) -> None:
+    """Have passes that are trained run each layer compiled, or twice to keep less of it.
 
-    Not by transformers' own switch, which needs training mode and takes the sampler's cache away.
+    Not by transformers' own switches: they need training mode and take the sampler's cache away.
     """
     for layer in cast(nn.ModuleList, body.layers):
-        layer.forward = partial(_recomputed, layer.forward)
+        plain = trained = cast(Callable[..., Tensor], layer.forward)
+        if config.compile:
+            trained = torch.compile(trained, dynamic=True)
+        if config.gradient_checkpointing:
+            trained = partial(_recomputed, trained)
+        layer.forward = partial(_by_mode, plain, trained)
 
 
-def _recomputed(forward: Callable[..., Tensor], *args: Tensor, **settings: object) -> Tensor:
-    if not torch.is_grad_enabled():
-        return forward(*args, **settings)
+def _by_mode(
+    plain: Callable[..., Tensor], trained: Callable[..., Tensor], *args: object, **settings: object
+) -> Tensor:
+    return (trained if torch.is_grad_enabled() else plain)(*args, **settings)
+
+
+def _recomputed(forward: Callable[..., Tensor], *args: object, **settings: object) -> Tensor:
     twice = cast(Callable[..., Tensor], torch.utils.checkpoint.checkpoint)
     whole = partial(forward, **settings)
     return twice(whole, *args, use_reentrant=False, preserve_rng_state=False)

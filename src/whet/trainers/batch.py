@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from whet.policies.distribution import Shaping
@@ -33,30 +33,27 @@ class Batch:
     @classmethod
     def of(cls, tree: Tree, device: torch.device) -> "Batch":
         spans = [(i, nodes, row, s) for i, (row, nodes) in enumerate(tree.rows) for s in row.spans]
-        count_S = torch.tensor([len(span.logprobs) for *_, span in spans])
+        count_S = np.array([len(span.logprobs) for *_, span in spans])
         settings = [(span.temperature, span.top_p, span.top_k) for *_, span in spans]
 
-        def each(values: list[float]) -> Tensor:
-            return torch.tensor(values).repeat_interleave(count_S).to(device)
+        def integers(values: Iterable[Iterable[int]]) -> Tensor:
+            return torch.from_numpy(np.fromiter(chain.from_iterable(values), np.int64)).to(device)
 
-        def integers(parts: Iterable[ArrayLike]) -> Tensor:
-            return _flat(parts, np.int64).to(device)
+        def floats(values: Iterable[Iterable[float]]) -> Tensor:
+            return torch.from_numpy(np.fromiter(chain.from_iterable(values), np.float32)).to(device)
 
-        def floats(parts: Iterable[ArrayLike]) -> Tensor:
-            return _flat(parts, np.float32).to(device)
+        def each(values: list[float], dtype: type[np.float32] | type[np.int64]) -> Tensor:
+            return torch.from_numpy(np.repeat(np.array(values, dtype), count_S)).to(device)
 
+        sources = [nodes[s.start - 1 : s.end - 1] for _, nodes, _, s in spans]
         return cls(
-            source_N=integers(nodes[s.start - 1 : s.end - 1] for _, nodes, _, s in spans),
+            source_N=torch.from_numpy(np.concatenate(sources)).to(device),
             target_N=integers(row.tokens[s.start : s.end] for _, _, row, s in spans),
-            row_N=each([index for index, *_ in spans]),
+            row_N=each([index for index, *_ in spans], np.int64),
             rows=len(tree.rows),
             version_N=integers(span.versions for *_, span in spans),
             sampled_N=floats(span.logprobs for *_, span in spans),
             advantage_N=floats(span.advantages for *_, span in spans),
-            weight_N=each([span.weight for *_, span in spans]),
-            shaping=Shaping.of(settings, device).repeated(count_S.to(device)),
+            weight_N=each([span.weight for *_, span in spans], np.float32),
+            shaping=Shaping.of(settings, device).part(each([*range(len(spans))], np.int64)),
         )
-
-
-def _flat(parts: Iterable[ArrayLike], dtype: type[np.int64] | type[np.float32]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts]))

@@ -35,8 +35,6 @@ TOTALS = ("loss", "trained_tokens", "computed_tokens")
 MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness", "reference_kl")
 """Over trained tokens."""
 
-MICRO_BATCH = {"cuda": 16_384, "cpu": 2048}
-"""Tokens of a pass where the config says nothing."""
 SMALLEST_MICRO_BATCH = 64
 
 
@@ -47,7 +45,7 @@ class LocalTrainer(Trainer):
         self._policy = policy
         self._threads = threads
         self._weights = TrainedWeights(policy)
-        self._most_tokens = policy.config.micro_batch_tokens or MICRO_BATCH[policy.device.type]
+        self._most_tokens = policy.config.micro_batch_tokens or policy.micro_batch_tokens()
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         return await self._in_thread(lambda: self._forward_backward(rows, loss))

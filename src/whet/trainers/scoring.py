@@ -71,11 +71,13 @@ class _Chunk:
         if self._shaping.truncates:  # what was cut off is nothing times minus infinity
             logp_CV = logp_CV.masked_fill(logp_CV == -torch.inf, 0.0)
         self._logp_CV = logp_CV
-        self.entropy_C = -(self._p_CV * logp_CV).sum(dim=-1)
+
+    def entropy(self) -> Tensor:
+        return -cast(Tensor, torch.linalg.vecdot(self._p_CV, self._logp_CV))
 
     def entropy_slope(self, times_C1: Tensor) -> Tensor:
         """How the entropies change with the logits, each times a number."""
-        slope_CV = self._p_CV * (self._logp_CV + self.entropy_C[:, None]) * -times_C1
+        slope_CV = self._p_CV * (self._logp_CV + self.entropy()[:, None]) * -times_C1
         return slope_CV / self._shaping.divisor_N1
 
     def logp_slope(self, times_C1: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class _Score(torch.autograd.Function):
                 logits_CV = job.head(hidden_CD)
             chunk = _Chunk(job, part, logits_CV.detach())
             logp.append(chunk.logp_C)
-            entropy.append(chunk.entropy_C)
+            entropy.append(chunk.entropy())
             if slopes:
                 one_C1 = torch.ones_like(chunk.logp_C)[:, None]
                 if job.entropy_slope:

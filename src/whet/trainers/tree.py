@@ -36,31 +36,32 @@ class Tree:
     """How many nodes it has."""
     rows: list[tuple[Row, Nodes]] = field(default_factory=list[tuple[Row, Nodes]])
     """Each row with the node of each of its tokens."""
-    _tokens: Nodes = field(default_factory=lambda: np.empty(0, np.int64))
-    """Of the last row."""
+    _tokens: list[Nodes] = field(default_factory=list[Nodes])
+    """Of each row."""
     _added: list[int] = field(default_factory=list[int])
     """How many nodes each row added: its last ones."""
 
-    def add(self, row: Row, shared: int) -> None:
+    def add(self, row: Row, tokens: Nodes, shared: int) -> None:
         """Add a row; rows come sorted by their tokens."""
-        tokens = np.array(row.tokens)
         known = self.rows[-1][1][:shared] if self.rows else np.empty(0, np.int64)
         fresh = np.arange(self.size, self.size + len(tokens) - shared)
         self.rows.append((row, np.concatenate([known, fresh])))
         self.size += len(fresh)
-        self._tokens = tokens
+        self._tokens.append(tokens)
         self._added.append(len(fresh))
 
-    def shared(self, row: Row) -> int:
+    def shared(self, tokens: Nodes) -> int:
         """How many of its tokens a row would share, if it comes next in order."""
-        length = min(len(self._tokens), len(row.tokens))
-        differs = np.flatnonzero(self._tokens[:length] != np.array(row.tokens[:length]))
+        if not self._tokens:
+            return 0
+        length = min(len(self._tokens[-1]), len(tokens))
+        differs = np.flatnonzero(self._tokens[-1][:length] != tokens[:length])
         return int(differs[0]) if len(differs) else length
 
     @property
     def tokens(self) -> Nodes:
         """The id of each node."""
-        return self._fresh([np.array(row.tokens) for row, _ in self.rows])
+        return self._fresh(self._tokens)
 
     @property
     def depth(self) -> Nodes:
@@ -95,8 +96,9 @@ class Tree:
             query_ends=ends(queries),
             key_ends=ends(keys),
             keys=torch.from_numpy(np.concatenate([nodes for _, nodes in runs])).to(device),
-            most_queries=max(queries),
-            most_keys=max(keys),
+            # Powers of two: compiled code is for one value of each.
+            most_queries=1 << (max(queries) - 1).bit_length(),
+            most_keys=1 << (max(keys) - 1).bit_length(),
         )
 
     def _fresh(self, values: Sequence[NDArray[np.int64]]) -> Nodes:
@@ -111,12 +113,13 @@ def pack(rows: Sequence[Row], most_tokens: int, *, enough: int = ENOUGH) -> Iter
     """
     tree = Tree()
     for row in sorted(rows, key=lambda row: row.tokens):
-        shared = tree.shared(row)
-        added = len(row.tokens) - shared
-        stranger = tree.size >= enough and 2 * added > len(row.tokens)
+        tokens = np.array(row.tokens)
+        shared = tree.shared(tokens)
+        added = len(tokens) - shared
+        stranger = tree.size >= enough and 2 * added > len(tokens)
         if tree.rows and (stranger or tree.size + added > most_tokens):
             yield tree
             tree, shared = Tree(), 0
-        tree.add(row, shared)
+        tree.add(row, tokens, shared)
     if tree.rows:
         yield tree
