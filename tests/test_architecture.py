@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rows": {"types", "config"},
     "serving": {"errors"},
     "selection": {"types", "config"},
-    "algorithms": {"types", "protocols", "config"},
+    "algorithms": SHARED | {"rows"},
     "runners": SHARED,
     "gateway": SHARED,
     "store": SHARED | {"serving"},
@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policies": SHARED,
     "trainers": SHARED | {"policies"},
     "engines": SHARED | {"policies"},
-    "loop": SHARED | {"rows", "selection"},
+    "step": SHARED | {"rows", "selection"},
+    "loop": SHARED | {"step"},
     "demos": PUBLIC,
     "app": SHARED
     | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies"}

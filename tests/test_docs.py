@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.algorithms import READ_BY
 from whet.app.cli import build_parser
 from whet.app.flags import PREFIX, config_leaves
 
@@ -106,3 +107,10 @@ def test_the_program_of_the_first_screen_runs_as_printed(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     base, trained = re.findall(r"greedy +│ +([\d.]+)% │ +([\d.]+)%", done.stdout)[0]
     assert float(trained) - float(base) >= 30
+
+
+def test_the_page_on_algorithms_shows_the_example_and_names_every_algorithm() -> None:
+    page = (DOCS / "algorithms.md").read_text()
+    [shown] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert shown in (ROOT / "examples" / "own_algorithm.py").read_text()
+    assert all(f"| `{name}` |" in page for name in READ_BY)

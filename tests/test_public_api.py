@@ -15,7 +15,7 @@ SIGNATURES = {
     "Evaluation": "(run: pathlib.Path, models: collections.abc.Mapping[str, str], "
     "comparison: whet.app.comparison.Comparison, results: pathlib.Path, picture: pathlib.Path, "
     "seconds: float) -> None",
-    "Result": "(run: pathlib.Path, steps: tuple[whet.types.StepRecord, ...], "
+    "Result": "(run: pathlib.Path, steps: tuple[whet.types.learned.StepRecord, ...], "
     "comparison: whet.app.comparison.Comparison | None, seconds: float) -> None",
     "Rollout": None,
     "RunConfig": None,
@@ -33,6 +33,7 @@ SIGNATURES = {
     "train": "(agent: collections.abc.Callable[..., typing.Any], "
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], *, "
     "held_out: str | pathlib.Path | collections.abc.Sequence[JsonValue] | None = None, "
+    "algorithm: whet.protocols.Algorithm | dict[str, JsonValue] | None = None, "
     "resume: bool = False, store: str | None = None, quiet: bool = False, "
     "**settings: JsonValue) -> whet.app.training.Result",
 }

@@ -130,12 +130,32 @@ class LossConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """How rewards become credit."""
+    """How rewards become credit. A key that the chosen algorithm does not read is refused."""
 
-    name: Literal["grpo"] = "grpo"
-    """Credit is reward minus the group's mean."""
+    name: str = "grpo"
+    """`grpo`, `rloo`, `reinforce`, `reinforce++`, `positive`, `greedy`, `best_of_n`,
+    `distillation`, or your own as `module:Class` or `file.py:Class`."""
+    credit: Literal["attempt", "turn"] = "attempt"
+    """`attempt`: every answer of a rollout is worth what the attempt earned; `turn`: each what
+    was earned from it on, with rewards for turns, calls and agents."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What a reward counts one turn earlier, with `credit` by `turn`."""
+    reward_keys: tuple[str, ...] = ()
+    """Further keys of emitted rewards that are added to the reward."""
+    logged_keys: tuple[str, ...] = ()
+    """Keys of emitted rewards that are logged and not learned from; any other key is an error."""
     divide_by_std: bool = False
-    """Divide by the group's standard deviation, as the GRPO paper does."""
+    """`grpo`: divide by the group's standard deviation, as its paper does."""
+    group_baseline: bool = False
+    """`reinforce++`: subtract each group's mean before normalising over the step."""
+    baseline_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """`reinforce`: what is kept of the running mean of rewards from step to step."""
+    success: float = 1.0
+    """`greedy`: the reward from which an answer counts as right."""
+    teacher: str | None = None
+    """`distillation`: the model to learn from, named like `model`."""
+    refill: Annotated[int, Field(ge=1)] = 1
+    """Draw further tasks for silent groups, up to this many times `tasks_per_step` in all."""
 
 
 class SelectionConfig(Section):
@@ -226,7 +246,7 @@ class RunConfig(Section):
     """Updates of the policy."""
     tasks_per_step: Annotated[int, Field(ge=1)] = 8
     """Groups in a step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(ge=1)] = 8
     """Rollouts of each task in a step."""
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()

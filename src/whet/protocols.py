@@ -279,11 +279,28 @@ class Engine(Protocol):
         ...
 
 
-class Algorithm(Protocol):
-    """Gives credit. Arithmetic on rewards: no tokens, no tensors."""
+class Scorer(Protocol):
+    """Says how likely given tokens are, to a model that need not have sampled them."""
 
-    def credit(self, group: Group) -> list[Credit]:
-        """What each generation of the group is worth; empty if the group teaches nothing."""
+    async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """Of every token after a sequence's first, given those before it, at temperature 1.
+
+        Raises:
+            EngineError: the model cannot score them.
+        """
+        ...
+
+
+class Algorithm(Protocol):
+    """Gives credit. Arithmetic on rewards: no tensors, and nothing remembered between steps."""
+
+    async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
+        """What the generations of a step's groups are worth; a group without credit is silent.
+
+        `past` are the steps before, oldest first: whatever an algorithm would remember it reads
+        there, so that a resumed run gives the credit an undisturbed one would have given. It may
+        be asked again with more groups of the same step.
+        """
         ...
 
 

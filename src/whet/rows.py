@@ -130,13 +130,16 @@ def _row(
     return Row(tuple(tokens[:end]), tuple(spans), rollout.id, rollout.group), failed
 
 
-def _span(id: GenerationId, start: int, generation: Generation, advantage: float) -> SampledSpan:
+def _span(
+    id: GenerationId, start: int, generation: Generation, advantage: float | tuple[float, ...]
+) -> SampledSpan:
+    per_token = isinstance(advantage, tuple)
     return SampledSpan(
         generation=id,
         start=start,
         logprobs=generation.logprobs,
         versions=generation.versions,
-        advantages=(advantage,) * len(generation.tokens),
+        advantages=advantage if per_token else (advantage,) * len(generation.tokens),
         weight=1.0,
         temperature=generation.sampling.temperature,
         top_p=generation.sampling.top_p,

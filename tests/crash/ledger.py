@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from anyio import fail_after
 from pydantic import JsonValue
 
-from whet.algorithms.grpo import GRPO
+from whet.algorithms import build_algorithm
 from whet.app.evaluation import plan_trials
 from whet.app.folder import RunFolder
 from whet.app.tasks import training_plan
+from whet.protocols import Algorithm
 from whet.rows import build_rows
 from whet.store.sqlite import SQLiteStore
 from whet.types import Group, StepRecord, Trajectory
@@ -27,14 +28,16 @@ async def audit(
         version = 0
         planned: list[str] = []
         for step in steps:
-            ids = [rollout.id for rollout in plan(step.step)]
+            first = step.step * config.tasks_per_step
+            groups = range(first, first + config.tasks_per_step)
+            ids = [rollout.id for group in groups for rollout in plan(group)]
             planned += ids
             assert list(step.consumed) == ids, "a step consumed other rollouts than planned"
             with fail_after(5):
                 await store.wait(ids)  # returns at once: all of them are terminal
             trajectories = await store.trajectories(ids)
             assert sampled_by(trajectories) <= {version}, "sampled by weights of another step"
-            check_rows(step, trajectories, GRPO(config.algorithm))
+            await check_rows(step, trajectories, build_algorithm(config))
             version = step.version
         for when, expected in (("before", 0), ("after", version)):
             ids = [trial.rollout.id for trial in plan_trials(when, held_out, config)]
@@ -49,12 +52,14 @@ def sampled_by(trajectories: Sequence[Trajectory]) -> set[int]:
     return {v for call in calls for generation in call.generations for v in generation.versions}
 
 
-def check_rows(step: StepRecord, trajectories: Sequence[Trajectory], algorithm: GRPO) -> None:
+async def check_rows(
+    step: StepRecord, trajectories: Sequence[Trajectory], algorithm: Algorithm
+) -> None:
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.attempt.rollout.group, []).append(trajectory)
     ordered: list[Group] = list(groups.values())
-    built = build_rows([credit for group in ordered for credit in algorithm.credit(group)])
+    built = build_rows(await algorithm.credit(ordered, []))
     assert built.unproven == ()
     assert step.metrics["unproven_rows"] == 0
     assert len(built.rows) == step.metrics["rows"]

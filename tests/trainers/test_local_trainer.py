@@ -146,7 +146,7 @@ async def test_a_grpo_step_moves_the_policy_by_what_adam_says() -> None:
         talk = Conversation(f"r{index}")
         talk.call([0], generation([side], [math.log(0.3 if side == 0 else 0.7)]))
         trajectories.append(talk.ended(reward))
-    credits = GRPO(AlgorithmConfig()).credit(trajectories)
+    credits = await GRPO(AlgorithmConfig()).credit([trajectories], [])
     rows = normalise(build_rows(credits).rows, PPO)
     policy = HandMade(coin, 2)
     trainer = LocalTrainer(policy)

@@ -1,10 +1,15 @@
 """Group relative policy optimisation."""
 
-from statistics import fmean, pstdev
+from collections.abc import Sequence
+from statistics import fmean, stdev
 
+from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
-from whet.types import Credit, Group
+from whet.types import Credit, Group, StepRecord
+
+EPSILON = 1e-6
+"""Beside a standard deviation: scores that differ by rounding alone are no signal."""
 
 
 class GRPO(Algorithm):
@@ -12,26 +17,20 @@ class GRPO(Algorithm):
 
     Not divided by the standard deviation unless asked: that weights a task by how often it is
     solved (arXiv:2503.20783). A group whose rewards are all equal teaches nothing and is dropped,
-    so no forward pass is spent on it. The mean is over rollouts, whatever their rows.
+    so no forward pass is spent on it.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
 
-    def credit(self, group: Group) -> list[Credit]:
-        rewards = [trajectory.reward for trajectory in group]
-        if len(set(rewards)) < 2:
-            return []
-        mean = fmean(rewards)
-        scale = pstdev(rewards) if self._config.divide_by_std else 1.0
-        return [
-            Credit(
-                trajectory,
-                {
-                    call.generation_id(index): (trajectory.reward - mean) / scale
-                    for call in trajectory.calls
-                    for index in range(len(call.generations))
-                },
-            )
-            for trajectory in group
-        ]
+    async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
+        return compare(groups, self._config, self._baselines)
+
+    def _baselines(self, scores: Scores) -> Baselines:
+        return [self._of_group(group) for group in scores]
+
+    def _of_group(self, scores: Sequence[float]) -> Sequence[Baseline] | None:
+        if len(set(scores)) < 2:
+            return None
+        scale = stdev(scores) + EPSILON if self._config.divide_by_std else 1.0
+        return [Baseline(fmean(scores), scale)] * len(scores)

@@ -14,6 +14,7 @@ from whet.app.addresses import STORE_VARIABLE
 from whet.app.algorithm import OwnAlgorithm
 from whet.app.algorithm_run import run_algorithm
 from whet.app.console import new_run, work
+from whet.app.credit import check_own, name_of
 from whet.app.display import stopped
 from whet.app.folder import RunFolder
 from whet.app.loading import load_function
@@ -22,6 +23,7 @@ from whet.app.training import Result
 from whet.app.training_process import joint_folder, train_joint
 from whet.config import resolve
 from whet.errors import ConfigError
+from whet.protocols import Algorithm
 from whet.runners.agent import Agent, check_agent
 
 
@@ -30,6 +32,7 @@ def train(
     tasks: Tasks,
     *,
     held_out: Tasks | None = None,
+    algorithm: Algorithm | dict[str, JsonValue] | None = None,
     resume: bool = False,
     store: str | None = None,
     quiet: bool = False,
@@ -37,10 +40,11 @@ def train(
 ) -> Result:
     """Train the model behind an agent on tasks; `settings` are keys of the config.
 
-    With `held_out` tasks the base and the trained model are compared on them. `resume` continues
-    the run that `name` names, or the newest. With a `store`, or WHET_STORE in the environment,
-    this process only trains: `whet serve` and `whet runner` at that store do the rest, and the
-    same call goes on with a run that was begun.
+    With `held_out` tasks the base and the trained model are compared on them. `algorithm` is one
+    of your own, or keys of the config like all others. `resume` continues the run that `name`
+    names, or the newest. With a `store`, or WHET_STORE in the environment, this process only
+    trains: `whet serve` and `whet runner` at that store do the rest, and the same call goes on
+    with a run that was begun.
 
     Raises:
         ConfigError: something the caller can mend; nothing was started.
@@ -49,11 +53,17 @@ def train(
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []
     console = Console(quiet=quiet)
+    own = None
+    if isinstance(algorithm, dict):
+        settings |= {"algorithm": algorithm}
+    elif algorithm is not None:
+        own = check_own(algorithm)
+        settings |= {"algorithm": {"name": name_of(own)}}
     if (address := store or os.environ.get(STORE_VARIABLE)) is not None:
         joint = joint_folder(settings, console)
-        return train_joint(train_on, compare_on, joint, console, address=address)
+        return train_joint(train_on, compare_on, joint, console, address=address, algorithm=own)
     folder = _folder(settings, console, resume=resume)
-    return work(agent, train_on, compare_on, folder, console)
+    return work(agent, train_on, compare_on, folder, console, own)
 
 
 def train_command(

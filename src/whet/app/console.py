@@ -6,12 +6,14 @@ import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
+from whet.algorithms import check_algorithm
 from whet.app.display import ConsoleDisplay
 from whet.app.folder import RunFolder
 from whet.app.report import draw_picture, print_report
 from whet.app.training import Result, run_training
 from whet.config import RunConfig
 from whet.policies.catalogue import resolve_model
+from whet.protocols import Algorithm
 from whet.runners.agent import Agent
 from whet.tracking import check_installed
 
@@ -19,6 +21,7 @@ from whet.tracking import check_installed
 def new_run(config: RunConfig, kind: str, console: Console) -> RunFolder:
     """A folder for a new run, once its model is there: a run that cannot start leaves nothing."""
     check_installed(config.tracking)
+    check_algorithm(config)
     resolve_model(config.model, progress=lambda text: console.print(text, highlight=False))
     return RunFolder.create(config, kind)
 
@@ -29,10 +32,11 @@ def work(
     held_out: Sequence[JsonValue],
     folder: RunFolder,
     console: Console,
+    algorithm: Algorithm | None = None,
 ) -> Result:
     """Do what is left of a run, and say what it came to."""
     with ConsoleDisplay(console) as display:
-        result = anyio.run(run_training, agent, tasks, held_out, folder, display)
+        result = anyio.run(run_training, agent, tasks, held_out, folder, display, algorithm)
     draw_picture(result, folder.picture)
     print_report(console, result)
     return result

@@ -29,24 +29,24 @@ def load_tasks(source: Tasks) -> list[JsonValue]:
 
 
 def training_plan(tasks: Sequence[JsonValue], config: RunConfig) -> Callable[[int], list[Rollout]]:
-    """What each step runs: every task once an epoch, in an order the seed decides.
+    """The rollouts of each group: every task once an epoch, in an order the seed decides.
 
-    A pure function of the step, so a resumed run asks for the same rollouts by the same ids.
+    A pure function of the group's number, so a resumed run asks for the same rollouts by the
+    same ids.
     """
+    # What is reinforced shall be what an evaluation sees.
+    temperature = 0.0 if config.algorithm.name == "greedy" else config.runner.temperature
 
-    def plan(step: int) -> list[Rollout]:
-        first = step * config.tasks_per_step
+    def plan(group: int) -> list[Rollout]:
+        task = _nth_task(tasks, group, config.seed)
         return [
             Rollout(
-                id=f"train-{step:06d}-{place:04d}-{sample:03d}",
-                group=f"train-{step:06d}-{place:04d}",
+                id=f"train-{group:06d}-{sample:03d}",
+                group=f"train-{group:06d}",
                 task=task,
-                sampling=SamplingOverride(temperature=config.runner.temperature),
+                sampling=SamplingOverride(temperature=temperature),
                 timeout_s=config.runner.timeout_s,
                 max_attempts=config.runner.max_attempts,
-            )
-            for place, task in enumerate(
-                _nth_task(tasks, first + i, config.seed) for i in range(config.tasks_per_step)
             )
             for sample in range(config.group_size)
         ]

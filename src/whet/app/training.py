@@ -18,6 +18,7 @@ from whet.app.scores import Interval, Scores
 from whet.app.tasks import training_plan
 from whet.app.tracked import comparison_metrics, tracked
 from whet.app.wire import Run, open_run
+from whet.protocols import Algorithm
 from whet.runners.agent import Agent
 from whet.tracking.tracking import Tracking
 from whet.types import Attempt, Metrics, Outcome, StepRecord
@@ -93,14 +94,21 @@ async def run_training(
     held_out: Sequence[JsonValue],
     folder: RunFolder,
     display: Display,
+    algorithm: Algorithm | None = None,
 ) -> Result:
-    """Do what is left of a run in this process."""
+    """Do what is left of a run in this process.
+
+    An `algorithm` of the user's own stands for the one the config names.
+    """
     folder.keep_tasks(tasks, held_out)
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
         display.ended(1)
 
-    async with open_run(agent, folder, on_outcome=on_outcome, progress=display.note) as run:
+    parts = open_run(
+        agent, folder, algorithm=algorithm, on_outcome=on_outcome, progress=display.note
+    )
+    async with parts as run:
         return await train_and_compare(run, tasks, held_out, display)
 
 

@@ -19,7 +19,7 @@ from whet.app.signals import run_async
 from whet.app.training import Result, train_and_compare
 from whet.app.wire import open_training
 from whet.config import resolve
-from whet.protocols import Directory
+from whet.protocols import Algorithm, Directory
 from whet.store.sql import DEFAULT_RUN
 
 LOOK_S = 2.0
@@ -46,10 +46,11 @@ def train_joint(
     console: Console,
     *,
     address: str,
+    algorithm: Algorithm | None = None,
 ) -> Result:
     """Do what is left of a run whose rollouts other processes run, and say what it came to."""
     with ConsoleDisplay(console) as display:
-        result = run_async(_train, tasks, held_out, folder, display, address)
+        result = run_async(_train, tasks, held_out, folder, display, address, algorithm)
     draw_picture(result, folder.picture)
     print_report(console, result)
     return result
@@ -61,13 +62,16 @@ async def _train(
     folder: RunFolder,
     display: Display,
     address: str,
+    algorithm: Algorithm | None,
 ) -> Result:
     directory = folder.path.parent.parent
     place = await find_place(address, folder.path.name, directory)
     folder.keep_tasks(tasks, held_out)
     async with (
         joined(place) as store,
-        open_training(folder, store, on_ended=display.ended, progress=display.note) as parts,
+        open_training(
+            folder, store, algorithm=algorithm, on_ended=display.ended, progress=display.note
+        ) as parts,
         attended(store, display.note),
     ):
         return await train_and_compare(parts, tasks, held_out, display)

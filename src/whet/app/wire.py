@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from whet.algorithms.grpo import GRPO
+from whet.app.credit import open_algorithm
 from whet.app.folder import RunFolder
 from whet.app.published import PublishingTrainer
 from whet.app.working import POLICY, Gateway, agents_at_work
@@ -49,13 +49,18 @@ async def open_run(
     agent: Agent,
     folder: RunFolder,
     *,
+    algorithm: Algorithm | None = None,
     on_outcome: Callable[[Attempt, Outcome], None],
     progress: Callable[[str], None],
 ) -> AsyncGenerator[Run]:
-    """Start store, engine, gateway and runner; stop them in turn when done."""
+    """Start store, engine, gateway and runner; stop them in turn when done.
+
+    An `algorithm` that is given stands for the one the config names.
+    """
     check_agent(agent)
     config = folder.config()
     model = resolve_model(config.model, progress=progress)
+    algorithm = algorithm or open_algorithm(config, model, progress=progress)
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.owned())
         store = await stack.enter_async_context(SQLiteStore(folder.store))
@@ -72,7 +77,7 @@ async def open_run(
             folder=folder,
             store=store,
             collector=QueueCollector(queue=store, log=store),
-            algorithm=GRPO(config.algorithm),
+            algorithm=algorithm,
             trainer=trainer,
             gateway=gateway.own_endpoint,
         )
@@ -85,12 +90,14 @@ async def open_training(
     folder: RunFolder,
     store: Store,
     *,
+    algorithm: Algorithm | None = None,
     on_ended: Callable[[int], None],
     progress: Callable[[str], None],
 ) -> AsyncGenerator[Run]:
     """The part of a run that trains; gateways and runners are other processes of the store."""
     config = folder.config()
     model = resolve_model(config.model, progress=progress)
+    algorithm = algorithm or open_algorithm(config, model, progress=progress)
     with folder.owned():
         policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
         trainer = PublishingTrainer(
@@ -110,7 +117,7 @@ async def open_training(
             collector=QueueCollector(
                 queue=store, log=store, resources={POLICY: "latest"}, on_ended=on_ended
             ),
-            algorithm=GRPO(config.algorithm),
+            algorithm=algorithm,
             trainer=trainer,
         )
 

@@ -47,6 +47,9 @@ class FakeTrainer(Trainer):
                 advantage * span.weight for span in spans for advantage in span.advantages
             ),
             "trained_tokens": float(sum(row.trained_tokens for row in rows)),
+            "mismatch_kl": 0.0,
+            "clip_fraction": 0.0,
+            "entropy": 0.0,
         }
 
     async def optim_step(self, adam: AdamConfig) -> Metrics:

@@ -1,0 +1,23 @@
+"""REINFORCE on what went well."""
+
+from collections.abc import Sequence
+
+from whet.algorithms.returns import score
+from whet.config import AlgorithmConfig
+from whet.protocols import Algorithm
+from whet.types import Credit, Group, StepRecord
+
+
+class PositiveOnly(Algorithm):
+    """Advantage is the reward where it is above zero; everything else is left out.
+
+    With rewards of 0 and 1 this is likelihood training on the successes. Nothing is ever made
+    less likely, so it is steady, and slow where successes are common.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+
+    async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
+        scored = [(t, score(t, self._config)) for group in groups for t in group]
+        return [Credit.even(trajectory, reward) for trajectory, reward in scored if reward > 0]

@@ -1,0 +1,44 @@
+"""REINFORCE with a running baseline."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
+from whet.config import AlgorithmConfig
+from whet.protocols import Algorithm
+from whet.types import Credit, Group, StepRecord
+
+
+class Reinforce(Algorithm):
+    """Advantage is reward minus the running mean of the rewards of earlier steps (Williams 1992).
+
+    It needs no groups: one rollout of each task will do. The mean is read from the steps that
+    are done, never remembered. The first step has none before it and is compared with its own.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+
+    async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
+        before = self._running_mean(past)
+
+        def baselines(scores: Scores) -> Baselines:
+            everything = [score for group in scores for score in group]
+            mean = fmean(everything) if before is None and everything else before or 0.0
+            return [
+                [Baseline(mean)] * len(group) if any(score != mean for score in group) else None
+                for group in scores
+            ]
+
+        return compare(groups, self._config, baselines)
+
+    def _running_mean(self, past: Sequence[StepRecord]) -> float | None:
+        mean = None
+        decay = self._config.baseline_decay
+        for record in past:
+            metrics = record.metrics
+            if metrics["rollouts"] > metrics["failed_rollouts"]:
+                keys = ("reward", *(f"reward/{key}" for key in self._config.reward_keys))
+                reward = sum(metrics[key] for key in keys)
+                mean = reward if mean is None else decay * mean + (1 - decay) * reward
+        return mean

@@ -1,0 +1,39 @@
+"""REINFORCE++: normalised over the whole step."""
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
+from whet.algorithms.grpo import EPSILON
+from whet.config import AlgorithmConfig
+from whet.protocols import Algorithm
+from whet.types import Credit, Group, StepRecord
+
+
+class ReinforcePlusPlus(Algorithm):
+    """Advantage is reward minus the step's mean, by the step's deviation (arXiv:2501.03262).
+
+    With `group_baseline` each group's mean is subtracted first, and the deviation is that of what
+    remains: hard tasks and easy ones are then compared each with themselves.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+
+    async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
+        return compare(groups, self._config, self._baselines)
+
+    def _baselines(self, scores: Scores) -> Baselines:
+        everything = [score for group in scores for score in group]
+        if len(set(everything)) < 2:
+            return [None] * len(scores)
+        if not self._config.group_baseline:
+            baseline = Baseline(fmean(everything), stdev(everything) + EPSILON)
+            return [[baseline] * len(group) for group in scores]
+        means = [fmean(group) if group else 0.0 for group in scores]
+        left = [s - mean for group, mean in zip(scores, means, strict=True) for s in group]
+        scale = stdev(left) + EPSILON
+        return [
+            [Baseline(mean, scale)] * len(group) if len(set(group)) > 1 else None
+            for group, mean in zip(scores, means, strict=True)
+        ]

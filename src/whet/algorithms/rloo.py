@@ -1,0 +1,33 @@
+"""REINFORCE with a leave-one-out baseline."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
+from whet.config import AlgorithmConfig
+from whet.protocols import Algorithm
+from whet.types import Credit, Group, StepRecord
+
+
+class RLOO(Algorithm):
+    """Advantage is reward minus the mean of the group's other rollouts (arXiv:2402.14740).
+
+    A baseline without the rollout itself is unbiased. It is GRPO's advantage times n / (n - 1);
+    groups whose rewards are all equal are dropped as there.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+
+    async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
+        return compare(groups, self._config, _baselines)
+
+
+def _baselines(scores: Scores) -> Baselines:
+    return [_of_group(group) for group in scores]
+
+
+def _of_group(scores: Sequence[float]) -> Sequence[Baseline] | None:
+    if len(set(scores)) < 2:
+        return None
+    return [Baseline(fmean([*scores[:i], *scores[i + 1 :]])) for i in range(len(scores))]
