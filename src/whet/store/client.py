@@ -19,6 +19,7 @@ from whet.protocols import Store
 from whet.store.http import frames, wire
 from whet.store.http.batching import Batcher
 from whet.store.http.problems import Problem, error_of
+from whet.store.packed import pack_call
 from whet.store.packing import to_json
 from whet.store.sql import DEFAULT_RUN
 from whet.types import (
@@ -161,9 +162,8 @@ class HTTPStore(Store):
         return await self._get(f"/attempts/{quote(attempt, safe='')}", Attempt)
 
     async def append(self, call: Call) -> None:
-        with boundary(StoreError, f"call {call.id!r} cannot be stored"):
-            packed = frames.pack_call(call)
-        await self._in_batch(self._appends, packed, len(packed.head) + len(packed.numbers))
+        framed = frames.frame_call(pack_call(call))
+        await self._in_batch(self._appends, framed, len(framed.head) + len(framed.numbers))
 
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
         item = wire.Emit.model_construct(ticket=_ticket(), attempt=attempt, reward=reward)

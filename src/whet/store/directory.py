@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from whet.errors import NotFound
 from whet.store.database import Column, Db
-from whet.store.queue import parse_rollout
+from whet.store.packed import parse_resources, parse_rollout
 from whet.store.runs import find_run
 from whet.types import AttemptId, AttemptRecord, Mode, Outcome, RolloutRecord, Status, WorkerRecord
 
@@ -111,7 +111,7 @@ def read_attempts(db: Db, run: str, rollout: str) -> list[AttemptRecord]:
             ended=ended,
             reward=reward,
             failure=json.loads(failure) if failure else None,
-            resources=json.loads(given) if given else {},
+            resources=parse_resources(given),
             late=tuple(late[attempt]),
         )
         for attempt, id_, number, worker, status, started, ended, reward, failure, given in (

@@ -6,35 +6,25 @@ What is read was checked when it was written, so it is built without being check
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
-from whet.errors import StoreError, WhetError, boundary
+from whet.errors import WhetError
 from whet.store.attempts import find_attempt, running_attempts, why_not_running
-from whet.store.database import Column, Db, insert
-from whet.store.packing import (
-    build,
-    pack_floats,
-    pack_ints,
-    pack_runs,
-    to_json,
-    unpack_floats,
-    unpack_ints,
-    unpack_runs,
+from whet.store.database import Db, insert
+from whet.store.packed import (
+    CallRow,
+    GenerationRow,
+    PackedCall,
+    PackedTrajectory,
+    parse_resources,
+    parse_rollout,
 )
-from whet.store.queue import parse_rollout
+from whet.store.packing import build, to_json
 from whet.store.runs import find_run
 from whet.types import (
     Attempt,
     AttemptId,
-    Call,
-    CallId,
-    Generation,
-    Origin,
     Reward,
-    Sampling,
     Status,
-    Trajectory,
 )
 
 APPEND_CALL = """
@@ -92,45 +82,6 @@ WHERE rollout.status = 'failed'
 """
 
 
-class PackedCall(NamedTuple):
-    """A call as the tables hold it."""
-
-    attempt: AttemptId
-    id: CallId
-    row: tuple[Column, ...]
-    generations: list[tuple[Column, ...]]
-
-
-def pack_call(call: Call) -> PackedCall:
-    """Everything that can be done before the writer's turn."""
-    with boundary(StoreError, f"call {call.id!r} cannot be stored"):
-        return PackedCall(
-            call.attempt,
-            call.id,
-            (
-                call.parent,
-                call.root,
-                to_json(call.messages),
-                pack_ints(call.context),
-                call.prompt_length,
-                call.prompt_digest,
-                call.created,
-                to_json(call.origin),
-            ),
-            [
-                (
-                    generation.stop,
-                    to_json(generation.sampling),
-                    to_json(generation.message),
-                    pack_runs(generation.versions),
-                    pack_ints(generation.tokens),
-                    pack_floats(generation.logprobs),
-                )
-                for generation in call.generations
-            ],
-        )
-
-
 def append(db: Db, run: str, calls: Sequence[PackedCall]) -> list[WhetError | None]:
     """Write calls with their generations; one that is known already stays as it is."""
     attempts, refused = running_attempts(db, run, [call.attempt for call in calls])
@@ -182,17 +133,17 @@ def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
         (seq,),
     ).fetchone()
     return Attempt(
-        id=attempt, rollout=parse_rollout(body), number=number, resources=_resources(given)
+        id=attempt, rollout=parse_rollout(body), number=number, resources=parse_resources(given)
     )
 
 
-def read_calls(db: Db, run: str, attempt: AttemptId) -> list[Call]:
+def read_calls(db: Db, run: str, attempt: AttemptId) -> list[PackedCall]:
     """The calls of one attempt, running or ended."""
     seq, _ = find_attempt(db, run, attempt)
     return _calls(db, [seq])[seq]
 
 
-def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[Trajectory]:
+def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[PackedTrajectory]:
     """The succeeded among the rollouts, in the order asked."""
     rows = db.execute(SUCCEEDED, (to_json(list(rollouts)), find_run(db, run))).fetchall()
     attempts = list(dict.fromkeys(row[1] for row in rows))
@@ -201,19 +152,7 @@ def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[Traject
     for seq, value, key in db.execute(REWARDS, (to_json(attempts),)):
         rewards[seq].append(build(Reward, value=value, key=key))
     return [
-        build(
-            Trajectory,
-            attempt=build(
-                Attempt,
-                id=id_,
-                rollout=parse_rollout(body),
-                number=number,
-                resources=_resources(given),
-            ),
-            calls=tuple(calls[seq]),
-            rewards=tuple(rewards[seq]),
-            reward=reward,
-        )
+        PackedTrajectory(id_, number, body, given, reward, rewards[seq], calls[seq])
         for body, seq, id_, number, given, reward in rows
     ]
 
@@ -226,48 +165,13 @@ def read_failures(db: Db, run: str, rollouts: Sequence[str]) -> dict[str, str]:
     return {rollout: f"{failure['kind']}: {failure['message']}" for rollout, failure in failures}
 
 
-def _calls(db: Db, attempts: Sequence[int]) -> dict[int, list[Call]]:
+def _calls(db: Db, attempts: Sequence[int]) -> dict[int, list[PackedCall]]:
     """The calls of these attempts by attempt, in the order they were recorded."""
     asked = (to_json(list(attempts)),)
-    generations = defaultdict[int, list[Generation]](list)
-    for call, stop, sampling, message, versions, tokens, logprobs in db.execute(GENERATIONS, asked):
-        generations[call].append(
-            build(
-                Generation,
-                tokens=unpack_ints(tokens),
-                logprobs=unpack_floats(logprobs),
-                versions=unpack_runs(versions),
-                stop=stop,
-                sampling=_sampling(sampling),
-                message=json.loads(message),
-            )
-        )
-    calls: dict[int, list[Call]] = {attempt: [] for attempt in attempts}
-    for seq, attempt, call, id_, parent, root, messages, context, *rest in db.execute(CALLS, asked):
-        prompt_length, prompt_digest, created, origin = rest
-        calls[seq].append(
-            build(
-                Call,
-                id=id_,
-                attempt=attempt,
-                parent=parent,
-                root=root,
-                messages=tuple(json.loads(messages)),
-                context=unpack_ints(context),
-                prompt_length=prompt_length,
-                prompt_digest=prompt_digest,
-                generations=tuple(generations[call]),
-                created=created,
-                origin=Origin.model_validate_json(origin),
-            )
-        )
+    generations = defaultdict[int, list[GenerationRow]](list)
+    for call, *generation in db.execute(GENERATIONS, asked):
+        generations[call].append(GenerationRow(*generation))
+    calls: dict[int, list[PackedCall]] = {attempt: [] for attempt in attempts}
+    for seq, attempt, call, id_, *row in db.execute(CALLS, asked):
+        calls[seq].append(PackedCall(attempt, id_, CallRow(*row), generations[call]))
     return calls
-
-
-@lru_cache(1024)
-def _sampling(text: str) -> Sampling:
-    return Sampling.model_validate(json.loads(text))
-
-
-def _resources(text: str | None) -> dict[str, int]:
-    return json.loads(text) if text else {}

@@ -12,6 +12,7 @@ from whet.store import resources, tickets
 from whet.store.attempts import OF_RUN, has_ended_so, why_not_running
 from whet.store.bell import Bell, end_of, work_in
 from whet.store.database import Column, Db, insert
+from whet.store.packed import parse_resources, parse_rollout
 from whet.store.packing import to_json
 from whet.store.runs import find_run, make_run
 from whet.types import (
@@ -184,11 +185,6 @@ def pack_rollout(rollout: Rollout) -> Packed:
     return Packed(rollout, to_json(rollout))
 
 
-def parse_rollout(body: str) -> Rollout:
-    """A stored rollout."""
-    return Rollout.model_validate(json.loads(body))
-
-
 def unfinished(db: Db, run: str, rollouts: Sequence[str]) -> list[str]:
     """Those that are not terminal. Raises NotFound for one that was never enqueued."""
     asked = (to_json(list(rollouts)), find_run(db, run))
@@ -285,7 +281,7 @@ class Queue:
             id=running.id,
             rollout=parse_rollout(running.body),
             number=running.number,
-            resources=json.loads(running.resources) if running.resources else {},
+            resources=parse_resources(running.resources),
         )
 
     def unclaim(self, db: Db, run: str, attempt: AttemptId, ticket: str | None = None) -> None:

@@ -17,6 +17,13 @@ from whet.store import archive, directory, log, resources, runs, steps, tickets
 from whet.store.attempts import find_attempt
 from whet.store.bell import EVERYONE, end_of, work_in
 from whet.store.database import Bulk, Database, Db
+from whet.store.packed import (
+    PackedCall,
+    PackedTrajectory,
+    pack_call,
+    unpack_call,
+    unpack_trajectory,
+)
 from whet.store.queue import Claim, Queue, Report, pack_rollout, unfinished
 from whet.types import (
     Attempt,
@@ -171,15 +178,29 @@ class SQLStore(Store):
         return await self._read(self._in_run(log.read_attempt, attempt=attempt))
 
     async def append(self, call: Call) -> None:
-        await self._write_in_bulk(log.append, log.pack_call(call))
+        await self.append_packed(pack_call(call))
+
+    async def append_packed(self, call: PackedCall) -> None:
+        """The same for a call that came packed."""
+        await self._write_in_bulk(log.append, call)
 
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
         await self._write(self._in_run(log.emit, attempt=attempt, reward=reward))
 
     async def calls(self, attempt: AttemptId) -> list[Call]:
+        read = self._in_run(log.read_calls, attempt=attempt)
+        return await self._read(lambda db: [unpack_call(call) for call in read(db)])
+
+    async def packed_calls(self, attempt: AttemptId) -> list[PackedCall]:
+        """The same to be sent on."""
         return await self._read(self._in_run(log.read_calls, attempt=attempt))
 
     async def trajectories(self, rollouts: Sequence[str]) -> list[Trajectory]:
+        read = self._in_run(log.read_trajectories, rollouts=rollouts)
+        return await self._read(lambda db: [unpack_trajectory(each) for each in read(db)])
+
+    async def packed_trajectories(self, rollouts: Sequence[str]) -> list[PackedTrajectory]:
+        """The same to be sent on."""
         return await self._read(self._in_run(log.read_trajectories, rollouts=rollouts))
 
     async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:

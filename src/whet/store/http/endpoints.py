@@ -200,10 +200,10 @@ async def _release(asked: Asked[wire.Ticketed]) -> wire.Counted:
 
 async def _append(asked: Asked[Frame]) -> wire.Done:
     """Record calls, each once by its id."""
-    calls = frames.read_calls(asked.ask.content)
-    done = await _each([asked.store.append(call) for call in calls])
+    calls = frames.read_packed_calls(asked.ask.content)
+    done = await _each([asked.store.append_packed(call) for call in calls])
     recorded = [c for c, error in zip(calls, done.errors, strict=True) if error is None]
-    sampled = sum(len(each.tokens) for call in recorded for each in call.generations)
+    sampled = sum(len(each.tokens) // 4 for call in recorded for each in call.generations)
     asked.metrics.count("calls", len(recorded))
     asked.metrics.count("sampled_tokens", sampled)
     return done
@@ -225,13 +225,14 @@ async def _attempt(asked: Asked[Nothing]) -> Attempt:
 
 async def _calls(asked: Asked[Nothing]) -> Frame:
     """The calls of an attempt in the order they were recorded."""
-    calls = await asked.store.calls(AttemptId(asked.path["attempt"]))
-    return Frame(frames.frame_calls(map(frames.pack_call, calls)))
+    calls = await asked.store.packed_calls(AttemptId(asked.path["attempt"]))
+    return Frame(frames.frame_calls(map(frames.frame_call, calls)))
 
 
 async def _trajectories(asked: Asked[wire.RolloutIds]) -> Frame:
     """The succeeded attempts of some rollouts, in the order asked."""
-    return Frame(frames.frame_trajectories(await asked.store.trajectories(asked.ask.rollouts)))
+    found = await asked.store.packed_trajectories(asked.ask.rollouts)
+    return Frame(frames.frame_trajectories(found))
 
 
 async def _failures(asked: Asked[wire.RolloutIds]) -> dict[str, str]:
