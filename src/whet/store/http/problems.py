@@ -66,10 +66,9 @@ class Told(NamedTuple):
 
 def is_fault(error: StoreError) -> bool:
     """Whether the database failed: the same may succeed later."""
-    if isinstance(error, StoreClosed):
-        return True
     names = {kind.__name__ for kind in type(error.__cause__).__mro__}
-    return bool(names & FAULTS) and not names & OF_INPUT
+    failed = bool(names & FAULTS) and not names & OF_INPUT
+    return isinstance(error, StoreClosed) or (type(error) is StoreError and failed)
 
 
 def tell(error: StoreError | ValidationError) -> Told:

@@ -33,6 +33,8 @@ Ticket = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Worker = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]{1,256}$")]
 Lease = Annotated[FiniteFloat, Field(gt=0, le=LONGEST_LEASE_S)]
 Wait = Annotated[FiniteFloat, Field(ge=0, le=MAX_WAIT_S)]
+Held = Annotated[FiniteFloat, Field(ge=0.1, le=MAX_WAIT_S)]
+"""Long enough to look once."""
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -124,7 +126,7 @@ class WaitFor(Value):
     """Rollouts whose end is waited for."""
 
     rollouts: tuple[str, ...]
-    wait_s: Wait = MAX_WAIT_S
+    wait_s: Held = MAX_WAIT_S
 
 
 class Waited(Value):
@@ -155,7 +157,7 @@ class Counted(Value):
 class HowLong(Value):
     """How long a request may be held."""
 
-    wait_s: Wait = MAX_WAIT_S
+    wait_s: Held = MAX_WAIT_S
 
 
 class Standing(Value):
