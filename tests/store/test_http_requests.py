@@ -17,7 +17,7 @@ import pytest
 from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import TOKEN, serve
+from served_store import TOKEN, serve
 
 from whet.errors import ConfigError
 from whet.store.http.bodies import Limits

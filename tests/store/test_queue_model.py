@@ -25,8 +25,10 @@ from hypothesis.stateful import (
 
 from postgres_server import own_schema
 from whet.errors import LeaseLost
+from whet.protocols import Store
+from whet.store.client import HTTPStore
 from whet.store.postgres import PostgresStore
-from whet.store.sql import SQLStore
+from whet.store.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
     BLAMELESS,
@@ -45,7 +47,7 @@ from whet.types import (
 LEASE_S = 10.0
 LOST = FailureKind.WORKER_LOST
 
-Open = Callable[[ExitStack, "Clock"], list[SQLStore]]
+Open = Callable[[ExitStack, "Clock"], list[Store]]
 """Opens stores on one new database: the first for most, all of them in races."""
 
 
@@ -232,7 +234,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Several processes at once: none is claimed twice, and nothing that may not be."""
         claimable = {model.rollout.id for model in self.claimable()}
 
-        def of(store: SQLStore) -> Callable[[], Awaitable[object]]:
+        def of(store: Store) -> Callable[[], Awaitable[object]]:
             return lambda: store.claim("w", lease_s=LEASE_S, wait_s=0)
 
         gave = self.at_once(*(of(self.stores[n % len(self.stores)]) for n in range(count)))
@@ -303,14 +305,14 @@ class QueueMachine(RuleBasedStateMachine):
             model.claim(self.clock.now)
         done: list[str] = []
 
-        async def work(store: SQLStore) -> None:
+        async def work(store: Store) -> None:
             # Another process may hold what is left for a moment: wait as long as that takes.
             while attempt := await store.claim("w", lease_s=LEASE_S, wait_s=0.05):
                 await store.append(call(attempt.id))
                 await store.finish(attempt.id, Outcome(reward=1.0))
                 done.append(attempt.id)
 
-        def of(store: SQLStore) -> Callable[[], Awaitable[object]]:
+        def of(store: Store) -> Callable[[], Awaitable[object]]:
             return lambda: work(store)
 
         gave = self.at_once(*(of(self.stores[n % len(self.stores)]) for n in range(workers)))
@@ -371,10 +373,20 @@ def folder() -> Generator[Path]:
         yield Path(name)
 
 
-def on_sqlite(stack: ExitStack, clock: Clock) -> list[SQLStore]:
+def on_sqlite(stack: ExitStack, clock: Clock) -> list[Store]:
     """Two processes, as far as the file can tell."""
     file = stack.enter_context(folder()) / "store.db"
     return [SQLiteStore(file, clock=clock) for _ in range(2)]
+
+
+def on_http(stack: ExitStack, clock: Clock) -> list[Store]:
+    """Two clients of one server, and whoever is beside that."""
+    served = SQLiteStore(stack.enter_context(folder()) / "store.db", clock=clock)
+    stack.callback(lambda: anyio.run(served.close))
+    server = StoreServer(served, token="token")
+    stack.callback(server.close)
+    clients = [HTTPStore.connect(server.url, token="token", patience_s=10) for _ in range(2)]
+    return [clients[0], served.for_run(served.run), clients[1]]
 
 
 def check(open_: Open, examples: int) -> None:
@@ -394,11 +406,20 @@ def test_the_queue_on_sqlite_does_what_the_model_does() -> None:
 
 
 def test_the_queue_on_postgres_does_what_the_model_does(postgres_url: str) -> None:
-    def on_postgres(stack: ExitStack, clock: Clock) -> list[SQLStore]:
+    def on_postgres(stack: ExitStack, clock: Clock) -> list[Store]:
         schema = stack.enter_context(own_schema(postgres_url))
         return [PostgresStore(postgres_url, schema=schema, clock=clock) for _ in range(2)]
 
     check(on_postgres, examples=8)
+
+
+def test_the_queue_over_http_does_what_the_model_does() -> None:
+    check(on_http, examples=6)
+
+
+@pytest.mark.slow
+def test_the_queue_over_http_does_what_the_model_does_at_length() -> None:
+    check(on_http, examples=100)
 
 
 @pytest.mark.slow
@@ -408,7 +429,7 @@ def test_the_queue_on_sqlite_does_what_the_model_does_at_length() -> None:
 
 @pytest.mark.slow
 def test_the_queue_on_postgres_does_what_the_model_does_at_length(postgres_url: str) -> None:
-    def on_postgres(stack: ExitStack, clock: Clock) -> list[SQLStore]:
+    def on_postgres(stack: ExitStack, clock: Clock) -> list[Store]:
         schema = stack.enter_context(own_schema(postgres_url))
         return [PostgresStore(postgres_url, schema=schema, clock=clock) for _ in range(3)]
 

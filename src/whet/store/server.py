@@ -61,9 +61,15 @@ class StoreServer:
         """
         if not token and not _is_loopback(host):
             raise ConfigError(f"to serve a store at {host}, beyond this machine, needs a token")
-        self._app = StoreApp(store, token, limits)
+        self.metrics = Metrics()
+        self._app = StoreApp(store, token, limits, self.metrics)
         self._server = AppServer(self._app.build(), host=host, port=port, name="store")
         self.url = self._server.url
+
+    @property
+    def held(self) -> int:
+        """How many requests wait for something to happen."""
+        return len(self._app.holding)
 
     def close(self) -> None:
         """Answer whoever waits, finish what is under way, then stop. Idempotent."""
@@ -74,12 +80,14 @@ class StoreServer:
 class StoreApp:
     """The endpoints of a store as an app."""
 
-    def __init__(self, store: SQLStore, token: str | None, limits: Limits) -> None:
+    def __init__(
+        self, store: SQLStore, token: str | None, limits: Limits, metrics: Metrics
+    ) -> None:
         self.holding = Holding()
         self._store = store
         self._token = _digest(token) if token else None
         self._limits = limits
-        self._metrics = Metrics()
+        self._metrics = metrics
 
     def build(self) -> Starlette:
         """What a server runs."""
@@ -144,7 +152,10 @@ class StoreApp:
         }
         workers = {(("run", run),): count for run, count in overview.workers.items()}
         text = self._metrics.text(
-            rollouts=rollouts, workers=workers, expired_leases=self._store.expired_leases
+            rollouts=rollouts,
+            workers=workers,
+            held=len(self.holding),
+            expired_leases=self._store.expired_leases,
         )
         return Response(text, media_type=TEXT_FORMAT)
 

@@ -50,6 +50,9 @@ class Holding:
             with self._lock:
                 self._held.discard(me)
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def close(self) -> None:
         """End every wait, from any thread. Idempotent."""
         with self._lock:

@@ -27,7 +27,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[Labels]] = {name: Counter() for name in COUNTERS}
-        self._requests = Counter[Labels]()
+        self.requests = Counter[Labels]()
+        """By endpoint and status."""
         self._took = defaultdict[str, list[int]](lambda: [0] * (len(BUCKETS_S) + 1))
         self._took_s = defaultdict[str, float](float)
 
@@ -37,7 +38,7 @@ class Metrics:
 
     def request(self, endpoint: str, status: int, took_s: float) -> None:
         """Count a request that was answered."""
-        self._requests[("endpoint", endpoint), ("status", str(status))] += 1
+        self.requests[("endpoint", endpoint), ("status", str(status))] += 1
         self._took[endpoint][bisect_left(BUCKETS_S, took_s)] += 1
         self._took_s[endpoint] += took_s
 
@@ -46,12 +47,14 @@ class Metrics:
         *,
         rollouts: Mapping[Labels, float],
         workers: Mapping[Labels, float],
+        held: int,
         expired_leases: int,
     ) -> str:
         """All counters, and what was looked up."""
         lines = [
             *_family("rollouts", "gauge", "Rollouts by run and status.", rollouts),
             *_family("workers", "gauge", "Workers that are alive, by run.", workers),
+            *_family("held_requests", "gauge", "Requests that wait for something.", {(): held}),
             *_family(
                 "expired_leases_total",
                 "counter",
@@ -65,7 +68,7 @@ class Metrics:
     def _counters(self) -> Iterator[str]:
         for name, says in COUNTERS.items():
             yield from _family(f"{name}_total", "counter", says, self._counts[name] or {(): 0})
-        yield from _family("requests_total", "counter", "Requests by status.", self._requests)
+        yield from _family("requests_total", "counter", "Requests by status.", self.requests)
         yield from _head("request_seconds", "histogram", "How long requests took.")
         for endpoint, counts in self._took.items():
             mine = ("endpoint", endpoint)

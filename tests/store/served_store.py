@@ -1,7 +1,5 @@
 """Served stores for tests: in this process, or in one that can be killed."""
 
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -62,9 +60,9 @@ class ServerProcess:
         assert self._process.stdout is not None
         assert self._process.stdout.readline().strip() == self.url
 
-    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self) -> None:
         assert self._process is not None
-        os.kill(self._process.pid, how)
+        self._process.kill()
         self._process.wait(30)
         self._close_pipes()
 
