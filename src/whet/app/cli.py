@@ -121,7 +121,8 @@ def _add_eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
     _add_resume_flag(parser, "continue the newest evaluation, or the named one; may add models")
     _add_output_flags(parser)
-    add_config_flags(parser, only=("dir", "name", "engine", "runner", "gateway", "evaluation"))
+    where = ("dir", "name", "engine", "gateway", "trainer.precision")
+    add_config_flags(parser, only=(*where, "runner", "evaluation"))
 
 
 def _demo(args: argparse.Namespace) -> int:

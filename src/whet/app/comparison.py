@@ -128,8 +128,8 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         axes.set_xticks(range(len(comparison.measures)), list(comparison.measures))
         axes.set(ylabel="reward", title=f"{comparison.tasks} held-out tasks, 95 % intervals")
         if comparison.is_share:
-            axes.set_ylim(0, 1.05)
-        axes.legend()
+            axes.set_ylim(0, 1.18)  # room for the legend
+        axes.legend(loc="upper center", ncols=len(comparison.scores), frameon=False)
         axes.grid(axis="y", alpha=0.3)
 
     def draw_changes(axes: Axes, measure: str) -> None:
@@ -181,15 +181,11 @@ def _per_task(scores: Scores, measure: str) -> list[float | None]:
 
 
 def _value(found: Estimate, share: bool, *, alone: bool) -> str:
-    mean = f"{found.mean:.1%}" if share else f"{found.mean:.3f}"
+    """With its interval where there is no gain to show."""
     low, high = found.ci95
-    return mean + (
-        ""
-        if not alone
-        else f"  [{100 * low:.0f}, {100 * high:.0f}]"
-        if share
-        else f"  [{low:.3f}, {high:.3f}]"
-    )
+    if share:
+        return f"{found.mean:.1%}" + (f"  [{100 * low:.0f}, {100 * high:.0f}]" if alone else "")
+    return f"{found.mean:.3f}" + (f"  [{low:.3f}, {high:.3f}]" if alone else "")
 
 
 def _gain(found: Estimate, share: bool) -> str:

@@ -36,10 +36,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_config_flags(parser: argparse.ArgumentParser, only: Container[str] | None = None) -> None:
-    """A flag for each key, or for those of some sections, with its own description."""
+    """A flag for each key, or for some keys and sections, with its own description."""
     group = parser.add_argument_group("config", "every key of the config, as in its TOML file")
     for key, field in config_leaves():
-        if only is not None and key.split(".")[0] not in only:
+        if only is not None and not (key in only or key.split(".")[0] in only):
             continue
         group.add_argument(
             f"--{key.replace('_', '-')}",

@@ -64,14 +64,19 @@ def draw_picture(result: Result, file: Path) -> None:
         measure, by_model = next(iter(result.comparison.measures.items()))
         for style, (name, found) in zip((":", "--"), by_model.items(), strict=True):
             axes.axhline(found.mean, linestyle=style, color="#444444")
+            axes.axhspan(*found.ci95, color="#444444", alpha=0.08)
             axes.annotate(
                 f"{name}, {measure}, held out: {found.mean:.0%}",
                 (1.0, found.mean),
                 xycoords=("axes fraction", "data"),
                 ha="right",
                 va="bottom",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
             )
-    axes.set(xlabel="step", ylabel="reward", ylim=(-0.03, 1.08), title="whet: learning curve")
+    axes.set(xlabel="step", ylabel="reward", title="whet: learning curve")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if all(0 <= reward <= 1 for reward in rewards):
+        axes.set_ylim(-0.03, 1.08)
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.savefig(file)

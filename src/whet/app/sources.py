@@ -13,6 +13,7 @@ from whet.errors import ConfigError
 from whet.policies.catalogue import resolve_model
 
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)", re.DOTALL)
+WEIGHTS = (".safetensors", ".bin")
 CHUNKS, CHUNK = 64, 1 << 16
 
 
@@ -33,9 +34,9 @@ class LocalModel:
         """The same for the same weights: results of other weights must not be mixed in."""
         digest = hashlib.blake2b(digest_size=16)
         for folder in (self.folder, self.adapter, self.checkpoint):
-            files = sorted(folder.glob("*.safetensors")) if folder else []
-            for file in files:
-                _digest_file(file, digest)
+            for file in sorted(folder.iterdir()) if folder else []:
+                if file.suffix in WEIGHTS:
+                    _digest_file(file, digest)
         return digest.hexdigest()
 
 

@@ -11,6 +11,9 @@ from whet.protocols import Tracker
 from whet.tracking.run import Note, TrackedRun
 from whet.types import Metrics
 
+ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_DISABLE_WEAVE": "true"}
+"""Where the user has not set it otherwise: it is to keep numbers, and to touch nothing else."""
+
 
 class WandbTracker(Tracker):
     """A W&B run that a resumed run of ours continues: it has the same id in every process.
@@ -19,7 +22,8 @@ class WandbTracker(Tracker):
     """
 
     def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         self._note = Note(run, "wandb")
         known = self._note.read()
         self._id = known.get("id") or secrets.token_hex(4)
