@@ -1,0 +1,154 @@
+"""Four processes train a model while each of them is killed ten times, and nothing is lost."""
+
+import json
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from four_processes import RUN, Killer, four_processes
+from pydantic import JsonValue
+
+from whet import loop
+from whet.algorithms.grpo import GRPO
+from whet.app.folder import RunFolder
+from whet.app.tasks import training_plan
+from whet.policies.catalogue import resolve_model
+from whet.policies.local import LocalPolicy
+from whet.protocols import StepLog
+from whet.runners.collect import QueueCollector
+from whet.store.sqlite import SQLiteStore
+from whet.trainers.local import LocalTrainer
+from whet.types import TERMINAL, AttemptId, Call, StepRecord, digest_tokens
+
+pytestmark = pytest.mark.slow
+
+KILLS_EACH = 10
+TASKS: list[JsonValue] = [f"say {word}" for word in ("one", "two", "three", "four", "five")]
+SETTINGS: dict[str, JsonValue] = {
+    "steps": 12,
+    "tasks-per-step": 2,
+    "group-size": 4,
+    "runner.max-attempts": 10,
+    "trainer.weights": "full",
+}
+SEED_VARIABLE = "WHET_KILL_SEED"
+
+
+def test_a_run_whose_processes_are_killed_forty_times_loses_nothing(tmp_path: Path) -> None:
+    seed = int(os.environ.get(SEED_VARIABLE, random.SystemRandom().randrange(10**6)))
+    print(f"{SEED_VARIABLE}={seed}")  # noqa: T201 - to repeat a failure
+    with four_processes(tmp_path, TASKS, SETTINGS) as processes:
+        killer = Killer(processes, tmp_path, int(str(SETTINGS["steps"])), seed)
+        killer.kill_each(KILLS_EACH)
+        killer.let_finish()
+    assert killer.killed == dict.fromkeys(("store", "serve", "runner", "train"), KILLS_EACH)
+    folder = RunFolder(tmp_path / "whet" / "runs" / RUN)
+    anyio.run(check, folder, tmp_path)
+
+
+async def check(folder: RunFolder, diaries: Path) -> None:
+    async with SQLiteStore(folder.path.parent.parent / "store.db", run=RUN) as store:
+        await check_rollouts(store, folder)
+        await check_calls(store, diaries)
+        await check_weights(store, folder)
+
+
+async def check_rollouts(store: SQLiteStore, folder: RunFolder) -> None:
+    """All have ended, and each was trained in the step that was to train it, and in no other."""
+    plan = training_plan(TASKS, folder.config())
+    steps = await store.steps()
+    planned = [[rollout.id for rollout in plan(step)] for step in range(folder.config().steps)]
+    assert [list(step.consumed) for step in steps] == planned
+    records = await store.rollouts(limit=10_000)
+    assert [record.rollout.id for record in records] == [id_ for ids in planned for id_ in ids]
+    assert {record.status for record in records} <= TERMINAL
+    failures = await store.failures([record.rollout.id for record in records])
+    assert failures == {}, "killing processes is no reason for a rollout to fail"
+    for record in records:
+        attempts = await store.attempts(record.rollout.id)
+        ended = Counter(attempt.status.value for attempt in attempts)
+        assert ended["succeeded"] == 1
+        assert ended["running"] == 0
+    assert all(step.metrics["unproven_rows"] == 0 for step in steps)
+
+
+def noted(diaries: Path) -> Generator[tuple[AttemptId, dict[str, Any]]]:  # Any: JSON
+    """The answers that agents were given. A kill may have torn the last line of a file."""
+    for diary in diaries.glob("diary-*.jsonl"):
+        for line in diary.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                note = json.loads(line)
+                found = re.search(r"/attempt/([^/]+)/v1", note["url"])
+                assert found is not None
+                yield AttemptId(found[1]), note["reply"]
+
+
+async def check_calls(store: SQLiteStore, diaries: Path) -> None:
+    """Every answer an agent was given is in the store, token for token."""
+    answers = list(noted(diaries))
+    calls: dict[str, dict[str, Call]] = {}
+    for attempt, reply in answers:
+        if attempt not in calls:
+            calls[attempt] = {call.id: call for call in await store.calls(attempt)}
+        call = calls[attempt][reply["id"].removeprefix("chatcmpl-")]
+        [choice] = reply["choices"]
+        assert list(call.generations[0].tokens) == choice["token_ids"]
+        prompt = reply["prompt_token_ids"]
+        assert call.prompt_length == len(prompt)
+        assert call.prompt_digest == digest_tokens(prompt).hexdigest()
+    steps = await store.steps()
+    assert len(answers) >= sum(step.metrics["calls"] for step in steps) > 0
+
+
+class Steps(StepLog):
+    """The steps of a replay, kept nowhere."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    async def commit(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
+        return []
+
+
+async def check_weights(store: SQLiteStore, folder: RunFolder) -> None:
+    """Training a fresh model on what the store has gives the weights of the last checkpoint."""
+    config = folder.config()
+    final = await store.steps()
+
+    def trainer() -> tuple[LocalPolicy, LocalTrainer]:
+        model = resolve_model(config.model)
+        policy = LocalPolicy(model, config.trainer, device="cpu", seed=config.seed)
+        return policy, LocalTrainer(policy, threads=os.cpu_count())
+
+    restored, trained_before = trainer()
+    await trained_before.restore(folder.checkpoints / final[-1].checkpoint)
+    fresh, trains_again = trainer()
+    replayed = Steps()
+    records = loop.train(
+        training_plan(TASKS, config),
+        config,
+        checkpoints=folder.path / "replay",
+        collector=QueueCollector(queue=store, log=store),
+        algorithm=GRPO(config.algorithm),
+        trainer=trains_again,
+        log=replayed,
+    )
+    async for _ in records:
+        pass
+    same = ("reward", "rows", "trained_tokens", "loss", "grad_norm")
+    assert [[step.metrics[name] for name in same] for step in replayed.records] == [
+        [step.metrics[name] for name in same] for step in final
+    ]
+    weights = restored.trainable()
+    for name, parameter in fresh.trainable().items():
+        assert torch.equal(parameter, weights[name]), name
