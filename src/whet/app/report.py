@@ -54,6 +54,7 @@ def curve(values: Sequence[float], height: int = 6) -> list[str]:
 def draw_picture(result: Result, file: Path) -> None:
     """The learning curve as a PNG."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - a second's import, only for this
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -74,7 +75,7 @@ def draw_picture(result: Result, file: Path) -> None:
                 bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
             )
     axes.set(xlabel="step", ylabel="reward", title="whet: learning curve")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if all(0 <= reward <= 1 for reward in rewards):
         axes.set_ylim(-0.03, 1.08)
     axes.legend(loc="lower right")
