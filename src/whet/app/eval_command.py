@@ -126,6 +126,7 @@ def _prepare(
         folder = RunFolder(config.dir / "runs" / config.name)
     if resume:
         folder.resume(values)
+    folder.keep_tasks(tasks, [])
     models = remember_models(folder, given, progress)
     for url in {model.url for model in models if isinstance(model, EndpointModel)}:
         progress(f"{url} is text only: its tokens are not recorded, and it is never trained")

@@ -69,7 +69,6 @@ async def run_evaluation(
     config = folder.config()
     scores: dict[str, Scores] = {}
     with folder.owned():
-        folder.keep_tasks(tasks, [])
         lines = _Results(results, folder.path.name)
         for model in models:
             scores[model.name] = await _evaluate_model(
