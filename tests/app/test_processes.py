@@ -136,6 +136,13 @@ def test_a_supervisor_that_ends_leaves_no_orphans(folder: Path, how: signal.Sign
     assert how == signal.SIGKILL or "the same command goes on" in up.said
 
 
+def test_what_the_user_has_to_mend_ends_all_of_it(folder: Path) -> None:
+    with start(folder, "up", "agent.py:slove", *TRAINING) as up:
+        assert up.ends() == 2
+        assert "runner-1 | whet: 'agent.py' has no 'slove'" in up.lines
+        assert not processes_in(folder)
+
+
 def processes_in(folder: Path) -> dict[str, int]:
     """The whet processes that work in a folder: pids by command."""
     found: dict[str, int] = {}

@@ -2,9 +2,10 @@
 
 import argparse
 import os
+import resource
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,13 @@ class Place(NamedTuple):
     def secret(self) -> bytes:
         """What the run's gateways and runners mint and check API keys with."""
         return keys.secret_of(self.token, self.run)
+
+
+def allow_many_files() -> None:
+    """As many open files as the system lets us have: every attempt holds a few connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems have a lower limit than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from whet.app.addresses import DEFAULT_STORE, PORT, STORE_VARIABLE
 from whet.app.flags import OneLineParser, add_config_flags, config_values
 from whet.app.loading import load_function, with_extra
-from whet.app.signals import allow_many_files, follow_supervisor
+from whet.app.signals import follow_supervisor
 from whet.config import RunConfig, merge, read_toml, resolve
 from whet.errors import ConfigError
 from whet.runners.agent import check_agent
@@ -85,7 +85,6 @@ def _add_store(commands: Commands) -> None:
 
 def _store(args: argparse.Namespace) -> int:
     follow_supervisor()
-    allow_many_files()
     return with_extra("whet.app.store_command", "serve_store", "gateway")(args)
 
 
@@ -106,7 +105,6 @@ def _add_serve(commands: Commands) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     follow_supervisor()
-    allow_many_files()
     values = config_values(args)
     resolve(values)
     return with_extra("whet.app.serve_command", "serve_command")(args, values)
@@ -133,7 +131,6 @@ def _add_runner(commands: Commands) -> None:
 
 def _runner(args: argparse.Namespace) -> int:
     follow_supervisor()
-    allow_many_files()
     config = resolve({"runner": {"concurrency": args.concurrency, "lease_s": args.lease}})
     agent = load_function(args.agent)
     check_agent(agent)
@@ -162,4 +159,4 @@ def _up(args: argparse.Namespace) -> int:
     config = resolve(values)
     if args.runners < 1:
         raise ConfigError(f"--runners is at least 1; found {args.runners}")
-    return with_extra("whet.app.supervisor", "supervise")(args, config, config_values(args))
+    return with_extra("whet.app.supervisor", "supervise")(args, config, values)

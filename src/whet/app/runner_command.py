@@ -10,7 +10,7 @@ from functools import partial
 import anyio
 from anyio import create_task_group
 
-from whet.app.places import joined, place_of, say
+from whet.app.places import allow_many_files, joined, place_of, say
 from whet.app.signals import run_async, stoppable
 from whet.app.working import POLICY
 from whet.config import RunnerConfig
@@ -20,12 +20,14 @@ from whet.runners.gateways import Address, RemoteGateways
 from whet.runners.local import LocalRunner
 from whet.types import Attempt, Outcome
 
+FAILURES_SAID = 20
 TELL_S = 10.0
 """How often it is said how far it came, if it came further."""
 
 
 def runner_command(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> int:
     """Run rollouts until told to stop."""
+    allow_many_files()
     run_async(_run, agent, config, args)
     # A sync agent that was left alone may still be in its thread, which would keep the process.
     sys.stdout.flush()
@@ -40,8 +42,11 @@ async def _run(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
         failure = outcome.failure
         counts["ended" if failure is None else failure.kind.value] += 1
-        if failure is not None:
+        failed = counts.total() - counts["ended"]
+        if failure is not None and failed <= FAILURES_SAID:
             say(f"{attempt.id} failed, {failure.kind.value}: {failure.message}")
+            if failed == FAILURES_SAID:
+                say("further failures are only counted; the store has them all")
 
     async with AsyncExitStack() as stack:
         stop = await stack.enter_async_context(stoppable())

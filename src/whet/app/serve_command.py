@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 from pydantic import JsonValue
 
-from whet.app.places import Place, joined, place_of, say
+from whet.app.places import Place, allow_many_files, joined, place_of, say
 from whet.app.published import PolicyFollower, PublishedPolicy, read_policy
 from whet.app.signals import run_async, stoppable
 from whet.app.wire import serve
@@ -29,6 +29,7 @@ LOOK_S = 0.5
 
 def serve_command(args: argparse.Namespace, values: dict[str, JsonValue]) -> int:
     """Serve until told to stop."""
+    allow_many_files()
     run_async(_serve, args, resolve(values))
     return 0
 

@@ -1,12 +1,11 @@
 """How a process that works until it is told to stop is told."""
 
 import os
-import resource
 import signal
 import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar, TypeVarTuple, Unpack, cast
 
 import anyio
@@ -86,13 +85,6 @@ def interrupt_on_sigterm() -> None:
     """SIGTERM does what Ctrl-C does, which a process started in the background may ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
-
-
-def allow_many_files() -> None:
-    """As many open files as the system lets us have: every attempt holds a few connections."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # some systems have a lower limit than they say
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def follow_supervisor() -> None:

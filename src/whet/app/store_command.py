@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from whet.app.places import place_of, say
+from whet.app.places import allow_many_files, place_of, say
 from whet.app.signals import run_async, stoppable
 from whet.errors import ConfigError, StoreError
 from whet.protocols import Store
@@ -22,6 +22,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 def serve_store(args: argparse.Namespace) -> int:
     """`whet store`."""
+    allow_many_files()
     run_async(_serve, args)
     return 0
 

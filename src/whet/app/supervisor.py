@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from whet.app.places import say
 from whet.app.signals import SUPERVISED, run_async, stoppable
-from whet.config import RunConfig
+from whet.config import RunConfig, merge
 from whet.store.sql import DEFAULT_RUN
 from whet.store.token import make_token
 
@@ -25,52 +25,40 @@ HEALTHY_S = 60.0
 """Who lived so long before it died is started again at once."""
 MOST_DEATHS = 6
 """In a row, each after less than that: it will not get better."""
+MENDABLE = 2
+"""The exit code of what the user has to mend. Tried once more: a store may have been away."""
 PATIENCE_S = 30.0
 """For a process that was asked to stop."""
 NAME_WIDTH = 9
 
 
-def supervise(args: argparse.Namespace, config: RunConfig, flags: dict[str, JsonValue]) -> int:
+def supervise(args: argparse.Namespace, config: RunConfig, values: dict[str, JsonValue]) -> int:
     """Run the processes; the exit code is that of the one that trains."""
-    return run_async(_supervise, _plan(args, config, flags))
+    return run_async(_supervise, _plan(args, config, values))
 
 
 def _plan(
-    args: argparse.Namespace, config: RunConfig, flags: dict[str, JsonValue]
+    args: argparse.Namespace, config: RunConfig, values: dict[str, JsonValue]
 ) -> dict[str, list[str]]:
     """The command line of each process. The last one is the one that trains."""
     make_token(config.dir)
-    port = free_port()
-    place = [
-        *("--store", f"http://127.0.0.1:{port}"),
-        *("--run", config.name or DEFAULT_RUN),
-        *("--dir", str(config.dir)),
-    ]
+    port, run, host = free_port(), config.name or DEFAULT_RUN, socket.gethostname()
+    store = ["--store", f"http://127.0.0.1:{port}"]
+    place = [*store, "--run", run, "--dir", str(config.dir)]
     database = ["--db", args.db] if args.db else []
-    gateway = [f"--gateway.port={config.gateway.port or free_port()}"]
-    serving = {name: flags[name] for name in ("engine", "gateway") if name in flags}
+    serving = {name: values[name] for name in ("engine", "gateway") if name in values}
+    serving = merge(serving, {"gateway": {"port": config.gateway.port or free_port()}})
     concurrency = max(1, config.runner.concurrency // args.runners)
     at_once = [f"--concurrency={concurrency}", f"--lease={config.runner.lease_s}"]
-    training = [f"--{n}={v}" for n in ("tasks", "held_out", "config") if (v := vars(args)[n])]
+    held_out = ["--held-out", args.held_out] if args.held_out else []
     return {
         "store": ["store", f"--port={port}", "--dir", str(config.dir), *database],
-        "serve": ["serve", *place, *_as_flags(serving), *gateway],
+        "serve": ["serve", *place, *_as_flags(serving)],
         **{
-            f"runner-{number}": [
-                "runner",
-                args.agent,
-                *place,
-                *at_once,
-                f"--name={socket.gethostname()}-{config.name or DEFAULT_RUN}-{number}",
-            ]
-            for number in range(1, args.runners + 1)
+            f"runner-{n}": ["runner", args.agent, *place, *at_once, f"--name={host}-{run}-{n}"]
+            for n in range(1, args.runners + 1)
         },
-        "train": [
-            "train",
-            *(flag.replace("--held_out", "--held-out") for flag in training),
-            *place[:2],
-            *_as_flags(flags),
-        ],
+        "train": ["train", "--tasks", args.tasks, *held_out, *store, *_as_flags(values)],
     }
 
 
@@ -95,53 +83,59 @@ def free_port() -> int:
 
 async def _supervise(plan: dict[str, list[str]]) -> int:
     children = [Child(name, arguments) for name, arguments in plan.items()]
-    train = children[-1]
+    over = anyio.Event()
+    code = 0
+
+    async def live(child: Child) -> None:
+        nonlocal code
+        ended = await child.live()
+        if not over.is_set():
+            code = ended
+            over.set()
+
     async with stoppable() as stop, create_task_group() as tasks:
         for child in children:
-            tasks.start_soon(child.live)
-
-        async def stop_all() -> None:
-            await stop.asked.wait()
+            tasks.start_soon(live, child)
+        with stop.cancels():
+            await over.wait()
+        if stop.asked.is_set():
             say("stopping: the same command goes on where this ends")
-            train.end.set()
-
-        tasks.start_soon(stop_all)
-        await train.end.wait()
+            code = 130
+        over.set()
         # Whoever trains first, then those it needs.
         for child in reversed(children):
             await child.stop()
         tasks.cancel_scope.cancel()
-    return 130 if stop.asked.is_set() else train.code
+    return code
 
 
 class Child:
     """A process that is started again when it dies."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
-        self.name = name
-        self.code = 0
-        self.end = anyio.Event()
-        """It ended for good."""
+        self._name = name
         self._arguments = arguments
         self._process: Process | None = None
         self._is_wanted = True
 
-    async def live(self) -> None:
-        """Start it until it is done, is not wanted any more, or dies again and again."""
+    async def live(self) -> int:
+        """Start it until it is done, is not wanted any more, or will not get better."""
         deaths, pause = 0, FIRST_PAUSE_S
-        while self._is_wanted:
+        while True:
             began = time.monotonic()
-            self.code = await self._run_once()
-            if not self._is_wanted:
-                break
-            lived = time.monotonic() - began
-            deaths, pause = (deaths + 1, pause) if lived < HEALTHY_S else (1, FIRST_PAUSE_S)
-            if (self.code in (0, 2) and self.name == "train") or deaths >= MOST_DEATHS:
-                break
-            self._say(f"died ({_why(self.code)}); starts again in {pause:g} s")
+            code = await self._run_once()
+            if not self._is_wanted or (self._name == "train" and code == 0):
+                return code
+            if time.monotonic() - began > HEALTHY_S:
+                deaths, pause = 0, FIRST_PAUSE_S
+            deaths += 1
+            is_hopeless = code == MENDABLE and (deaths > 1 or self._name == "train")
+            if is_hopeless or deaths >= MOST_DEATHS:
+                self._say(f"ended ({_why(code)}), and would again")
+                return code
+            self._say(f"died ({_why(code)}); starts again in {pause:g} s")
             await anyio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-        self.end.set()
 
     async def stop(self) -> None:
         """Ask it to end, and make it."""
@@ -178,7 +172,7 @@ class Child:
             return await self._process.wait()
 
     def _say(self, text: str) -> None:
-        say(f"{self.name:<{NAME_WIDTH}}| {text}")
+        say(f"{self._name:<{NAME_WIDTH}}| {text}")
 
 
 def _why(code: int) -> str:

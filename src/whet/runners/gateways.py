@@ -87,10 +87,18 @@ class RemoteGateways(Gateways):
         self._live: dict[Address, str] = {}
         """Those that answered, and which process it was."""
         self._asked = -BELIEVED_S
+        self._looking = anyio.Lock()
 
     async def ready(self) -> None:
-        if self._live and anyio.current_time() < self._asked + BELIEVED_S:
-            return
+        if not self._is_sure():
+            async with self._looking:
+                if not self._is_sure():
+                    await self._wait()
+
+    def _is_sure(self) -> bool:
+        return bool(self._live) and anyio.current_time() < self._asked + BELIEVED_S
+
+    async def _wait(self) -> None:
         pause = FIRST_PAUSE_S
         while not await self._look():
             if pause == FIRST_PAUSE_S:

@@ -19,6 +19,7 @@ from anyio import (
     move_on_after,
     to_thread,
 )
+from anyio.abc import TaskGroup
 from pydantic import JsonValue
 
 from whet.config import RunnerConfig
@@ -47,6 +48,8 @@ from whet.types import Attempt, AttemptId, Endpoint, Failure, FailureKind, Outco
 logger = logging.getLogger(__name__)
 
 CLAIM_WAIT_S = 30.0
+CLAIMS_AT_ONCE = 8
+"""A store that is elsewhere takes its time to answer, and does claims of one moment together."""
 
 KINDS: dict[type[AttemptError], FailureKind] = {
     AgentFailed: FailureKind.AGENT,
@@ -112,22 +115,25 @@ class LocalRunner:
             await self._return_strays()
         async with create_task_group() as attempts:
             with self._claiming:
-                while True:
-                    await self._slots.acquire()
-                    await self._gateways.ready()
-                    attempt = await self._store.claim(
-                        self.name, lease_s=self._lease_s, wait_s=CLAIM_WAIT_S
-                    )
-                    if attempt is None:
-                        self._slots.release()
-                    else:
-                        self._running.add(attempt.id)
-                        attempts.start_soon(self._run_and_release, attempt)
+                async with create_task_group() as claims:
+                    for _ in range(min(CLAIMS_AT_ONCE, self._concurrency)):
+                        claims.start_soon(self._claim, attempts)
             with move_on_after(self._grace_s):
                 while self._running:
                     await self._slots.acquire()
             self._hand_back.set()
         await self._return_strays()
+
+    async def _claim(self, attempts: TaskGroup) -> None:
+        while True:
+            await self._slots.acquire()
+            await self._gateways.ready()
+            attempt = await self._store.claim(self.name, lease_s=self._lease_s, wait_s=CLAIM_WAIT_S)
+            if attempt is None:
+                self._slots.release()
+            else:
+                self._running.add(attempt.id)
+                attempts.start_soon(self._run_and_release, attempt)
 
     def leave(self, grace_s: float) -> None:
         """Claim nothing more, let what runs go on so long, and hand back what is left then."""
