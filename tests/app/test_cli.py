@@ -191,7 +191,7 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert [line["kind"] for line in lines] == ["config", "step", "step", "result"]
     assert lines[1].keys() >= {
         *("reward", "mismatch_kl", "clip_fraction", "staleness", "silent_groups", "entropy"),
-        *("trained_tokens", "collect_seconds", "train_seconds"),
+        *("merge_ratio", "trained_tokens", "collect_seconds", "train_seconds"),
     }
     assert lines[-1]["rollouts"] == 16
     assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each process
