@@ -3,7 +3,8 @@
     python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 32] [--delay-ms 0]
     AGL_PYTHON=/path/to/venv/bin/python python bench/gateway.py
 
-Conversations of several turns run against (1) the gateway: tokenizer and template of the tiny
+Conversations of several turns, in groups of eight that begin with the same task and go on each in
+its own words, run against (1) the gateway: tokenizer and template of the tiny
 model, an engine that always says the same, every call committed to a SQLite file before its reply
 ends; (2) the bare stub: the same bytes from a Starlette app that does nothing; and (3), where
 AGL_PYTHON names an environment with it, Agent Lightning's proxy in front of that stub. Each server
@@ -46,6 +47,8 @@ from whet.store.sqlite import SQLiteStore
 from whet.types import Piece, Rollout, Sampling, StopReason
 
 TURNS = 4
+GROUP = 8
+"""Conversations that begin alike, as the rollouts of one task do."""
 MODEL = "m"
 SECRET = b"bench"
 TELLS = "bench: "
@@ -192,11 +195,12 @@ def started(*command: str | Path, errors: IO[str] | None = None) -> Iterator[Ser
 # --------------------------------------------------------------------------- the comparison
 
 
-def bodies(answer: str, *, stream: bool, **more: object) -> list[bytes]:
-    """Each turn's request, with the turns before it as an SDK would echo them."""
+def bodies(answer: str, number: int, *, stream: bool, **more: object) -> list[bytes]:
+    """A conversation's requests, with the turns before each as an SDK would echo them."""
+    numbers = " ".join(map(str, range(40)))
     messages = [
         {"role": "system", "content": "You are a careful assistant."},
-        {"role": "user", "content": "Add these numbers: " + " ".join(map(str, range(40)))},
+        {"role": "user", "content": f"Task {number // GROUP}: add these numbers: {numbers}"},
     ]
     requests: list[bytes] = []
     for turn in range(TURNS):
@@ -206,7 +210,7 @@ def bodies(answer: str, *, stream: bool, **more: object) -> list[bytes]:
         messages = [
             *messages,
             {"role": "assistant", "content": answer},
-            {"role": "user", "content": f"And now number {turn}."},
+            {"role": "user", "content": f"And now number {turn} of {number}."},
         ]
     return requests
 
@@ -222,6 +226,8 @@ class Bench:
         command = (sys.executable, __file__, "--serve", "gateway", "--folder", folder, *size)
         self.servers = {"gateway": stack.enter_context(started(*command))}
         self._answer = ""
+        self._begun = 0
+        """Conversations so far: no two measurements are about the same tasks."""
 
     async def prepare(self) -> None:
         """Have the gateway answer once, and the others say the same."""
@@ -243,13 +249,16 @@ class Bench:
     ) -> Measured:
         server = self.servers[name]
         count = 8 + int(seconds * 4000 / TURNS)
-        texts = bodies(self._answer, stream=stream)
         if name == "stub":
             places = [("/v1/chat/completions", "x")] * count
         else:
             count = min(count, 8 + int(seconds * 50)) if name == "agl" else count
             places = json.loads(server.ask(str(max(count, concurrency))))
-        conversations = [conversation(path, key, texts) for path, key in places]
+        conversations = [
+            conversation(path, key, bodies(self._answer, number, stream=stream))
+            for number, (path, key) in enumerate(places, self._begun)
+        ]
+        self._begun += len(places)
         return await put_load(
             server.address,
             server.process.pid,
@@ -260,7 +269,7 @@ class Bench:
 
     async def _capture(self, name: str, *, stream: bool, **more: object) -> bytes:
         [(path, key)] = json.loads(self.servers["gateway"].ask("1"))
-        [request, *_] = conversation(path, key, bodies("", stream=stream, **more))
+        [request, *_] = conversation(path, key, bodies("", 0, stream=stream, **more))
         host, port = self.servers["gateway"].address.removeprefix("http://").split(":")
         loop = asyncio.get_running_loop()
         _, line = await loop.create_connection(Connection, host, int(port))
