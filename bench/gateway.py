@@ -98,7 +98,7 @@ async def serve_gateway(folder: Path, tokens: int, delay_s: float) -> None:
         service = Service(
             engine=ConstantEngine(answer, delay_s), log=store, renderer=renderer, models=(MODEL,)
         )
-        server = AppServer(build_app(service, store, SECRET, GatewayConfig()))
+        server = AppServer(build_app(service, SECRET, GatewayConfig()))
         tell(server.url)
         made = 0
         while line := await asyncio.to_thread(sys.stdin.readline):

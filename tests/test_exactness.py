@@ -56,7 +56,7 @@ async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[
     engine = Witness(LocalEngine(policy, EngineConfig(), template.decode, threads=1))
     async with SQLiteStore(folder / "store.db") as store:
         service = Service(engine=engine, log=store, renderer=Renderer(template), models=("policy",))
-        server = AppServer(build_app(service, store, SECRET, GatewayConfig()))
+        server = AppServer(build_app(service, SECRET, GatewayConfig()))
 
         def endpoint(attempt: Attempt) -> Endpoint:
             path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"

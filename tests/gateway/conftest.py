@@ -140,7 +140,7 @@ class Gateway:
             models=(MODEL, "claude-stub"),
             context_length=CONTEXT,
         )
-        self.app = build_app(service, self.store, SECRET, self.config)
+        self.app = build_app(service, SECRET, self.config)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False),
             base_url="http://gateway",

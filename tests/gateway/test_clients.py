@@ -93,7 +93,7 @@ def served(tmp_path: Path, renderer: Renderer, engine: LocalEngine) -> Iterator[
             models=(MODEL,),
             context_length=engine.context_length,
         )
-        app = build_app(service, store, SECRET, GatewayConfig())
+        app = build_app(service, SECRET, GatewayConfig())
         server = AppServer(app)
         try:
             yield Served(server.url, portal.call(claim), store)

@@ -170,7 +170,7 @@ class World:
         service = Service(
             engine=self.engine, log=self._store, renderer=self._renderer, models=(MODEL,)
         )
-        app = build_app(service, self._store, SECRET, GatewayConfig())
+        app = build_app(service, SECRET, GatewayConfig())
         self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g")
 
     async def do(self, step: Step) -> None:

@@ -159,7 +159,7 @@ async def serve(
             prepare=prepare,
         )
         server = AppServer(
-            build_app(service, log, secret, config.gateway),
+            build_app(service, secret, config.gateway),
             host=config.gateway.host,
             port=config.gateway.port,
             name="gateway",

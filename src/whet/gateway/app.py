@@ -23,7 +23,6 @@ from whet.gateway.dialects.responses_lookup import list_input, show_response
 from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from whet.gateway.graph import Graph
 from whet.gateway.service import Service, Source
-from whet.protocols import AttemptLog
 from whet.types import Attempt
 
 RETRY_HEADER = "x-stainless-retry-count"
@@ -36,9 +35,9 @@ PREFIX = re.compile(
 understood, and so are those that leave it out."""
 
 
-def build_app(service: Service, log: AttemptLog, secret: bytes, config: GatewayConfig) -> ASGIApp:
+def build_app(service: Service, secret: bytes, config: GatewayConfig) -> ASGIApp:
     """The endpoint: under an attempt's own path, or at the root by the API key."""
-    router = Router(PREFIX, _Gateway(service, log, secret, config).routes())
+    router = Router(PREFIX, _Gateway(service, secret, config).routes())
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -61,11 +60,8 @@ def build_app(service: Service, log: AttemptLog, secret: bytes, config: GatewayC
 
 
 class _Gateway:
-    def __init__(
-        self, service: Service, log: AttemptLog, secret: bytes, config: GatewayConfig
-    ) -> None:
+    def __init__(self, service: Service, secret: bytes, config: GatewayConfig) -> None:
         self._service = service
-        self._log = log
         self._secret = secret
         self._config = config
 

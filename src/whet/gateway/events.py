@@ -49,7 +49,7 @@ class EventStream:
         self._writing = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
-        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.Handle | None = None
         self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
         self._task: asyncio.Task[None] | None = None
 
@@ -59,9 +59,13 @@ class EventStream:
         if self._flush_timer is not None:
             return None
         due = self._last_write + WINDOW_S
-        if not self.started or self._loop.time() >= due:
+        if self._task is None:
+            # Once the engine has nothing more at hand: what it has leaves together.
+            self._flush_timer = self._loop.call_soon(self._begin, b"")
+        elif self._loop.time() >= due:
             return self._write()
-        self._flush_timer = self._loop.call_at(due, self._begin, b"")
+        else:
+            self._flush_timer = self._loop.call_at(due, self._begin, b"")
         return None
 
     async def finish(self, call: Call) -> None:
