@@ -4,8 +4,9 @@
 
 Three rows: the model as it is, after a short supervised warm-up on generated dialogues, and after
 RL with GRPO on top of it. The warm-up goes over the dialogues until its loss is low enough that
-some samples are right, and no further: a model that is always right leaves RL nothing to do. RL is `whet.train` with the demo's own agent: the OpenAI client, gateway,
-store, rows, trainer. Accuracy is of held-out problems, whose numbers are in no training problem.
+some samples are right, and no further: a model that is always right leaves RL nothing to do. RL
+is `whet.train` with the demo's own agent: the OpenAI client, gateway, store, rows, trainer.
+Accuracy is of held-out problems, whose numbers are in no training problem.
 Exits 1 if RL adds less than 25 points to the warm-up.
 """
 

@@ -27,6 +27,7 @@ from tiny_llama import (
 from whet.config import EngineConfig
 from whet.engines.forward import Eager, Forward, Static, build_forward
 from whet.engines.local import LocalEngine
+from whet.engines.slots import SlotCache
 from whet.errors import EngineError
 from whet.policies.local import LocalPolicy
 from whet.types import Sampling
@@ -356,6 +357,33 @@ async def test_a_failing_model_fails_its_requests_and_the_engine_lives_on(
         after = await ask(engine, prompts[0], temperature=0, max_tokens=4)
     assert len(failed) == 3
     assert after.tokens == before.tokens
+
+
+class Cramped(SlotCache):
+    """A cache that finds no memory, once."""
+
+    failed = False
+
+    def resize(self, slots: int, capacity: int) -> None:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("out of memory")
+        super().resize(slots, capacity)
+
+
+def cramped(policy: LocalPolicy, positions: int) -> Forward:
+    forward = Eager(policy)
+    forward.cache = Cramped()
+    return forward
+
+
+async def test_a_request_that_finds_no_room_is_told_so(tiny_folder: Path) -> None:
+    engine = LocalEngine(load(tiny_folder), EngineConfig(), decode, threads=1, forward=cramped)
+    with anyio.fail_after(30):
+        with pytest.raises(EngineError, match="out of memory"):
+            await ask(engine, prompt_of(20), max_tokens=2)
+        assert (await ask(engine, prompt_of(20), max_tokens=2)).stop == "length"
+        await engine.close()
 
 
 async def test_weights_that_were_no_numbers_leave_nothing_behind(policy: LocalPolicy) -> None:

@@ -83,9 +83,9 @@ class FakeEngine(Engine):
                 if self._closed:
                     raise EngineError("the engine is closed")
                 drawn = self._draw(request, answer, dice)
-                piece = request.take([drawn], self.version, self._decode)
+                piece = request.take(drawn, self.version, self._decode)
                 if piece is not None:
-                    by_script = piece.stop == "length" and len(request.drawn) < limit
+                    by_script = piece.stop == "length" and len(request.logprobs) < limit
                     yield replace(piece, stop="stop") if by_script else piece
         finally:
             self.active -= 1
@@ -99,13 +99,14 @@ class FakeEngine(Engine):
             sampling = Sampling(top_logprobs=sampling.top_logprobs)
         logprobs = self._distribution(request.tokens[-1], sampling)
         if answer is not None:
-            token = answer[len(request.drawn)]
+            token = answer[len(request.logprobs)]
         elif sampling.temperature == 0:
             token = next(iter(logprobs))
         else:
             shares = [math.exp(logprob) for logprob in logprobs.values()]
             [token] = dice.choices(list(logprobs), shares)
-        return Drawn(token, logprobs[token], tuple(logprobs.items())[: sampling.top_logprobs])
+        top = tuple(logprobs.items())[: sampling.top_logprobs]
+        return Drawn([token], [logprobs[token]], [top] if sampling.top_logprobs else [])
 
     def _distribution(self, last: int, sampling: Sampling) -> dict[int, float]:
         """Log-probabilities after a token, likeliest first; what is cut off is absent."""

@@ -66,6 +66,11 @@ class Lanes(Generic[R]):
         return self._rows["drawn"]
 
     @property
+    def any_watched(self) -> bool:
+        """Whether some row wants more than tokens."""
+        return bool(self._rows["watched"].any())
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row."""
         return int(self.total_B.max(initial=0))
@@ -79,8 +84,8 @@ class Lanes(Generic[R]):
         self.requests.append(request)
         ids = request.sampling.stop_ids
         row["last"], row["total"] = request.tokens[-1], len(request.tokens)
-        row["drawn"] = len(request.drawn)
-        row["end"] = len(request.tokens) - len(request.drawn) + request.limit
+        row["drawn"] = len(request.logprobs)
+        row["end"] = len(request.tokens) - len(request.logprobs) + request.limit
         row["seed"] = request.seed
         row["watched"] = request.watched or len(ids) > STOP_IDS
         row["stop"] = NO_ID
@@ -121,13 +126,13 @@ class Lanes(Generic[R]):
         due_B |= (rows["stop"] == token_B[:, None]).any(axis=1)
         return np.flatnonzero(due_B)
 
-    def hand_over(self, row: int) -> list[Drawn]:
+    def hand_over(self, row: int) -> Drawn:
         """What a row has kept back."""
         kept = self._rows[row]["kept"]
         tokens = self._rows["tokens"][row, :kept].tolist()
         logprobs = self._rows["logprobs"][row, :kept].tolist()
         self._rows["kept"][row] = 0
-        return [Drawn(*one) for one in zip(tokens, logprobs, strict=True)]
+        return Drawn(tokens, logprobs)
 
     @property
     def _rows(self) -> NDArray[np.void]:

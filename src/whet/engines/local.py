@@ -19,8 +19,8 @@ from whet.config import EngineConfig
 from whet.engines.forward import Forward, build_forward
 from whet.engines.grammar import Grammars, Matcher
 from whet.engines.lanes import Lanes
-from whet.engines.request import Drawn, Request
-from whet.engines.sampling import Top, draw
+from whet.engines.request import Drawn, Request, Top
+from whet.engines.sampling import draw
 from whet.engines.slots import NOTHING, longest_prefix
 from whet.errors import EngineError, PromptTooLong, RequestError, boundary
 from whet.policies.local import LocalPolicy
@@ -44,7 +44,7 @@ class _Request(Request):
     cancelled: bool = False
 
     def advance(
-        self, drawn: Sequence[Drawn], version: int, decode: Callable[[Sequence[int]], str]
+        self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]
     ) -> Piece | Exception | None:
         """Take tokens; returns what is to be delivered."""
         try:
@@ -203,6 +203,14 @@ class LocalEngine(Engine):
     def _admit(self) -> None:
         """Give waiting requests a slot, starting from the longest prefix some slot holds."""
         later: list[_Request] = []
+        try:
+            self._admit_most(later)
+        finally:  # whatever happens, none is lost
+            with self._wake:
+                self._waiting.extendleft(reversed(later))
+
+    def _admit_most(self, later: list[_Request]) -> None:
+        """Admit those that may be; the others, and one that fails, are in `later`."""
         with self._wake:
             longest = max((len(request.tokens) for request in self._waiting), default=0)
             fresh = np.full((len(self._waiting), longest), NOTHING, np.int32)
@@ -210,13 +218,11 @@ class LocalEngine(Engine):
         placed: dict[bytes, tuple[int, int]] = {}
         longest = self._lanes.longest
         while admitted < len(fresh) and (request := self._next_waiting()):
+            later.append(request)
             tokens = np.asarray(request.tokens, np.int32)
-            if len(tokens) > fresh.shape[1]:  # it came after the others were counted
-                later.append(request)
-                break
             longest = max(longest, len(tokens))
-            if not self._fits(len(self._lanes) + 1, longest):
-                later.append(request)
+            # One that is longer than all counted came after them.
+            if len(tokens) > fresh.shape[1] or not self._fits(len(self._lanes) + 1, longest):
                 break
             self._make_room(len(self._lanes) + 1, longest)
             # The rest of a group is known from the first of it, without another search.
@@ -226,15 +232,13 @@ class LocalEngine(Engine):
                 source, shared = self._cache.longest_prefix(tokens)
                 coming = longest_prefix(fresh[:admitted], tokens)[1]
             if coming >= shared + WORTH_WAITING_FOR:
-                later.append(request)
                 continue
             shared = min(shared, len(tokens) - 1)
             self._place(request, source, shared)
+            later.pop()
             placed.setdefault(tokens.tobytes(), (len(self._lanes) - 1, shared))
             fresh[admitted, : len(tokens)] = tokens
             admitted += 1
-        with self._wake:
-            self._waiting.extendleft(reversed(later))
 
     def _next_waiting(self) -> _Request | None:
         with self._wake:
@@ -296,12 +300,11 @@ class LocalEngine(Engine):
         """Rows to prefill together: of like lengths, since padding is computed in vain."""
         lack_B = self._lanes.total_B - 1 - self._cache.length_S[: len(self._lanes)]
         rows: list[int] = []
-        for row in cast(list[int], np.argsort(lack_B, kind="stable").tolist()):
-            lack = int(lack_B[row])
-            if rows and (len(rows) + 1) * lack > self._forward.prefill_tokens:
+        lacking = np.flatnonzero(lack_B > 0)
+        for row in cast(list[int], lacking[np.argsort(lack_B[lacking], kind="stable")].tolist()):
+            if rows and (len(rows) + 1) * int(lack_B[row]) > self._forward.prefill_tokens:
                 break
-            if lack > 0:
-                rows.append(row)
+            rows.append(row)
         return rows
 
     def _step(self) -> None:
@@ -314,12 +317,13 @@ class LocalEngine(Engine):
         self._make_room(len(lanes), lanes.longest)
         self._cache.used_S[: len(lanes)] = self._passes
         logits_BV = self._forward.step(lanes.last_B)
+        watched = lanes.requests if lanes.any_watched else ()
         drawn = draw(
             logits_BV,
             lanes.shaping(self._policy.device),
             lanes.points(),
-            matchers=[request.matcher for request in lanes.requests],
-            tops=[request.sampling.top_logprobs for request in lanes.requests],
+            matchers=[request.matcher for request in watched],
+            tops=[request.sampling.top_logprobs for request in watched],
         )
         rows = lanes.record(drawn.token_B, drawn.logprob_B)
         due = [
@@ -337,10 +341,10 @@ class LocalEngine(Engine):
 
     def _hand_over(self, row: int, top: Top = ()) -> Piece | Exception | None:
         """Give a request the tokens kept back for it; returns what is to be delivered."""
-        kept = self._lanes.hand_over(row)
-        if top:
-            kept[-1] = kept[-1]._replace(top=top)
-        return self._lanes.requests[row].advance(kept, self._version, self._decode)
+        request, drawn = self._lanes.requests[row], self._lanes.hand_over(row)
+        if request.sampling.top_logprobs and drawn.tokens:
+            drawn = drawn._replace(tops=[top])
+        return request.advance(drawn, self._version, self._decode)
 
     def _leave(self, gone: Sequence[bool]) -> None:
         """Make the slots of these rows idle; they keep what they hold."""

@@ -10,12 +10,16 @@ if TYPE_CHECKING:  # an engine without a model needs none of what grammars need
     from whet.engines.grammar import Matcher
 
 
-class Drawn(NamedTuple):
-    """One token with its log-probability, and the likeliest others if asked for."""
+Top = tuple[tuple[int, float], ...]
+"""The likeliest tokens at a place, with their log-probabilities."""
 
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+
+class Drawn(NamedTuple):
+    """Some tokens with their log-probabilities, and the likeliest others if asked for."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    tops: Sequence[Top] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +36,9 @@ class Request:
     """With the number of a token it decides what is drawn; 64 bits."""
     matcher: "Matcher | None" = None
     """Where it stands in its grammar, if it has one."""
-    drawn: list[Drawn] = field(default_factory=list[Drawn])
+    logprobs: list[float] = field(default_factory=list[float])
+    """Of what was sampled."""
+    tops: list[Top] = field(default_factory=list[Top])
     versions: list[int] = field(default_factory=list[int])
     delivered: int = 0
 
@@ -43,7 +49,7 @@ class Request:
         return bool(self.stream or asked.stop or asked.top_logprobs or self.matcher is not None)
 
     def take(
-        self, drawn: Sequence[Drawn], version: int, decode: Callable[[Sequence[int]], str]
+        self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]
     ) -> Piece | None:
         """Add tokens, of which only the last may be the end; returns the piece that is due.
 
@@ -51,36 +57,36 @@ class Request:
             RequestError: the grammar leaves no way on from here.
         """
         if self.matcher is not None:
-            for one in drawn:
-                self.matcher.advance(one.token)
-        self.tokens += [one.token for one in drawn]
-        self.drawn += drawn
-        self.versions += [version] * len(drawn)
-        stop = self._stop_reason(decode) if drawn else None
-        if not stop and not (self.stream and drawn):
+            for token in drawn.tokens:
+                self.matcher.advance(token)
+        self.tokens += drawn.tokens
+        self.logprobs += drawn.logprobs
+        self.tops += drawn.tops
+        self.versions += [version] * len(drawn.tokens)
+        stop = self._stop_reason(decode) if drawn.tokens else None
+        if not stop and not (self.stream and drawn.tokens):
             return None
-        begin, self.delivered = self.delivered, len(self.drawn)
-        fresh = self.drawn[begin:]
+        begin, self.delivered = self.delivered, len(self.logprobs)
         return Piece(
-            tokens=tuple(d.token for d in fresh),
-            logprobs=tuple(d.logprob for d in fresh),
+            tokens=tuple(self.tokens[begin - len(self.logprobs) :]),
+            logprobs=tuple(self.logprobs[begin:]),
             versions=tuple(self.versions[begin:]),
-            top=tuple(d.top for d in fresh) if self.sampling.top_logprobs else (),
+            top=tuple(self.tops[begin:]),
             stop=stop,
         )
 
     def _stop_reason(self, decode: Callable[[Sequence[int]], str]) -> StopReason | None:
-        if self.drawn[-1].token in self.sampling.stop_ids:
+        if self.tokens[-1] in self.sampling.stop_ids:
             return "stop"
         if self.matcher is not None and self.matcher.finished:
             return "stop"
         if self.sampling.stop and self._stop_string(decode):
             return "stop"
-        return "length" if len(self.drawn) >= self.limit else None
+        return "length" if len(self.logprobs) >= self.limit else None
 
     def _stop_string(self, decode: Callable[[Sequence[int]], str]) -> bool:
         # A token holds at least one byte, so a stop string that ends in the newest token
         # began no more than its own length in tokens ago.
         reach = max(len(s.encode()) for s in self.sampling.stop) + 1
-        tail = decode([d.token for d in self.drawn[-reach:]])
+        tail = decode(self.tokens[-min(reach, len(self.logprobs)) :])
         return any(s in tail for s in self.sampling.stop)

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whet.engines.grammar import Matcher, constrain
+from whet.engines.request import Top
 from whet.errors import EngineError
 from whet.policies.distribution import Shaping, log_probs
-
-Top = tuple[tuple[int, float], ...]
 
 
 class Draws(NamedTuple):
