@@ -31,8 +31,8 @@ T = TypeVar("T")
 STATE = "state.json"
 
 TOTALS = ("loss", "trained_tokens", "computed_tokens")
-MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness", "reference_kl")
-"""Over trained tokens."""
+MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
+"""Over trained tokens; so is `reference_kl`, where there is a penalty on it."""
 
 SMALLEST_MICRO_BATCH = 64
 
@@ -80,16 +80,23 @@ class LocalTrainer(Trainer):
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         _refuse_unusable(rows)
-        sums: dict[str, float] = dict.fromkeys((*TOTALS, *MEANS), 0.0)
+        means = (*MEANS, "reference_kl") if loss.kl else MEANS
+        sums: dict[str, float] = dict.fromkeys((*TOTALS, *means), 0.0)
+        waiting = self._trees(rows)
         try:
-            for tree in self._trees(rows):
-                for name, value in self._with_less_memory(tree, loss).items():
+            while waiting:
+                found = self._attempt(waiting[0], loss)
+                if found is None:  # with less at once from here on
+                    waiting = self._trees([row for tree in waiting for row, _ in tree.rows])
+                    continue
+                waiting = waiting[1:]
+                for name, value in found.items():
                     sums[name] += value
         except BaseException:
             self._weights.drop_gradient()  # half a gradient is worse than none
             raise
         tokens = max(1.0, sums["trained_tokens"])
-        return {**sums, **{name: sums[name] / tokens for name in MEANS}}
+        return {**sums, **{name: sums[name] / tokens for name in means}}
 
     def _trees(self, rows: Sequence[Row]) -> Sequence[Tree]:
         enough = self._most_tokens if self._flash else ENOUGH
@@ -99,29 +106,26 @@ class LocalTrainer(Trainer):
     def _flash(self) -> bool:
         return runs_flash(self._policy.device, self._policy.dtype)
 
-    def _with_less_memory(self, tree: Tree, loss: LossConfig) -> dict[str, float]:
-        """One tree; where memory runs out, its rows in smaller trees, and all later ones too."""
+    def _attempt(self, tree: Tree, loss: LossConfig) -> dict[str, float] | None:
+        """One tree; nothing if memory ran out, and passes are smaller from then on."""
         try:
             return self._one_tree(tree, loss)
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(error):
                 raise
-            if len(tree.rows) == 1 or self._most_tokens <= SMALLEST_MICRO_BATCH:
+            alone = len({row.tokens for row, _ in tree.rows}) == 1
+            if alone or self._most_tokens <= SMALLEST_MICRO_BATCH:
                 raise TrainerError(
                     f"out of memory on a pass of {tree.size} tokens: set "
                     "trainer.gradient_checkpointing, or lower engine.kv_tokens or the longest "
                     f"answer; nothing was changed ({_first_line(error)})"
                 ) from error
-        # Outside the handler, whose error holds on to what it is to free.
+        # Outside the handler, whose error holds on to what is to be freed.
         self._most_tokens = max(SMALLEST_MICRO_BATCH, min(self._most_tokens, tree.size) // 2)
         logger.warning("out of memory, trainer.micro_batch_tokens is %d now", self._most_tokens)
         if self._policy.device.type == "cuda":
             torch.cuda.empty_cache()
-        sums: dict[str, float] = {}
-        for smaller in self._trees([row for row, _ in tree.rows]):
-            for name, value in self._with_less_memory(smaller, loss).items():
-                sums[name] = sums.get(name, 0.0) + value
-        return sums
+        return None
 
     def _one_tree(self, tree: Tree, loss: LossConfig) -> dict[str, float]:
         """Add a tree's gradient, all of it or nothing."""
