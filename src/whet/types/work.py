@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     FiniteFloat,
     JsonValue,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -32,10 +33,12 @@ def _url_safe(name: str) -> str:
     return name
 
 
-RolloutId = Annotated[str, AfterValidator(_url_safe)]
+_AS_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})
+
+RolloutId = Annotated[str, AfterValidator(_url_safe), _AS_SCHEMA]
 """Travels in URL paths, so it is made of characters that need no quoting."""
 
-Name = Annotated[str, AfterValidator(_url_safe)]
+Name = Annotated[str, AfterValidator(_url_safe), _AS_SCHEMA]
 """Of a run or a resource; as careful as a rollout's id."""
 
 

@@ -1,0 +1,60 @@
+"""The token of a served store: made once, and for its owner's eyes."""
+
+from pathlib import Path
+
+import pytest
+
+from whet.errors import ConfigError
+from whet.store.opening import open_store
+from whet.store.token import FILE, VARIABLE, find_token, make_token
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    first, again = make_token(tmp_path / "new"), make_token(tmp_path / "new")
+    file = tmp_path / "new" / FILE
+    assert (first.is_new, again.is_new) == (True, False)
+    assert first.value == again.value == find_token(tmp_path / "new") == file.read_text()
+    assert len(first.value) >= 32
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert make_token(tmp_path / "other").value != first.value
+
+
+def test_the_environment_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_token(tmp_path)
+    monkeypatch.setenv(VARIABLE, "given")
+    assert make_token(tmp_path) == ("given", False)
+    assert find_token(tmp_path) == "given"
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o604])
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    make_token(tmp_path)
+    (tmp_path / FILE).chmod(mode)
+    for act in (make_token, find_token):
+        with pytest.raises(ConfigError, match="chmod 600"):
+            act(tmp_path)
+
+
+def test_an_empty_token_is_none(tmp_path: Path) -> None:
+    (tmp_path / FILE).touch(0o600)
+    with pytest.raises(ConfigError, match="is empty"):
+        find_token(tmp_path)
+
+
+def test_without_a_token_it_is_said_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"set {VARIABLE}, or run where '.whet/store.token' is"):
+        open_store("http://127.0.0.1:1")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make the token file"):
+        make_token(tmp_path / "file" / "below")
