@@ -37,10 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": SHARED | {"policies"},
     "step": SHARED | {"rows", "selection"},
     "loop": SHARED | {"step"},
+    "overlapped": SHARED | {"step"},
     "demos": PUBLIC,
     "app": SHARED
-    | {"rows", "selection", "loop", "algorithms", "runners", "gateway", "store", "policies"}
-    | {"trainers", "engines", "demos", "serving", "jsonlines", "tracking", ""},
+    | {"rows", "selection", "loop", "overlapped", "algorithms", "runners", "gateway", "store"}
+    | {"policies", "trainers", "engines", "demos", "serving", "jsonlines", "tracking", ""},
     # The package itself: its names are imported when they are asked for, not before.
     "": set(),
 }

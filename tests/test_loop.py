@@ -70,8 +70,14 @@ class ScriptedCollector(Collector):
         self._silent = silent
         self.ran: list[str] = []
 
-    async def collect(self, rollouts: Sequence[Rollout]) -> list[Group]:
+    async def begin(self, rollouts: Sequence[Rollout]) -> None:
         await self._store.enqueue(rollouts)
+
+    async def wait(self, rollouts: Sequence[str]) -> None:
+        await self._store.wait(rollouts)
+
+    async def collect(self, rollouts: Sequence[Rollout]) -> list[Group]:
+        await self.begin(rollouts)
         while attempt := await self._store.claim("w", lease_s=60, wait_s=0):
             rollout = attempt.rollout
             self.ran.append(rollout.id)

@@ -22,7 +22,8 @@ SIGNATURES = {
     "WhetError": None,
     "algorithm": "(function: collections.abc.Callable[..., typing.Any]) -> "
     "whet.app.algorithm.OwnAlgorithm",
-    "emit_reward": "(value: float, key: str = 'reward') -> None",
+    "emit_reward": "(value: float, key: str = 'reward', *, call: str | None = None, "
+    "turn: int | None = None, agent: str | None = None) -> None",
     "evaluate": "(agent: collections.abc.Callable[..., typing.Any], "
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], "
     "models: collections.abc.Mapping[str, str] | collections.abc.Sequence[str] = (), *, "

@@ -158,6 +158,22 @@ class AlgorithmConfig(Section):
     """Draw further tasks for silent groups, up to this many times `tasks_per_step` in all."""
 
 
+class LoopConfig(Section):
+    """How collecting and training take turns."""
+
+    name: Literal["on_policy", "overlapped"] = "on_policy"
+    """`on_policy`: a step's rollouts are sampled by the weights it changes; `overlapped`: those of
+    later steps run while a step is trained."""
+    max_staleness: Annotated[int, Field(ge=1)] = 1
+    """`overlapped`: how many updates behind a sampled token may be when it is trained."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.name == "on_policy" and self.max_staleness != 1:
+            raise ValueError("max_staleness has no meaning on policy: leave it out")
+        return self
+
+
 class SelectionConfig(Section):
     """Which calls are trained; the others stay context. What is empty leaves nothing out."""
 
@@ -253,6 +269,7 @@ class RunConfig(Section):
     adam: AdamConfig = AdamConfig()
     loss: LossConfig = LossConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    loop: LoopConfig = LoopConfig()
     selection: SelectionConfig = SelectionConfig()
     runner: RunnerConfig = RunnerConfig()
     gateway: GatewayConfig = GatewayConfig()

@@ -28,11 +28,12 @@ async def train(
     for step in range(len(done), config.steps):
         watch = Stopwatch()
         drawn = await draw(plan, done, config, watch, collector=collector, algorithm=algorithm)
-        metrics = await learn(drawn, done, config, watch, trainer)
-        with watch.phase("publish"):
-            version = await trainer.publish()
-        with watch.phase("save"):
-            await trainer.save(checkpoints / f"step-{step:06d}")
+        with watch.phase("sampler_wait"):  # on policy nobody samples while there is training
+            metrics = await learn(drawn, done, config, watch, trainer)
+            with watch.phase("publish"):
+                version = await trainer.publish()
+            with watch.phase("save"):
+                await trainer.save(checkpoints / f"step-{step:06d}")
         record = StepRecord(
             step=step,
             version=version,

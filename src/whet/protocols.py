@@ -339,6 +339,14 @@ class Collector(Protocol):
         """Run the rollouts, or find them done; one group for each group name, in order."""
         ...
 
+    async def begin(self, rollouts: Sequence[Rollout]) -> None:
+        """Have the rollouts run, unless they are known already, and wait for none."""
+        ...
+
+    async def wait(self, rollouts: Sequence[str]) -> None:
+        """Return once every one of them, all begun before, has ended."""
+        ...
+
 
 class Tracker(Protocol):
     """Keeps the numbers of a run where people look at them. May block, and may raise anything."""

@@ -39,6 +39,7 @@ from whet.types import (
     SamplingOverride,
     Status,
     StepRecord,
+    Target,
 )
 
 pytestmark = pytest.mark.anyio
@@ -535,6 +536,7 @@ async def test_trajectories_are_the_succeeded_attempts_in_the_order_asked(store:
         await store.append(call(attempt.id, "2"))
         await store.emit(attempt.id, Reward(value=0.1))
         await store.emit(attempt.id, Reward(value=-2, key="style"))
+        await store.emit(attempt.id, Reward(value=3, target=Target(turn=2, agent="planner")))
         await store.finish(attempt.id, Outcome(reward=0.1 + 0.2))
     await store.finish(c1.id, failed(FailureKind.REWARD))
 
@@ -543,7 +545,8 @@ async def test_trajectories_are_the_succeeded_attempts_in_the_order_asked(store:
     assert (b.attempt, a.attempt) == (b1, a2)
     assert a.calls == (call(a2.id, "1"), call(a2.id, "2"))
     assert b.calls == (call(b1.id, "1"), call(b1.id, "2"))
-    assert a.rewards == (Reward(value=0.1), Reward(value=-2, key="style"))
+    planned = Reward(value=3, target=Target(turn=2, agent="planner"))
+    assert a.rewards == (Reward(value=0.1), Reward(value=-2, key="style"), planned)
     assert a.reward == 0.1 + 0.2
 
 

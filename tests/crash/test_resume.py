@@ -71,7 +71,7 @@ async def ask(task: str, llm: Endpoint) -> float:
     return len(reply.json()["choices"][0]["message"]["content"] or "") / 40
 
 
-def new_run(directory: Path) -> RunFolder:
+def new_run(directory: Path, loop: str = "on_policy") -> RunFolder:
     settings = {
         "dir": directory,
         "steps": 3,
@@ -80,6 +80,7 @@ def new_run(directory: Path) -> RunFolder:
         "trainer": {"weights": "full"},
         "adam": {"lr": 1e-4},
         "runner": {"concurrency": 3},
+        "loop": {"name": loop},
     }
     return RunFolder.create(RunConfig.model_validate(settings), "test")
 
@@ -113,6 +114,26 @@ def test_nothing_is_lost_or_trained_twice(
     assert result.total("rollouts") == 3 * STEP
     assert folder.report.exists()
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "step", "done"), [("train", 0, 5), ("committed", 1, 0), ("train", 1, 4)]
+)
+def test_an_overlapped_run_loses_nothing_either(
+    tmp_path: Path, phase: str, step: int, done: int
+) -> None:
+    folder = new_run(tmp_path, loop="overlapped")
+    with pytest.raises(Stop):
+        go(folder, Breaking(lambda *found: found == (phase, step, done)))
+
+    result = go(RunFolder(folder.path), Breaking())
+
+    steps = anyio.run(audit, folder, TASKS, HELD_OUT)
+    assert result.total("rollouts") == 3 * STEP
+    for metrics in [record.metrics for record in steps]:
+        assert metrics["staleness_max"] <= 1
+        # Fresh tokens score as they were sampled, and only stale ones may not.
+        assert metrics["off_policy_tokens"] > 0 or metrics.get("logprob_gap", 0.0) < 1e-4
 
 
 def test_a_checkpoint_without_its_commit_did_not_happen(tmp_path: Path) -> None:

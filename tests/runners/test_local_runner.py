@@ -14,7 +14,7 @@ from whet.runners.collect import QueueCollector
 from whet.runners.gateways import OwnGateway
 from whet.runners.local import HANDED_BACK, LocalRunner
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, Endpoint, FailureKind, Group, Rollout, Status
+from whet.types import Attempt, CallId, Endpoint, FailureKind, Group, Rollout, Status, Target
 
 pytestmark = pytest.mark.anyio
 
@@ -107,6 +107,31 @@ async def test_the_last_emitted_reward_counts_where_none_is_returned(store: SQLi
         ("reward", 0.7),
         ("length", 5.0),
     ]
+
+
+async def test_a_reward_may_be_for_a_part_and_then_is_not_the_attempts(store: SQLiteStore) -> None:
+    async def one(task: object, llm: Endpoint) -> None:
+        whet.emit_reward(0.5)
+        whet.emit_reward(1.0, turn=0)
+        whet.emit_reward(2.0, call="chatcmpl-abc", agent="solver")
+
+    trajectory = (await run(one, ["t"], store))[0][0]
+    assert trajectory.reward == 0.5
+    assert [reward.target for reward in trajectory.rewards] == [
+        None,
+        Target(turn=0),
+        Target(call=CallId("abc"), agent="solver"),
+    ]
+
+
+async def test_a_turn_before_the_first_is_no_turn(store: SQLiteStore) -> None:
+    async def one(task: object, llm: Endpoint) -> float:
+        whet.emit_reward(1.0, turn=-1)
+        return 1.0
+
+    await run(one, ["t"], store)
+    failures = await store.failures(["r0"])
+    assert failures == {"r0": "reward: turns are counted from 0; found a reward for turn -1"}
 
 
 async def test_rewards_emitted_in_a_thread_find_their_attempt(store: SQLiteStore) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from whet import loop
+from whet import loop as on_policy
+from whet import overlapped
 from whet.app.comparison import Comparison, compare
 from whet.app.display import Display
 from whet.app.evaluation import evaluate, plan_trials, read_scores
@@ -155,6 +156,7 @@ async def _steps(
     for record in await run.store.steps():
         tell(record)
     display.phase("train", config.tasks_per_step * config.group_size)
+    loop = overlapped if config.loop.name == "overlapped" else on_policy
     records = loop.train(
         training_plan(tasks, config),
         config,

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from numbers import Real
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 
 from whet.errors import BadReward, ConfigError
-from whet.types import Reward
+from whet.types import CallId, Reward, Target
 
 Agent = Callable[..., Any]
 """`(task, llm) -> reward`, async or not; one that also takes `resources` is given those of its
@@ -18,6 +19,9 @@ rollout, values by name. Any: the task is the user's own JSON, and the result is
 checked when it comes."""
 
 A = TypeVar("A", bound=Agent)
+
+REPLY_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|resp_)")
+"""What wire formats put before the id of a call."""
 
 emitted: ContextVar[list[Reward] | None] = ContextVar("emitted", default=None)
 """The rewards of the attempt that is running here."""
@@ -56,23 +60,41 @@ def asked_for(agent: Agent, resources: Mapping[str, JsonValue]) -> dict[str, Any
     return {"resources": dict(resources)} if wants else {}
 
 
-def emit_reward(value: float, key: str = "reward") -> None:
+def emit_reward(
+    value: float,
+    key: str = "reward",
+    *,
+    call: str | None = None,
+    turn: int | None = None,
+    agent: str | None = None,
+) -> None:
     """Give the running attempt a reward; the last one named `reward` counts if none is returned.
 
+    It may be for a part of the attempt instead: for the answer of one `call`, by the id of the
+    reply; for the answers with `turn` others before them in their conversation; for those of an
+    `agent`. Such rewards need `algorithm.credit` by `turn`, and an attempt has its own besides.
+
     Raises:
-        BadReward: the value is not a finite number.
+        BadReward: the value is not a finite number, or the turn none from 0 on.
     """
     rewards = emitted.get()
     if rewards is None:
         raise ConfigError("emit_reward works inside an agent that whet is running")
-    rewards.append(Reward(value=finite(value), key=key))
+    if turn is not None and turn < 0:
+        raise BadReward(f"turns are counted from 0; found a reward for turn {turn}")
+    target = None
+    if call is not None or turn is not None or agent is not None:
+        id = None if call is None else CallId(REPLY_PREFIX.sub("", call))
+        target = Target(call=id, turn=turn, agent=agent)
+    rewards.append(Reward(value=finite(value), key=key, target=target))
 
 
 def final_reward(returned: object, rewards: list[Reward]) -> float:
     """What an attempt earned: what the agent returned, or the last reward it emitted."""
     if returned is not None:
         return finite(returned)
-    last = next((r.value for r in reversed(rewards) if r.key == "reward"), None)
+    own = (r.value for r in reversed(rewards) if r.key == "reward" and r.target is None)
+    last = next(own, None)
     if last is None:
         raise BadReward("no reward: return a number, or call whet.emit_reward(...)")
     return last

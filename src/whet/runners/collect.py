@@ -35,7 +35,7 @@ class QueueCollector(Collector):
 
     async def collect(self, rollouts: Sequence[Rollout]) -> list[Group]:
         ids = [rollout.id for rollout in rollouts]
-        await self._queue.enqueue([self._stamped(rollout) for rollout in rollouts])
+        await self.begin(rollouts)
         await self._wait(ids)
         groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
         for trajectory in await self._log.trajectories(ids):
@@ -47,6 +47,12 @@ class QueueCollector(Collector):
                 "rollouts failed count=%d of=%d example=%s", len(failures), len(ids), example
             )
         return list(groups.values())
+
+    async def begin(self, rollouts: Sequence[Rollout]) -> None:
+        await self._queue.enqueue([self._stamped(rollout) for rollout in rollouts])
+
+    async def wait(self, rollouts: Sequence[str]) -> None:
+        await self._queue.wait(rollouts)
 
     def _stamped(self, rollout: Rollout) -> Rollout:
         return rollout.model_copy(update={"resources": self._resources | rollout.resources})

@@ -15,7 +15,7 @@ from whet.errors import StoreError
 from whet.store.database import Column, Db
 from whet.store.runs import NOWHERE, find_run, make_run
 
-FORMAT = "whet-run-1"
+FORMAT = "whet-run-2"
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
 """The time of every member: equal runs make equal files."""
 
@@ -100,7 +100,7 @@ TABLES = (
     ),
     Table(
         "reward",
-        ("attempt", "value", "key"),
+        ("attempt", "value", "key", "target"),
         {"attempt": "attempt"},
         False,
         OF_ATTEMPT.format("reward"),

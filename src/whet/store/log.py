@@ -25,6 +25,7 @@ from whet.types import (
     AttemptId,
     Reward,
     Status,
+    Target,
 )
 
 APPEND_CALL = """
@@ -60,7 +61,7 @@ ORDER BY call, seq
 """
 
 REWARDS = """
-SELECT attempt, value, key FROM reward
+SELECT attempt, value, key, target FROM reward
 WHERE attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS asked)
 ORDER BY attempt, seq
 """
@@ -116,9 +117,10 @@ def emit(db: Db, run: str, attempt: AttemptId, reward: Reward) -> None:
     rows, refused = running_attempts(db, run, [attempt])
     if refused:
         raise refused[attempt]
+    target = to_json(reward.target) if reward.target else None
     db.execute(
-        "INSERT INTO reward (attempt, value, key) VALUES (?, ?, ?)",
-        (rows[attempt], reward.value, reward.key),
+        "INSERT INTO reward (attempt, value, key, target) VALUES (?, ?, ?, ?)",
+        (rows[attempt], reward.value, reward.key, target),
     )
 
 
@@ -149,8 +151,9 @@ def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[PackedT
     attempts = list(dict.fromkeys(row[1] for row in rows))
     calls = _calls(db, attempts)
     rewards = defaultdict[int, list[Reward]](list)
-    for seq, value, key in db.execute(REWARDS, (to_json(attempts),)):
-        rewards[seq].append(build(Reward, value=value, key=key))
+    for seq, value, key, target in db.execute(REWARDS, (to_json(attempts),)):
+        meant = Target.model_validate_json(target) if target else None
+        rewards[seq].append(build(Reward, value=value, key=key, target=meant))
     return [
         PackedTrajectory(id_, number, body, given, reward, rewards[seq], calls[seq])
         for body, seq, id_, number, given, reward in rows

@@ -301,7 +301,10 @@ TICKETS = (
     "CREATE INDEX ticket_created ON ticket (created)",
 )
 
-MIGRATIONS = (FIRST, SECOND, TICKETS)
+TARGETS = ("ALTER TABLE reward ADD COLUMN target TEXT",)
+"""What a reward is for; NULL is the attempt."""
+
+MIGRATIONS = (FIRST, SECOND, TICKETS, TARGETS)
 """The statements that lead from one version to the next; a released one is never edited."""
 
 
