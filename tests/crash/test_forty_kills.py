@@ -16,7 +16,7 @@ from four_processes import RUN, Killer, four_processes
 from pydantic import JsonValue
 
 from whet import loop
-from whet.algorithms.grpo import GRPO
+from whet.algorithms import build_algorithm
 from whet.app.folder import RunFolder
 from whet.app.tasks import training_plan
 from whet.policies.catalogue import resolve_model
@@ -62,12 +62,15 @@ async def check(folder: RunFolder, diaries: Path) -> None:
 
 async def check_rollouts(store: SQLiteStore, folder: RunFolder) -> None:
     """All have ended, and each was trained in the step that was to train it, and in no other."""
-    plan = training_plan(TASKS, folder.config())
+    config = folder.config()
+    plan = training_plan(TASKS, config)
     steps = await store.steps()
-    planned = [[rollout.id for rollout in plan(step)] for step in range(folder.config().steps)]
-    assert [list(step.consumed) for step in steps] == planned
+    assert [step.step for step in steps] == list(range(config.steps))
+    groups = range(config.steps * config.tasks_per_step)
+    planned = [rollout.id for group in groups for rollout in plan(group)]
+    assert [rollout for step in steps for rollout in step.consumed] == planned
     records = await store.rollouts(limit=10_000)
-    assert [record.rollout.id for record in records] == [id_ for ids in planned for id_ in ids]
+    assert [record.rollout.id for record in records] == planned
     assert {record.status for record in records} <= TERMINAL
     failures = await store.failures([record.rollout.id for record in records])
     assert failures == {}, "killing processes is no reason for a rollout to fail"
@@ -139,7 +142,7 @@ async def check_weights(store: SQLiteStore, folder: RunFolder) -> None:
         config,
         checkpoints=folder.path / "replay",
         collector=QueueCollector(queue=store, log=store),
-        algorithm=GRPO(config.algorithm),
+        algorithm=build_algorithm(config),
         trainer=trains_again,
         log=replayed,
     )
