@@ -35,7 +35,7 @@ STANDING = {
     *("mismatch_kl", "clip_fraction", "entropy", "staleness", "staleness_max"),
     *("off_policy_tokens", "merge_ratio", "silent_groups", "reward", "reward_std", "rows"),
     *("row_tokens", "trained_tokens", "collect_seconds", "credit_seconds", "train_seconds"),
-    *("publish_seconds", "save_seconds"),
+    *("publish_seconds", "save_seconds", "sampler_wait_seconds"),
 }
 
 
@@ -199,6 +199,8 @@ async def test_metrics_say_what_a_step_was(tmp_path: Path) -> None:
     assert {name: first.metrics[name] for name in expected} == expected
     assert set(first.metrics) >= STANDING
     assert silent.metrics["rows"] == 0
+    trained_alone = {"mismatch_kl", "clip_fraction", "entropy", "trained_tokens"}
+    assert set(silent.metrics) >= STANDING - trained_alone
     assert silent.metrics["silent_groups"] == 1
     assert "loss" not in silent.metrics
 

@@ -22,6 +22,10 @@ Plan = Callable[[int], Sequence[Rollout]]
 """The rollouts of the n-th group of a run, whatever steps there were: `group_size` of them."""
 
 
+PHASES = ("collect", "credit", "train", "publish", "save", "sampler_wait")
+"""Each is timed in every step, whether it came to it or not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """What a step learns from."""
@@ -37,15 +41,14 @@ class Stopwatch:
     """Seconds of the phases of a step."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds = {f"{name}_seconds": 0.0 for name in PHASES}
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Add the time inside to a phase."""
         began = time.monotonic()
         yield
-        key = f"{name}_seconds"
-        self.seconds[key] = self.seconds.get(key, 0.0) + time.monotonic() - began
+        self.seconds[f"{name}_seconds"] += time.monotonic() - began
 
 
 async def take_up(log: StepLog, trainer: Trainer, checkpoints: Path) -> list[StepRecord]:
