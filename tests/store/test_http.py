@@ -18,6 +18,7 @@ from served_store import TOKEN, ServerProcess, serve, server_process
 from whet.errors import ConfigError, LeaseLost, NotFound, StoreClosed, StoreError
 from whet.protocols import Store
 from whet.store.client import HTTPStore
+from whet.store.http import gzipped
 from whet.store.opening import open_store
 from whet.store.server import StoreServer
 from whet.store.sqlite import SQLiteStore
@@ -321,6 +322,29 @@ async def test_a_large_batch_comes_back_in_the_order_asked(store: HTTPStore) -> 
     found = await store.trajectories(asked)
     assert [t.attempt.rollout.id for t in found] == asked
     assert all(len(t.calls) == 1 for t in found)
+
+
+async def test_beyond_this_machine_bodies_travel_packed(
+    served: SQLiteStore, server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, int]] = []
+    pack = gzipped.pack
+
+    def measured(body: bytes) -> bytes:
+        packed = pack(body)
+        sizes.append((len(body), len(packed)))
+        return packed
+
+    monkeypatch.setattr("whet.store.http.asking.is_loopback", lambda host: False)
+    monkeypatch.setattr(gzipped, "pack", measured)
+    async with HTTPStore.connect(server.url, token=TOKEN) as store:
+        await store.enqueue(rollouts("a"))
+        attempt = await claim(store)
+        made = call(attempt.id, "1")
+        await store.append(made)
+        assert await store.calls(attempt.id) == await served.calls(attempt.id) == [made]
+    assert len(sizes) == 2, "one there, one back"
+    assert all(packed < plain / 2 for plain, packed in sizes)
 
 
 # ------------------------------------------------------------------ a server that goes away

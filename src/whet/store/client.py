@@ -58,6 +58,7 @@ NO_TIMEOUT_S = 24 * 3600.0
 GIVE_BACK_S = 10.0
 READ_AT_ONCE = 64
 """Rollouts whose trajectories come in one answer."""
+READERS = 2
 PIECE = 2**18
 
 
@@ -174,12 +175,17 @@ class HTTPStore(Store):
         return frames.read_calls(reply.body)
 
     async def trajectories(self, rollouts: Sequence[str]) -> list[Trajectory]:
-        found: list[Trajectory] = []
-        for first in range(0, len(rollouts), READ_AT_ONCE):
-            body = to_json({"rollouts": list(rollouts[first : first + READ_AT_ONCE])})
-            reply = await self._ask("POST", f"{self._base}/rollouts/trajectories", body.encode())
-            found += await to_thread.run_sync(frames.read_trajectories, reply.body)
-        return found
+        starts = range(0, len(rollouts), READ_AT_ONCE)
+        reading = asyncio.Semaphore(READERS)  # one is read while the next is on its way
+
+        async def read(start: int) -> list[Trajectory]:
+            body = to_json({"rollouts": list(rollouts[start : start + READ_AT_ONCE])}).encode()
+            async with reading:
+                reply = await self._ask("POST", f"{self._base}/rollouts/trajectories", body)
+                return await to_thread.run_sync(frames.read_trajectories, reply.body)
+
+        parts = await asyncio.gather(*(read(start) for start in starts))
+        return [trajectory for part in parts for trajectory in part]
 
     async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
         body = to_json({"rollouts": list(rollouts)})

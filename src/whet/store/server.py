@@ -6,7 +6,6 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from ipaddress import ip_address
 from typing import Any, cast
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -22,6 +21,7 @@ from whet.store.http import bodies, frames, gzipped, wire
 from whet.store.http.bodies import DEFAULT_LIMITS, Limits
 from whet.store.http.endpoints import ENDPOINTS, IN_PATHS, Asked, Endpoint, Frame
 from whet.store.http.holding import Holding
+from whet.store.http.loopback import is_loopback
 from whet.store.http.metrics import TEXT_FORMAT, Metrics
 from whet.store.http.openapi import openapi
 from whet.store.http.problems import Problem, Unauthorized, tell
@@ -32,9 +32,6 @@ from whet.types import Status
 logger = logging.getLogger(__name__)
 
 JSON = "application/json"
-PACKED_FROM = 1024
-"""Smaller answers are not worth packing."""
-
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -59,7 +56,7 @@ class StoreServer:
         Raises:
             ConfigError: it cannot listen there, or nobody may without a token.
         """
-        if not token and not _is_loopback(host):
+        if not token and not is_loopback(host):
             raise ConfigError(f"to serve a store at {host}, beyond this machine, needs a token")
         self.metrics = Metrics()
         self._app = StoreApp(store, token, limits, self.metrics)
@@ -223,17 +220,10 @@ def _answer(request: Request, answer: object) -> Response:
     else:
         content, kind = to_json(cast(JsonValue, answer)).encode(), JSON
     headers = {"Vary": "Accept-Encoding"}
-    if len(content) >= PACKED_FROM and "gzip" in request.headers.get("accept-encoding", ""):
+    if len(content) >= gzipped.PACKED_FROM and "gzip" in request.headers.get("accept-encoding", ""):
         content = gzipped.pack(content)
         headers["Content-Encoding"] = "gzip"
     return Response(content, headers=headers, media_type=kind)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _digest(token: str) -> bytes:

@@ -9,7 +9,10 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from whet.errors import ConfigError, StoreClosed, StoreError
+from whet.store.http import gzipped
 from whet.store.http.connection import Address, Connections, Disconnected, Reply, Request
+from whet.store.http.gzipped import PACKED_FROM
+from whet.store.http.loopback import is_loopback
 from whet.store.http.problems import Problem, error_of
 from whet.store.http.wire import Refusal, parse_json
 
@@ -43,8 +46,12 @@ class Asking:
         """Raises ConfigError if the URL is none."""
         self._url = url
         self._patience_s = patience_s
+        address = Address.of(url)
+        self._packs = not is_loopback(address.host)  # there, it costs more than it saves
         headers = {"Authorization": f"Bearer {token}"}
-        self._connections = Connections(Address.of(url), headers)
+        if self._packs:
+            headers["Accept-Encoding"] = "gzip"
+        self._connections = Connections(address, headers)
         self._down_since: float | None = None
         self._closing = threading.Lock()
         self._closed = False
@@ -69,6 +76,9 @@ class Asking:
             StoreError: it was refused.
             Unreachable: nothing answered for as long as the client is patient.
         """
+        if self._packs and len(request.body) >= PACKED_FROM:
+            headers = {**request.headers, "Content-Encoding": "gzip"}
+            request = request._replace(body=gzipped.pack(request.body), headers=headers)
         loop = asyncio.get_running_loop()
         patience_s = self._patience_s if patience_s is None else patience_s
         began, tries = loop.time(), 0

@@ -9,6 +9,8 @@ from whet.errors import WhetError
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
+LANES = 3
+"""Batches of a kind under way at once: with one, whoever comes just after it left waits twice."""
 MAX_ITEMS = 256
 MAX_BYTES = 4 * 2**20
 
@@ -24,7 +26,7 @@ class _Waiting(NamedTuple, Generic[Item, Answer]):
 
 
 class Batcher(Generic[Item, Answer]):
-    """Sends what has come together while the last batch was under way, in the order it came."""
+    """Sends what has come together while all lanes were busy, in the order it came."""
 
     def __init__(
         self,
@@ -36,22 +38,21 @@ class Batcher(Generic[Item, Answer]):
         self._send = send
         self._is_refusal = is_refusal
         self._waiting: list[_Waiting[Item, Answer]] = []
-        self._sender: asyncio.Task[None] | None = None
+        self._senders = set[asyncio.Task[None]]()
 
     async def add(self, item: Item, size: int = 0) -> Answer:
         """The answer to one item; `size` is about what it has in bytes."""
         waiting = _Waiting[Item, Answer](item, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._send_all())
+        if len(self._senders) < LANES:
+            sender = asyncio.create_task(self._send_all())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
         return await waiting.answer
 
     async def _send_all(self) -> None:
-        try:
-            while self._waiting:
-                await self._send_some(self._take())
-        finally:
-            self._sender = None
+        while self._waiting:
+            await self._send_some(self._take())
 
     def _take(self) -> list[_Waiting[Item, Answer]]:
         size, count = 0, 0

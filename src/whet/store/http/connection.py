@@ -5,20 +5,19 @@ It knows what our server sends and no more: no redirects, no cookies, no pipelin
 
 import asyncio
 import ssl
-import zlib
 from collections.abc import AsyncIterable, Callable, Mapping
 from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, StoreError
+from whet.store.http import gzipped
 
 IDLE_S = 60.0
 """Shorter than servers keep an idle connection: whoever closes it must not be the other side."""
 CONNECT_S = 10.0
-GZIP = 31
-"""What zlib calls gzip's format."""
+MAX_ANSWER = 2**32
 
 Sink = Callable[[bytes], object]
 
@@ -195,7 +194,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, zlib.error, OSError) as error:
+        except (httptools.HttpParserError, StoreError, OSError) as error:
             self._fail(Disconnected(f"the answer cannot be read: {error}"))
             self.close()
 
@@ -222,7 +221,7 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         body = bytes(self._body)
         if self._encoding == b"gzip":
-            body = zlib.decompress(body, GZIP)
+            body = gzipped.unpack(body, MAX_ANSWER)
         if not self._parser.should_keep_alive():
             self.close()
         if self._answer is not None and not self._answer.done():

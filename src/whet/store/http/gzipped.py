@@ -4,6 +4,8 @@ import zlib
 
 from whet.store.http.problems import Malformed, TooLarge
 
+PACKED_FROM = 1024
+"""Smaller bodies are not worth packing."""
 FORMAT = 31
 """What zlib calls gzip's."""
 
