@@ -14,7 +14,7 @@ from whet.app.addresses import STORE_VARIABLE
 from whet.app.algorithm import OwnAlgorithm
 from whet.app.algorithm_run import run_algorithm
 from whet.app.console import new_run, work
-from whet.app.credit import check_own, name_of
+from whet.app.credit import check_named, check_own, name_of
 from whet.app.display import stopped
 from whet.app.folder import RunFolder
 from whet.app.loading import load_function
@@ -62,6 +62,8 @@ def train(
     if (address := store or os.environ.get(STORE_VARIABLE)) is not None:
         joint = joint_folder(settings, console)
         return train_joint(train_on, compare_on, joint, console, address=address, algorithm=own)
+    if own is None:
+        check_named(resolve(settings))
     folder = _folder(settings, console, resume=resume)
     return work(agent, train_on, compare_on, folder, console, own)
 
@@ -77,6 +79,7 @@ def train_command(
     if args.resume:
         values = values | {"name": args.resume}
     console = Console(quiet=args.quiet, stderr=args.json)
+    check_named(resolve(values))
     folder = _folder(values, console, resume=args.resume is not None)
     try:
         result = work(agent, tasks, held_out, folder, console)

@@ -40,6 +40,12 @@ def open_algorithm(
     return build_algorithm(config)
 
 
+def check_named(config: RunConfig) -> None:
+    """Refuse a name of the user's own that leads nowhere, before anything is started."""
+    if is_own(config.algorithm.name):
+        _own(config.algorithm.name)
+
+
 def check_own(algorithm: object) -> Algorithm:
     """Refuse what gives no credit, before anything is started."""
     credit = getattr(algorithm, "credit", None)
