@@ -231,7 +231,8 @@ def check_each_version(
         expected = plain_logprobs(HandMade(copies[version]), prompt, answer.tokens, sampling)
         for got, want, of in zip(answer.logprobs, expected, answer.versions, strict=True):
             if of == version:
-                assert got == pytest.approx(want, abs=EXACT)
+                # Of large random weights: rounding is coarser, another version is far off.
+                assert got == pytest.approx(want, abs=10 * EXACT)
 
 
 async def test_a_token_is_of_the_version_it_says(policy: LocalPolicy) -> None:
