@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from clock import Clock
+
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -19,3 +21,8 @@ def postgres_url() -> Generator[str]:
 
     with postgres_server() as url:
         yield url
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()

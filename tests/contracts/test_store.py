@@ -13,6 +13,7 @@ from anyio import to_thread
 from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
+from clock import Clock
 from postgres_server import own_schema
 from whet.errors import LeaseLost, NotFound, StoreError
 from whet.protocols import Store
@@ -51,21 +52,9 @@ SOON = 0.02
 WON = Outcome(reward=1.0)
 
 
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served_store import TOKEN, serve
 
+from clock import Clock
 from whet.errors import ConfigError
 from whet.store.http.bodies import Limits
 from whet.store.http.frames import FRAMED, frame_call, frame_calls
@@ -33,21 +34,9 @@ LIMITS = Limits(body=100_000, body_s=0.3, archive=200_000, pause_s=0.3)
 RUN = "/v1/runs/default"
 
 
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

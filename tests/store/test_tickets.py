@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from clock import Clock
 from postgres_server import own_schema
 from whet.errors import LeaseLost, StoreError
 from whet.store import tickets
@@ -18,21 +19,9 @@ pytestmark = pytest.mark.anyio
 BROKEN = Outcome(failure=Failure(kind=FailureKind.AGENT, message="it broke"))
 
 
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
