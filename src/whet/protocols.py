@@ -26,6 +26,7 @@ from whet.types import (
     Row,
     RunSize,
     Sampling,
+    Span,
     Status,
     StepRecord,
     Trajectory,
@@ -112,6 +113,22 @@ class AttemptLog(Protocol):
 
     async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
         """Why rollouts failed: `kind: message` by id, for those of the given that did."""
+        ...
+
+
+class SpanLog(Protocol):
+    """What agents and their frameworks told of attempts, beside the calls."""
+
+    async def record(self, attempt: AttemptId, spans: Sequence[Span]) -> None:
+        """Add spans to an attempt, each once by its ids, also after it has ended.
+
+        Raises:
+            NotFound: there is no such attempt.
+        """
+        ...
+
+    async def spans(self, attempt: AttemptId) -> list[Span]:
+        """The spans of an attempt in the order they began."""
         ...
 
 

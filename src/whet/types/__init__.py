@@ -5,6 +5,7 @@
     attempt       one execution of a rollout, under a lease
     call          one model request of an attempt
     generation    the exact tokens a call sampled, with log-probabilities and policy versions
+    span          an OpenTelemetry record of what an agent or its framework did
     reward        a number an agent gave, with a key and a target
     trajectory    an attempt read back for learning
     row           one token sequence with its sampled spans and their credit: all a trainer sees
@@ -34,6 +35,7 @@ from whet.types.sampled import (
     StopReason,
     digest_tokens,
 )
+from whet.types.spans import Span, SpanEvent
 from whet.types.work import (
     BLAMELESS,
     MOVES,
@@ -97,6 +99,8 @@ __all__ = [
     "SampledSpan",
     "Sampling",
     "SamplingOverride",
+    "Span",
+    "SpanEvent",
     "Status",
     "StepRecord",
     "StopReason",
