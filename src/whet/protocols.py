@@ -128,7 +128,7 @@ class SpanLog(Protocol):
         ...
 
     async def spans(self, attempt: AttemptId) -> list[Span]:
-        """The spans of an attempt in the order they began."""
+        """The spans of an attempt in the order they began. Raises NotFound."""
         ...
 
 
@@ -194,7 +194,7 @@ class Directory(Protocol):
         ...
 
     async def counts(self) -> dict[str, int]:
-        """How many rollouts, attempts, calls, generations and sampled tokens there are."""
+        """How many rollouts, attempts, calls, spans, generations and sampled tokens there are."""
         ...
 
 
@@ -206,7 +206,7 @@ class Retention(Protocol):
         ...
 
     async def prune(self, before: float) -> int:
-        """Forget calls and rewards of rollouts that ended before a time; say of how many.
+        """Forget calls, rewards and spans of rollouts that ended before a time; say of how many.
 
         The rollouts stay, with how they ended: none runs or trains again. A training rollout
         that succeeded and that no step has consumed keeps everything.
@@ -235,7 +235,15 @@ class Retention(Protocol):
 
 
 class Store(
-    RolloutQueue, AttemptWatch, AttemptLog, StepLog, Resources, Directory, Retention, Protocol
+    RolloutQueue,
+    AttemptWatch,
+    AttemptLog,
+    SpanLog,
+    StepLog,
+    Resources,
+    Directory,
+    Retention,
+    Protocol,
 ):
     """Everything of one run, wherever it is kept. For whoever opens it; others ask for less."""
 

@@ -38,6 +38,8 @@ from whet.types import (
     RunSize,
     Sampling,
     SamplingOverride,
+    Span,
+    SpanEvent,
     Status,
     StepRecord,
     Target,
@@ -149,6 +151,29 @@ def step(number: int, *consumed: str) -> StepRecord:
         checkpoint=f"step-{number}",
         consumed=consumed,
         metrics={"loss": 0.1 + number},
+    )
+
+
+def span(number: int, *, start: int = 0, name: str = "chat") -> Span:
+    """With whatever an attribute may be."""
+    return Span(
+        trace_id="ab" * 16,
+        span_id=f"{number:016x}",
+        parent_id="0" * 15 + "1" if number > 1 else None,
+        name=name,
+        kind="client",
+        start=2**63 - 1 - start,
+        end=2**63 - 1,
+        status="error",
+        message="it broke",
+        attributes={
+            "gen_ai.response.id": "chatcmpl-1",
+            "big": 2**63 - 1,
+            "list": [1.5, True, None],
+        },
+        events=(SpanEvent(name="exception", time=5, attributes={"x": "\x00 é"}),),
+        scope="strands.telemetry",
+        resource={"service.name": "s"},
     )
 
 
@@ -472,6 +497,10 @@ async def test_what_is_unknown_is_not_found(store: Store) -> None:
     with pytest.raises(NotFound):
         await store.emit(nobody, Reward(value=1))
     with pytest.raises(NotFound):
+        await store.spans(nobody)
+    with pytest.raises(NotFound):
+        await store.record(nobody, [span(1)])
+    with pytest.raises(NotFound):
         await store.heartbeat(nobody, lease_s=MINUTE)
     with pytest.raises(NotFound):
         await store.finish(nobody, WON)
@@ -552,13 +581,45 @@ async def test_everything_is_counted(store: Store) -> None:
     attempt = await claim(store)
     await store.append(call(attempt.id, "1"))
     await store.append(call(attempt.id, "2"))
+    await store.record(attempt.id, [span(1)])
     assert await store.counts() == {
         "rollouts": 2,
         "attempts": 1,
         "calls": 2,
+        "spans": 1,
         "generations": 4,
         "sampled_tokens": 4,
     }
+
+
+# ------------------------------------------------------------------ spans
+
+
+async def test_spans_come_back_exactly_in_the_order_they_began(store: Store) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    first, second = await claim(store), await claim(store)
+    late, early = span(1, start=1), span(2, start=2)
+    await store.record(first.id, [late, early])
+    await store.record(second.id, [])
+    assert await store.spans(first.id) == [early, late]
+    assert await store.spans(second.id) == []
+
+
+async def test_a_span_is_recorded_once_by_its_ids(store: Store) -> None:
+    await store.enqueue([rollout("a")])
+    attempt = await claim(store)
+    await store.record(attempt.id, [span(1), span(1, name="again")])
+    await store.record(attempt.id, [span(1, name="late"), span(2)])
+    assert [each.name for each in await store.spans(attempt.id)] == ["chat", "chat"]
+
+
+async def test_spans_are_taken_after_the_attempt_has_ended(store: Store) -> None:
+    """Frameworks export in batches, when their work is done."""
+    await store.enqueue([rollout("a")])
+    attempt = await claim(store)
+    await store.finish(attempt.id, WON)
+    await store.record(attempt.id, [span(1)])
+    assert await store.spans(attempt.id) == [span(1)]
 
 
 # ------------------------------------------------------------------ steps
@@ -624,11 +685,13 @@ async def test_runs_do_not_see_each_other(store: Store) -> None:
     mine, theirs = await claim(store), await claim(other, "v")
     assert mine.id == theirs.id == "a.1"
     await store.append(call(mine.id, "x"))
+    await store.record(mine.id, [span(1)])
     await store.finish(mine.id, WON)
     await store.commit(step(0, "a"))
 
     assert await other.attempt(theirs.id) == theirs
     assert await other.calls(theirs.id) == []
+    assert await other.spans(theirs.id) == []
     assert await other.steps() == []
     assert await other.trajectories(["a", "mine"]) == []
     assert await other.resources() == []
@@ -944,7 +1007,10 @@ async def test_the_size_of_every_run_is_known(store: Store) -> None:
     mine = sizes[store.run]
     assert (mine.rollouts, mine.attempts, mine.calls) == (2, 1, 1)
     assert mine.bytes > 500
-    assert sizes["other"] == RunSize(rollouts=0, attempts=0, calls=0, bytes=0)
+    assert sizes["other"] == RunSize(rollouts=0, attempts=0, calls=0, spans=0, bytes=0)
+    await store.record(attempt.id, [span(1)])
+    larger = (await store.size())[store.run]
+    assert (larger.spans, larger.bytes > mine.bytes + 400) == (1, True)
 
 
 async def test_pruning_forgets_calls_but_not_how_rollouts_ended(store: Store, clock: Clock) -> None:
@@ -953,6 +1019,7 @@ async def test_pruning_forgets_calls_but_not_how_rollouts_ended(store: Store, cl
     used, unused, val_attempt, bad = [await claim(store) for _ in range(4)]
     for attempt in (used, unused, val_attempt, bad):
         await store.append(call(attempt.id))
+        await store.record(attempt.id, [span(1)])
         await store.emit(attempt.id, Reward(value=1))
     for attempt in (used, unused, val_attempt):
         await store.finish(attempt.id, WON)
@@ -970,6 +1037,7 @@ async def test_pruning_forgets_calls_but_not_how_rollouts_ended(store: Store, cl
     assert kept == ["unused"]
     assert await store.calls(unused.id) == [call(unused.id)]
     assert await store.calls(used.id) == []
+    assert (await store.spans(unused.id), await store.spans(used.id)) == ([span(1)], [])
     assert (await store.counts())["calls"] == 1
     assert set(await store.failures(["bad"])) == {"bad"}
     await store.enqueue([rollout("used"), val, rollout("bad")])
@@ -985,6 +1053,7 @@ async def test_a_dropped_run_leaves_no_trace_and_its_neighbour_whole(store: Stor
         await run.enqueue([rollout("a"), rollout("b")])
         attempt = await claim(run)
         await run.append(call(attempt.id))
+        await run.record(attempt.id, [span(1)])
         await run.emit(attempt.id, Reward(value=1))
         await run.finish(attempt.id, WON)
         with pytest.raises(LeaseLost):
@@ -1013,6 +1082,7 @@ async def fill(store: Store, clock: Clock) -> None:
         await store.append(call(attempt.id, "1"))
         await store.append(call(attempt.id, "2"))
         await store.emit(attempt.id, Reward(value=n / 3, key="k"))
+        await store.record(attempt.id, [span(2), span(1, start=1)])
         if n < 4:
             await store.finish(attempt.id, failed() if n == 1 else Outcome(reward=n / 7))
         if n == 2:
@@ -1030,6 +1100,7 @@ async def everything(store: Store) -> list[object]:
         records,
         attempts,
         [await store.calls(attempt.id) for row in attempts for attempt in row],
+        [await store.spans(attempt.id) for row in attempts for attempt in row],
         await store.trajectories(ids),
         await store.steps(),
         await store.resources(),
@@ -1053,6 +1124,23 @@ async def test_a_run_is_exported_and_loaded_exactly(
     assert not any("part" in name for name in os.listdir(tmp_path))
     clock.now += 61
     assert (await claim(copy)).id == (await claim(store)).id
+
+
+async def test_an_export_from_before_there_were_spans_is_loaded(
+    store: Store, clock: Clock, tmp_path: Path
+) -> None:
+    await store.enqueue([rollout("a")])
+    await store.export(tmp_path / "run.zip")
+    with (
+        zipfile.ZipFile(tmp_path / "run.zip") as new,
+        zipfile.ZipFile(tmp_path / "old.zip", "w") as old,
+    ):
+        for name in new.namelist():
+            if name != "span.jsonl":
+                old.writestr(name, "whet-run-2" if name == "format" else new.read(name))
+    copy = store.for_run("copy")
+    await copy.load(tmp_path / "old.zip")
+    assert await everything(copy) == await everything(store)
 
 
 async def test_what_is_no_export_is_not_loaded(store: Store, clock: Clock, tmp_path: Path) -> None:

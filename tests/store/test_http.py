@@ -274,6 +274,7 @@ async def test_many_small_requests_travel_together(
         "rollouts": 100,
         "attempts": 100,
         "calls": 300,
+        "spans": 0,
         "generations": 300,
         "sampled_tokens": 150_000,
     }

@@ -78,10 +78,10 @@ def _database(args: argparse.Namespace) -> str:
 
 
 async def _size(args: argparse.Namespace, store: Store) -> None:
-    say(f"{'run':<32} {'rollouts':>9} {'attempts':>9} {'calls':>9} {'MB':>9}")
+    say(f"{'run':<32} {'rollouts':>9} {'attempts':>9} {'calls':>9} {'spans':>9} {'MB':>9}")
     for run, size in (await store.size()).items():
         if args.run_name in (None, run):
-            counts = f"{size.rollouts:>9} {size.attempts:>9} {size.calls:>9}"
+            counts = f"{size.rollouts:>9} {size.attempts:>9} {size.calls:>9} {size.spans:>9}"
             say(f"{run:<32} {counts} {size.bytes / 1e6:>9.1f}")
 
 

@@ -15,7 +15,7 @@ from whet.errors import StoreError
 from whet.store.database import Column, Db
 from whet.store.runs import NOWHERE, find_run, make_run
 
-FORMAT = "whet-run-2"
+FORMAT = "whet-run-3"
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
 """The time of every member: equal runs make equal files."""
 
@@ -115,6 +115,14 @@ TABLES = (
         "late_report.seq",
     ),
     Table(
+        "span",
+        ("attempt", "trace", "id", "started", "body"),
+        {"attempt": "attempt"},
+        False,
+        OF_ATTEMPT.format("span"),
+        "span.seq",
+    ),
+    Table(
         "step",
         ("run", "step", "version", "checkpoint", "metrics"),
         {"run": "run"},
@@ -140,6 +148,9 @@ TABLES = (
     ),
 )
 """In the order they must be written."""
+
+READABLE = {FORMAT: TABLES, "whet-run-2": tuple(each for each in TABLES if each.name != "span")}
+"""What the tables were when spans were not kept can be read still."""
 
 Cell = str | int | float | None | dict[str, str]
 Places = dict[str, dict[int, int]]
@@ -167,9 +178,10 @@ def load_run(db: Db, run: str, file: Path, now: float) -> None:
     places: Places = {"run": {0: make_run(db, run, now)}}
     try:
         with zipfile.ZipFile(file) as archive:
-            if archive.read("format").decode() != FORMAT:
+            tables = READABLE.get(archive.read("format").decode())
+            if tables is None:
                 raise StoreError(f"{str(file)!r} is no export that this whet can read")
-            for table in TABLES:
+            for table in tables:
                 _load_table(db, table, archive, places)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise StoreError(f"{str(file)!r} cannot be loaded: {error}") from error

@@ -35,6 +35,7 @@ from whet.types import (
     Rollout,
     RolloutRecord,
     RunSize,
+    Span,
     Status,
     StepRecord,
     Trajectory,
@@ -80,6 +81,7 @@ class HTTPStore(Store):
         self._heartbeats = self._batcher(self._send_to("/heartbeats", "heartbeats"))
         self._finishes = self._batcher(self._send_to("/outcomes", "finishes"))
         self._emits = self._batcher(self._send_to("/rewards", "rewards"))
+        self._records = self._batcher(self._send_to("/spans", "told"))
 
     @classmethod
     def connect(
@@ -190,6 +192,13 @@ class HTTPStore(Store):
     async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
         body = to_json({"rollouts": list(rollouts)})
         return await self._post("/rollouts/failures", body, gives=dict[str, str])
+
+    async def record(self, attempt: AttemptId, spans: Sequence[Span]) -> None:
+        item = to_json(wire.Told.model_construct(attempt=attempt, spans=tuple(spans)))
+        await self._in_batch(self._records, item, len(item))
+
+    async def spans(self, attempt: AttemptId) -> list[Span]:
+        return await self._get(f"/attempts/{quote(attempt, safe='')}/spans", list[Span])
 
     # ------------------------------------------------------------------ the steps
 

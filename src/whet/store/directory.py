@@ -51,7 +51,8 @@ COUNTS = """
 SELECT
     (SELECT count(*) FROM rollout WHERE run = ?),
     (SELECT count(*) FROM attempt WHERE run = ?),
-    (SELECT count(*) FROM call JOIN attempt ON attempt.seq = call.attempt WHERE attempt.run = ?)
+    (SELECT count(*) FROM call JOIN attempt ON attempt.seq = call.attempt WHERE attempt.run = ?),
+    (SELECT count(*) FROM span JOIN attempt ON attempt.seq = span.attempt WHERE attempt.run = ?)
 """
 
 SAMPLED = """
@@ -135,12 +136,13 @@ def read_workers(db: Db, run: str) -> list[WorkerRecord]:
 def read_counts(db: Db, run: str) -> dict[str, int]:
     """How much there is of everything."""
     seq = find_run(db, run)
-    rollouts, attempts, calls = db.execute(COUNTS, (seq, seq, seq)).fetchone()
+    rollouts, attempts, calls, spans = db.execute(COUNTS, (seq,) * 4).fetchone()
     generations, tokens = db.execute(SAMPLED, (seq,)).fetchone()
     return {
         "rollouts": rollouts,
         "attempts": attempts,
         "calls": calls,
+        "spans": spans,
         "generations": generations,
         "sampled_tokens": int(tokens),
     }

@@ -21,7 +21,7 @@ from whet.errors import MissingExtra, StoreClosed, StoreError, boundary
 from whet.store.bell import EVERYONE, Bell
 from whet.store.database import Change, Column, Database, Db, Rows, Values
 from whet.store.queue import Queue
-from whet.store.schema import TABLES, TARGETS, TICKETS
+from whet.store.schema import SPANS, TABLES, TARGETS, TICKETS
 from whet.store.sql import DEFAULT_RUN, SQLStore
 from whet.store.writer import Writer
 
@@ -69,7 +69,9 @@ def _in_postgres_types(statement: str) -> str:
     return re.sub(found, lambda m: dict(TYPES)[m[0]], statement)
 
 
-MIGRATIONS = tuple(tuple(map(_in_postgres_types, tables)) for tables in (TABLES, TICKETS, TARGETS))
+MIGRATIONS = tuple(
+    tuple(map(_in_postgres_types, tables)) for tables in (TABLES, TICKETS, TARGETS, SPANS)
+)
 """The statements that lead from one version to the next; a released one is never edited."""
 
 

@@ -29,6 +29,14 @@ JOIN run ON run.seq = attempt.run
 GROUP BY run.name
 """
 
+SPANS = """
+SELECT run.name, count(*), sum(length(span.body))
+FROM span
+JOIN attempt ON attempt.seq = span.attempt
+JOIN run ON run.seq = attempt.run
+GROUP BY run.name
+"""
+
 ENDED_BEFORE = """
 SELECT rollout.seq FROM rollout
 WHERE run = ? AND pruned = 0 AND status IN ('succeeded', 'failed')
@@ -42,6 +50,7 @@ FORGET_ATTEMPTS = (
     " (SELECT call.seq FROM call JOIN attempt ON attempt.seq = call.attempt WHERE {which})",
     "DELETE FROM call WHERE attempt IN (SELECT seq FROM attempt WHERE {which})",
     "DELETE FROM reward WHERE attempt IN (SELECT seq FROM attempt WHERE {which})",
+    "DELETE FROM span WHERE attempt IN (SELECT seq FROM attempt WHERE {which})",
 )
 
 FORGET_RUN = (
@@ -81,12 +90,14 @@ def make_run(db: Db, name: str, now: float) -> int:
 def read_sizes(db: Db) -> dict[str, RunSize]:
     """What every run keeps."""
     sampled: dict[str, int] = {name: int(total) for name, total in db.execute(SAMPLED)}
+    spans = {name: (count, int(total)) for name, count, total in db.execute(SPANS)}
     return {
         name: RunSize(
             rollouts=rollouts,
             attempts=attempts,
             calls=calls,
-            bytes=int(bodies) + int(said) + sampled.get(name, 0),
+            spans=spans.get(name, (0, 0))[0],
+            bytes=int(bodies) + int(said) + sampled.get(name, 0) + spans.get(name, (0, 0))[1],
         )
         for name, rollouts, attempts, bodies, calls, said in db.execute(SIZES)
     }

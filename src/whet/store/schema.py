@@ -304,7 +304,23 @@ TICKETS = (
 TARGETS = ("ALTER TABLE reward ADD COLUMN target TEXT",)
 """What a reward is for; NULL is the attempt."""
 
-MIGRATIONS = (FIRST, SECOND, TICKETS, TARGETS)
+SPANS = (
+    """
+    CREATE TABLE span (
+        seq INTEGER PRIMARY KEY,
+        attempt INTEGER NOT NULL REFERENCES attempt (seq),
+        trace TEXT NOT NULL,
+        id TEXT NOT NULL,
+        started INTEGER NOT NULL,     -- nanoseconds
+        body TEXT NOT NULL,
+        UNIQUE (attempt, trace, id)
+    )
+    """,
+    "CREATE INDEX span_started ON span (attempt, started, seq)",
+    "CREATE INDEX span_trace ON span (trace)",
+)
+
+MIGRATIONS = (FIRST, SECOND, TICKETS, TARGETS, SPANS)
 """The statements that lead from one version to the next; a released one is never edited."""
 
 

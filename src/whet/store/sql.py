@@ -13,7 +13,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from whet.errors import LeaseLost, StoreError, WhetError, boundary
 from whet.protocols import Store
-from whet.store import archive, directory, log, resources, runs, steps, tickets
+from whet.store import archive, directory, log, resources, runs, steps, tickets, traces
 from whet.store.attempts import find_attempt
 from whet.store.bell import EVERYONE, end_of, work_in
 from whet.store.database import Bulk, Database, Db
@@ -38,6 +38,7 @@ from whet.types import (
     Rollout,
     RolloutRecord,
     RunSize,
+    Span,
     Status,
     StepRecord,
     Trajectory,
@@ -205,6 +206,16 @@ class SQLStore(Store):
 
     async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
         return await self._read(self._in_run(log.read_failures, rollouts=rollouts))
+
+    async def record(self, attempt: AttemptId, spans: Sequence[Span]) -> None:
+        await self._write(self._in_run(traces.record, attempt=attempt, spans=spans))
+
+    async def spans(self, attempt: AttemptId) -> list[Span]:
+        return await self._read(self._in_run(traces.read_spans, attempt=attempt))
+
+    async def owners(self, ids: Sequence[str]) -> dict[str, AttemptId]:
+        """Whose traces these are, of those that have spans of exactly one attempt."""
+        return await self._read(self._in_run(traces.read_owners, ids=ids))
 
     # ------------------------------------------------------------------ the steps
 

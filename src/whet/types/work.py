@@ -261,8 +261,9 @@ class RunSize(Value):
     rollouts: int
     attempts: int
     calls: int
+    spans: int
     bytes: int
-    """Of tokens, log-probabilities, messages and tasks, without indexes."""
+    """Of tokens, log-probabilities, messages, spans and tasks, without indexes."""
 
 
 class Endpoint(Value):

@@ -32,6 +32,7 @@ from whet.types import (
     Resource,
     RolloutRecord,
     RunSize,
+    Span,
     Status,
     StepRecord,
     Value,
@@ -240,6 +241,20 @@ async def _failures(asked: Asked[wire.RolloutIds]) -> dict[str, str]:
     return await asked.store.failures(asked.ask.rollouts)
 
 
+async def _record(asked: Asked[wire.Spans]) -> wire.Done:
+    """Keep spans, each once by its ids, also of attempts that have ended."""
+    told = asked.ask.told
+    done = await _each([asked.store.record(one.attempt, one.spans) for one in told])
+    kept = [one for one, error in zip(told, done.errors, strict=True) if error is None]
+    asked.metrics.count("spans", sum(len(one.spans) for one in kept))
+    return done
+
+
+async def _spans(asked: Asked[Nothing]) -> list[Span]:
+    """The spans of an attempt in the order they began."""
+    return await asked.store.spans(AttemptId(asked.path["attempt"]))
+
+
 # --------------------------------------------------------------------------- steps, resources
 
 
@@ -296,7 +311,7 @@ async def _workers(asked: Asked[Nothing]) -> list[WorkerRecord]:
 
 
 async def _counts(asked: Asked[Nothing]) -> dict[str, int]:
-    """How many rollouts, attempts, calls, generations and sampled tokens there are."""
+    """How many rollouts, attempts, calls, spans, generations and sampled tokens there are."""
     return await asked.store.counts()
 
 
@@ -314,7 +329,7 @@ async def _vacuum(asked: Asked[Nothing]) -> None:
 
 
 async def _prune(asked: Asked[wire.Prune]) -> wire.Counted:
-    """Forget calls and rewards of rollouts that ended before a time, and count them."""
+    """Forget calls, rewards and spans of rollouts that ended before a time, and count them."""
     return wire.Counted(count=await asked.store.once(asked.ask.ticket).prune(asked.ask.before))
 
 
@@ -399,6 +414,8 @@ ENDPOINTS: tuple[Endpoint[Any, Any], ...] = (  # Any: each row knows its own
     Endpoint("heartbeat", "POST", f"{RUN}/heartbeats", _heartbeat, wire.Heartbeats, wire.Done),
     Endpoint("attempt", "GET", ATTEMPT, _attempt, Nothing, Attempt),
     Endpoint("calls", "GET", f"{ATTEMPT}/calls", _calls, Nothing, Frame, wire.CallsHead),
+    Endpoint("record", "POST", f"{RUN}/spans", _record, wire.Spans, wire.Done),
+    Endpoint("spans", "GET", f"{ATTEMPT}/spans", _spans, Nothing, list[Span]),
     Endpoint("ended", "GET", f"{ATTEMPT}/end", _ended, wire.HowLong, wire.Standing),
     Endpoint("give_back", "DELETE", f"{RUN}/claims/{{ticket}}", _give_back, Nothing, NoneType),
     Endpoint("enqueue", "POST", ROLLOUTS, _enqueue, wire.Enqueue, NoneType),

@@ -17,6 +17,7 @@ COUNTERS = {
     "calls": "Calls that were recorded.",
     "sampled_tokens": "Tokens that were sampled in them.",
     "rewards": "Rewards that were recorded.",
+    "spans": "Spans that were recorded.",
 }
 
 Labels = tuple[tuple[str, str], ...]

@@ -17,6 +17,7 @@ from whet.types import (
     Reward,
     Rollout,
     Sampling,
+    Span,
     Status,
     StopReason,
     Value,
@@ -181,6 +182,19 @@ class Emits(Value):
     """Rewards of attempts."""
 
     rewards: tuple[Emit, ...]
+
+
+class Told(Value):
+    """Spans of an attempt."""
+
+    attempt: AttemptId
+    spans: tuple[Span, ...]
+
+
+class Spans(Value):
+    """Spans of attempts."""
+
+    told: tuple[Told, ...]
 
 
 class Publish(Value):
