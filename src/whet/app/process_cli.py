@@ -134,7 +134,7 @@ def _runner(args: argparse.Namespace) -> int:
     config = resolve({"runner": {"concurrency": args.concurrency, "lease_s": args.lease}})
     agent = load_function(args.agent)
     check_agent(agent)
-    return with_extra("whet.app.runner_command", "runner_command", "gateway")(
+    return with_extra("whet.app.runner_command", "runner_command", "runner")(
         agent, config.runner, args
     )
 

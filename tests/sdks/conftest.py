@@ -1,0 +1,20 @@
+"""The matrix, printed after the suite that found it."""
+
+import pytest
+from matrix import Cells, as_text
+
+FOUND = pytest.StashKey[dict[str, Cells]]()
+
+
+@pytest.fixture
+def found(pytestconfig: pytest.Config) -> dict[str, Cells]:
+    """What was found of each SDK, by its name."""
+    return pytestconfig.stash.setdefault(FOUND, {})
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if rows := config.stash.get(FOUND, {}):
+        terminalreporter.section("SDKs")
+        terminalreporter.write_line(as_text(rows))

@@ -1,0 +1,30 @@
+"""`docs/agents.md` shows the lines that the suite runs, and what the suite found."""
+
+import importlib.util
+import json
+
+from matrix import COLUMNS, FILE
+from recipes import EXAMPLES, RECIPES, ROOT
+
+
+def test_the_page_is_as_the_script_writes_it() -> None:
+    # `python scripts/document_sdks.py` writes it anew.
+    found = importlib.util.spec_from_file_location("script", ROOT / "scripts/document_sdks.py")
+    assert found is not None
+    assert found.loader is not None
+    script = importlib.util.module_from_spec(found)
+    found.loader.exec_module(script)
+    assert (ROOT / "docs" / "agents.md").read_text() == script.documented()
+
+
+def test_every_recipe_has_its_cells_and_every_example_a_recipe() -> None:
+    found = json.loads(FILE.read_text())
+    assert list(found) == [recipe.name for recipe in RECIPES]
+    assert all(tuple(cells) == COLUMNS for cells in found.values())
+    examples = {file.stem for file in EXAMPLES.glob("*.py")} - {"sums"}
+    assert examples == {recipe.example for recipe in RECIPES}
+
+
+def test_a_user_changes_a_few_lines_only() -> None:
+    for recipe in RECIPES:
+        assert len(recipe.changed.splitlines()) <= 8, recipe.name

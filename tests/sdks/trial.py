@@ -1,0 +1,147 @@
+"""One agent in a runner process of its own environment; store, gateway and training are here."""
+
+import os
+import re
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import pytest
+from recipes import ROOT
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from whet.algorithms.grpo import GRPO
+from whet.app import wire
+from whet.app.tasks import training_plan
+from whet.config import RunConfig, resolve
+from whet.demos.problems import problems
+from whet.gateway import keys
+from whet.loop import train
+from whet.policies.catalogue import resolve_model
+from whet.policies.local import LocalPolicy
+from whet.runners.collect import QueueCollector
+from whet.store.server import StoreServer
+from whet.store.sqlite import SQLiteStore
+from whet.trainers.local import LocalTrainer
+from whet.types import StepRecord, Trajectory
+
+TOKEN = "of the suite"
+TASKS, GROUP = 4, 6
+PATIENCE_S = 240
+ATTEMPT = re.compile(r"/attempt/([^/]+)/")
+
+
+class Runner(NamedTuple):
+    """Who runs which agent."""
+
+    python: Path
+    agent: str
+    """`file.py:function`"""
+    environment: dict[str, str]
+
+
+@dataclass
+class Trial:
+    """What came of a training step with an agent."""
+
+    step: StepRecord
+    trajectories: list[Trajectory]
+    streamed: set[str]
+    """Attempts that were answered by a stream, once at least."""
+    said: str
+    """By the runner."""
+
+
+@dataclass
+class Tap:
+    """Notes which attempts are answered by a stream, on the way out of the gateway."""
+
+    app: ASGIApp
+    streamed: set[str] = field(default_factory=set[str])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            for name, value in message.get("headers", ()):
+                if name == b"content-type" and value.startswith(b"text/event-stream"):
+                    self.streamed.update(ATTEMPT.findall(scope["path"]))
+            await send(message)
+
+        await self.app(scope, receive, noting)
+
+
+def try_out(run: str, runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
+    """Train for one step with an agent that another process runs."""
+    taps: list[Tap] = []
+    build_app = wire.build_app
+    patch.setattr(wire, "build_app", lambda *given: taps.append(Tap(build_app(*given))) or taps[0])
+    config = resolve(
+        {
+            "steps": 1,
+            "tasks_per_step": TASKS,
+            "group_size": GROUP,
+            "seed": 5,
+            "trainer": {"weights": "full"},
+            "runner": {"timeout_s": 60, "max_attempts": 1},
+        }
+    )
+    return anyio.run(_try_out, config, run, runner, folder, taps)
+
+
+async def _try_out(
+    config: RunConfig, run: str, runner: Runner, folder: Path, taps: list[Tap]
+) -> Trial:
+    policy = LocalPolicy(resolve_model(config.model), config.trainer, device="cpu", seed=1)
+    secret = keys.secret_of(TOKEN, run)
+    async with (
+        SQLiteStore(folder / "store.db", run=run) as store,
+        wire.serve(policy, config, store, secret) as gateway,
+    ):
+        with _at_work(run, runner, store, gateway.url, folder) as log, anyio.fail_after(PATIENCE_S):
+            records = train(
+                training_plan(_tasks(), config),
+                config,
+                checkpoints=folder / "checkpoints",
+                collector=QueueCollector(queue=store, log=store),
+                algorithm=GRPO(config.algorithm),
+                trainer=LocalTrainer(policy),
+                log=store,
+            )
+            [step] = [record async for record in records]
+        found = await store.trajectories(step.consumed)
+        return Trial(step, found, taps[0].streamed, log.read_text())
+
+
+def _tasks() -> list[object]:
+    """Every other one asks for streams."""
+    drawn = problems("train", TASKS, seed=2)
+    return [{**task, "stream": bool(number % 2)} for number, task in enumerate(drawn)]
+
+
+@contextmanager
+def _at_work(
+    run: str, runner: Runner, store: SQLiteStore, gateway: str, folder: Path
+) -> Generator[Path]:
+    """The store served, and the runner joined to it; what it says is in the file."""
+    server = StoreServer(store, token=TOKEN)
+    place = ("--store", server.url, "--run", run, "--gateway", gateway)
+    command = (runner.python, "-m", "whet.app.cli", "runner", runner.agent, *place)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "WHET_STORE_TOKEN": TOKEN}
+    log = folder / "runner.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            (*command, "--concurrency", "6"),
+            cwd=folder,
+            env=environment | runner.environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield log
+        finally:
+            process.terminate()
+            process.wait(60)
+            server.close()
