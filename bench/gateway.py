@@ -74,7 +74,12 @@ class ConstantEngine(Engine):
         self._pieces = [*(_piece([id]) for id in tokens[:-1]), _piece(tokens[-1:], stop="stop")]
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         for piece in self._pieces if stream else [self._whole]:
             if self._delay_s:

@@ -61,6 +61,7 @@ FENCES: dict[str, set[str]] = {
     "uvicorn": {"serving"},
     "openai": {"demos"},
     "httpx": {"app"},
+    "aiohttp": {"engines"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "mlflow": {"tracking"},

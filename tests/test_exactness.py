@@ -39,7 +39,12 @@ class Witness(Engine):
         self.seen: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         async for piece in self._engine.generate(prompt, sampling, stream=stream):
             assert piece.stop  # the agent does not stream: one piece is all of it

@@ -10,6 +10,7 @@
     ├── RequestError           the agent's request cannot be served; never retried
     │   └── PromptTooLong      the prompt leaves no room to sample
     ├── EngineError            sampling failed; another attempt may succeed
+    │   └── EngineBusy         too many requests wait already
     ├── TrainerError
     └── AttemptError           data, not a crash: stored on the attempt, the run goes on
         ├── AgentFailed        the user's code raised
@@ -65,6 +66,10 @@ class PromptTooLong(RequestError):
 
 class EngineError(WhetError):
     """Sampling failed; another attempt may succeed."""
+
+
+class EngineBusy(EngineError):
+    """Too many requests wait for the engine already."""
 
 
 class TrainerError(WhetError):

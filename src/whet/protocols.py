@@ -286,11 +286,17 @@ class Engine(Protocol):
     """Samples tokens from the current policy. Knows tokens, not text."""
 
     def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         """Sample one continuation: as it grows if `stream`, else in one piece at the end.
 
-        Closing the generator stops the sampling.
+        Closing the generator stops the sampling. Prompts of one `affinity` are likely to begin
+        alike, so an engine of several replicas gives them to one of them; it changes no sample.
 
         Raises:
             PromptTooLong: the prompt leaves no room to sample.

@@ -1,16 +1,21 @@
 """What every engine promises. A new engine is done when it passes this file."""
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import pytest
+from starlette.applications import Starlette
 
+from inference_server import ServerState, serve, sglang_app, vllm_app
 from tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
 from whet.config import EngineConfig
 from whet.engines.fake import FakeEngine
 from whet.engines.forward import Static
+from whet.engines.joining import join_servers
 from whet.engines.local import LocalEngine
 from whet.errors import EngineError, PromptTooLong, RequestError
 from whet.protocols import Engine
@@ -40,13 +45,35 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(params=[local, static, fake])
+@asynccontextmanager
+async def served(
+    kind: Literal["vllm", "sglang"], app: Callable[[ServerState], Starlette], **settings: bool
+) -> AsyncGenerator[Engine]:
+    """A small server that speaks the wire of a large one."""
+    state = ServerState(decode, VOCABULARY, CONTEXT, **settings)
+    server = serve(app, state)
+    yield await join_servers(kind, [server.url], decode, context_length=CONTEXT, say=print)
+    server.close()
+
+
+SERVED = {
+    "vllm": partial(served, "vllm", vllm_app),
+    "vllm tokens": partial(served, "vllm", vllm_app, token_path=True),
+    "sglang": partial(served, "sglang", sglang_app),
+    "sglang incremental": partial(served, "sglang", sglang_app, incremental=True),
+}
+
+
+@pytest.fixture(params=[local, static, fake, *SERVED])
 async def engine(request: pytest.FixtureRequest, tiny_folder: Path) -> AsyncGenerator[Engine]:
-    build: Callable[[Path], Engine] = request.param
-    engine = build(tiny_folder)
-    with anyio.fail_after(30):
-        yield engine
-        await engine.close()
+    async with AsyncExitStack() as stack:
+        if request.param in SERVED:
+            engine = await stack.enter_async_context(SERVED[request.param]())
+        else:
+            engine = request.param(tiny_folder)
+        with anyio.fail_after(30):
+            yield engine
+            await engine.close()
 
 
 async def together(engine: Engine, count: int, **sampling: object) -> list[Answer]:

@@ -68,7 +68,12 @@ class ScriptedEngine(Engine):
         self.breaks: Exception | None = None
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         if not 0 < len(prompt) < CONTEXT:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens")

@@ -44,7 +44,12 @@ class WitnessEngine(Engine):
         self._tokens = 0
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         answer = self.say()
         if isinstance(answer, EngineError):

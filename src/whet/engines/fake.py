@@ -52,7 +52,12 @@ class FakeEngine(Engine):
         """How many requests are being sampled."""
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         room = self.context_length - len(prompt)
         if room < 1 or not prompt:

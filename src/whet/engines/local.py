@@ -101,7 +101,12 @@ class LocalEngine(Engine):
         self._thread.start()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         room = self.context_length - len(prompt)
         if room < 1 or not prompt:

@@ -20,6 +20,8 @@ class Drawn(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     tops: Sequence[Top] = ()
+    end: StopReason | None = None
+    """Why nothing follows, where that is known already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +65,7 @@ class Request:
         self.logprobs += drawn.logprobs
         self.tops += drawn.tops
         self.versions += [version] * len(drawn.tokens)
-        stop = self._stop_reason(decode) if drawn.tokens else None
+        stop = (self._stop_reason(decode) if drawn.tokens else None) or drawn.end
         if not stop and not (self.stream and drawn.tokens):
             return None
         begin, self.delivered = self.delivered, len(self.logprobs)

@@ -4,7 +4,15 @@ import logging
 
 from starlette.types import Send
 
-from whet.errors import EngineError, LeaseLost, NotFound, PromptTooLong, RequestError, WhetError
+from whet.errors import (
+    EngineBusy,
+    EngineError,
+    LeaseLost,
+    NotFound,
+    PromptTooLong,
+    RequestError,
+    WhetError,
+)
 from whet.gateway import asgi, strictjson
 from whet.gateway.asgi import ClientLeft, Request, TooLarge, TooSlow, send_whole
 from whet.gateway.attribution import Unauthorized
@@ -26,6 +34,7 @@ STATUS: list[tuple[type[WhetError], int, str]] = [
     (RequestError, 400, "invalid_request"),
     (NotFound, 404, "not_found"),
     (LeaseLost, 409, "attempt_ended"),
+    (EngineBusy, 429, "engine_busy"),
     (EngineError, 503, "engine_error"),
 ]
 """How our errors are told: the first that fits."""
@@ -49,8 +58,8 @@ class JsonReply(asgi.Reply):
 
     async def deliver(self, request: Request, send: Send) -> None:
         headers = [(b"content-type", b"application/json")]
-        # 503 is worth another try at once; 409 must not be tried again, which SDKs else would.
-        if self._status == 503:
+        # These are worth another try at once; 409 must not be tried again, which SDKs else would.
+        if self._status in (429, 503):
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         if self._status == 409:
             headers.append((b"x-should-retry", b"false"))

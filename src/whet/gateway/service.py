@@ -367,7 +367,12 @@ class Service:
 
         async def sample(index: int) -> None:
             sampled = choices[index]
-            pieces = self._engine.generate(prompt.tokens, prompt.sampling, stream=prompt.ask.stream)
+            pieces = self._engine.generate(
+                prompt.tokens,
+                prompt.sampling,
+                stream=prompt.ask.stream,
+                affinity=prompt.attempt or "",
+            )
             async with aclosing(pieces):
                 async for piece in pieces:
                     sampled.append(piece)
