@@ -40,8 +40,9 @@ def _problems(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
 
 
 def _identities(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
-    train = hello.identities("train", 512, config.seed)
-    test = hello.identities("test", 100, TEST_SEED)
+    tiny = config.model == "tiny"
+    train = hello.identities("train", 512, config.seed, tiny=tiny)
+    test = hello.identities("test", 100, TEST_SEED, tiny=tiny)
     return [{**task} for task in train], [{**task} for task in test]
 
 
@@ -79,7 +80,7 @@ DEMOS = {
                 "trainer": {"weights": "lora"},
                 "adam": {"lr": 3e-4},
             },
-            "tiny": {"steps": 20, "trainer": {"weights": "full"}, "adam": {"lr": 3e-4}},
+            "tiny": {"steps": 16, "trainer": {"weights": "lora"}, "adam": {"lr": 5e-4}},
         },
     ),
 }

@@ -1,38 +1,50 @@
 """The smallest task: answer with exactly the identity string you are given."""
 
 import random
+import ssl
 from typing import Literal
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from whet.demos import problems
 from whet.types import Endpoint
 
+TLS = ssl.create_default_context()  # reading the certificates takes 25 ms, so not per client
 NAMES = ("Tom", "Ana", "Lee", "Mia", "Sam", "Eva", "Ben", "Zoe", "Kai", "Ida", "Max", "Uma")
+ASK = "Repeat exactly this and nothing else: {}"
+ASK_TINY = "Who are you? Say {} and nothing else."
 
 
-def identities(split: Literal["train", "test"], count: int, seed: int) -> list[dict[str, str]]:
-    """Distinct tasks such as `Mia955y`. Train has odd numbers and test even ones: none in both."""
+def identities(
+    split: Literal["train", "test"], count: int, seed: int, *, tiny: bool = False
+) -> list[dict[str, str]]:
+    """Distinct tasks such as `Mia955y`. Train has odd numbers and test even ones: none in both.
+
+    The tiny model is asked in words and for names that it has met.
+    """
     first = 101 if split == "train" else 100
+    ask = ASK_TINY if tiny else ASK
     whole = [
         f"{name}{number}{letter}"
-        for name in NAMES
+        for name in (problems.NAMES if tiny else NAMES)
         for number in range(first, 1000, 2)
         for letter in "xyz"
     ]
-    return [{"identity": text} for text in random.Random(f"{split}/{seed}").sample(whole, count)]
+    drawn = random.Random(f"{split}/{seed}").sample(whole, count)
+    return [{"identity": text, "question": ask.format(text)} for text in drawn]
 
 
 async def say_it(task: dict[str, str], llm: Endpoint) -> float:
     """Ask once; the reward is whether the answer is the identity and nothing else."""
-    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=llm.base_url,
+        api_key=llm.api_key,
+        max_retries=0,
+        http_client=DefaultAsyncHttpxClient(verify=TLS),
+    ) as client:
         reply = await client.chat.completions.create(
             model=llm.model,
-            messages=[
-                {
-                    "role": "user",
-                    "content": f"Repeat exactly this and nothing else: {task['identity']}",
-                }
-            ],
+            messages=[{"role": "user", "content": task["question"]}],
             max_tokens=16,
         )
     return float((reply.choices[0].message.content or "").strip() == task["identity"])
