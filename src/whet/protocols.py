@@ -103,6 +103,10 @@ class AttemptLog(Protocol):
         """Record a reward. Raises LeaseLost if the attempt has ended."""
         ...
 
+    async def rewards(self, attempt: AttemptId) -> list[Reward]:
+        """The rewards of an attempt in the order they came. Raises NotFound."""
+        ...
+
     async def calls(self, attempt: AttemptId) -> list[Call]:
         """The calls of an attempt in the order they were recorded."""
         ...

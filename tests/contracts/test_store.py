@@ -497,6 +497,8 @@ async def test_what_is_unknown_is_not_found(store: Store) -> None:
     with pytest.raises(NotFound):
         await store.emit(nobody, Reward(value=1))
     with pytest.raises(NotFound):
+        await store.rewards(nobody)
+    with pytest.raises(NotFound):
         await store.spans(nobody)
     with pytest.raises(NotFound):
         await store.record(nobody, [span(1)])
@@ -590,6 +592,15 @@ async def test_everything_is_counted(store: Store) -> None:
         "generations": 4,
         "sampled_tokens": 4,
     }
+
+
+async def test_rewards_are_read_while_an_attempt_runs(store: Store) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    attempt, other = await claim(store), await claim(store)
+    given = [Reward(value=1, key="k", target=Target(turn=2)), Reward(value=0.5)]
+    for reward in given:
+        await store.emit(attempt.id, reward)
+    assert (await store.rewards(attempt.id), await store.rewards(other.id)) == (given, [])
 
 
 # ------------------------------------------------------------------ spans

@@ -7,14 +7,14 @@ from whet.app.sources import LocalModel
 from whet.app.wire import serve
 from whet.app.working import Gateway
 from whet.config import RunConfig
+from whet.gateway.service import Log
 from whet.policies.local import LocalPolicy
-from whet.protocols import AttemptLog
 from whet.trainers.local import LocalTrainer
 
 
 @asynccontextmanager
 async def serve_model(
-    model: LocalModel, config: RunConfig, log: AttemptLog, secret: bytes
+    model: LocalModel, config: RunConfig, log: Log, secret: bytes
 ) -> AsyncGenerator[Gateway]:
     """The model at work."""
     # A checkpoint is of weights as its run trained them; anything else is sampled as it stands.

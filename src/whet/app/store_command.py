@@ -11,11 +11,13 @@ from anyio import to_thread
 from whet.app.places import allow_many_files, place_of, say
 from whet.app.signals import run_async, stoppable
 from whet.errors import ConfigError, StoreError
+from whet.gateway import keys
 from whet.protocols import Store
 from whet.store.opening import open_database, open_store
 from whet.store.server import StoreServer
 from whet.store.sql import DEFAULT_RUN
 from whet.store.token import FILE, make_token
+from whet.types import AttemptId
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -32,13 +34,19 @@ async def _serve(args: argparse.Namespace) -> None:
     token = make_token(directory)
     database = args.db or str(directory / "store.db")
     async with stoppable() as stop, open_database(database) as store:
-        server = StoreServer(store, token=token.value, host=args.host, port=args.port)
+        server = StoreServer(
+            store, token=token.value, host=args.host, port=args.port, read_key=_keys_of(token.value)
+        )
         say(f"store listens at {server.url}, keeps everything in {_shown(database)}")
         if token.is_new:
             say(f"its token, shown this once and kept in {directory / FILE}: {token.value}")
         await stop.asked.wait()
         say("store stops")
         await to_thread.run_sync(server.close)
+
+
+def _keys_of(token: str) -> Callable[[str, str], AttemptId | None]:
+    return lambda key, run: keys.read(key, keys.secret_of(token, run))
 
 
 def _shown(database: str) -> str:

@@ -14,11 +14,11 @@ from whet.engines.grammar import Grammars
 from whet.engines.local import LocalEngine
 from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
-from whet.gateway.service import Service
+from whet.gateway.service import Log, Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
-from whet.protocols import Algorithm, AttemptLog, Collector, StepLog, Store, Trainer
+from whet.protocols import Algorithm, Collector, StepLog, Store, Trainer
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collect import QueueCollector
 from whet.serving import AppServer
@@ -131,7 +131,7 @@ async def _restore_last(trainer: Trainer, folder: RunFolder, log: StepLog) -> No
 async def serve(
     policy: LocalPolicy,
     config: RunConfig,
-    log: AttemptLog,
+    log: Log,
     secret: bytes,
     *,
     prepare: Callable[[Attempt], Awaitable[None]] | None = None,

@@ -22,8 +22,9 @@ from whet.gateway.dialects.responses_items import find_response
 from whet.gateway.dialects.responses_lookup import list_input, show_response
 from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from whet.gateway.graph import Graph
+from whet.gateway.reports import report_routes
 from whet.gateway.service import Service, Source
-from whet.types import Attempt
+from whet.types import Attempt, AttemptId
 
 RETRY_HEADER = "x-stainless-retry-count"
 
@@ -79,6 +80,7 @@ class _Gateway:
             Route("POST", "/tokenize", self._tokenize),
             Route("POST", "/detokenize", self._detokenize),
             Route("GET", "/health", _health(secrets.token_hex(8))),
+            *report_routes(self._service.log, self._attempt),
         ]
 
     def _turns(self, dialect: Dialect) -> Handler:
@@ -162,6 +164,9 @@ class _Gateway:
                 f"there is no model {name!r} here: this endpoint serves "
                 f"{', '.join(map(repr, self._service.models))}"
             )
+
+    def _attempt(self, request: Request) -> AttemptId | None:
+        return read_caller(request, self._secret, self._config.trace_header).attempt
 
     def _caller(self, request: Request) -> Caller:
         caller = read_caller(request, self._secret, self._config.trace_header)

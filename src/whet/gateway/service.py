@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
+from typing import Protocol
 
 from anyio import to_thread
 from pydantic import JsonValue
@@ -25,7 +26,7 @@ from whet.gateway.render import Renderer
 from whet.gateway.retries import Retries
 from whet.gateway.speech import Speech, learn_speech
 from whet.gateway.text import read_message
-from whet.protocols import AttemptLog, Engine
+from whet.protocols import AttemptLog, Engine, SpanLog
 from whet.types import (
     Attempt,
     AttemptId,
@@ -121,6 +122,10 @@ class _Place:
     lossy: bool = False
 
 
+class Log(AttemptLog, SpanLog, Protocol):
+    """Where attempts are kept, and what they tell."""
+
+
 class Service:
     """Serves the calls of attempts from one engine, and records each before it is answered."""
 
@@ -128,7 +133,7 @@ class Service:
         self,
         *,
         engine: Engine,
-        log: AttemptLog,
+        log: Log,
         renderer: Renderer,
         models: Sequence[str],
         context_length: int | None = None,
@@ -138,11 +143,12 @@ class Service:
         self.renderer = renderer
         self.context_length = context_length
         """Most tokens of a prompt and its answer, if it is known."""
+        self.log = log
+        """Where calls are recorded, and whatever else agents tell."""
         self.models = tuple(models)
         """The names agents may ask for."""
         self._engine = engine
         self._prepare = prepare
-        self._log = log
         self._retries = Retries()
         self._conversations = Conversations(log, self._retries.forget)
         self._rendered = PromptMemory()
@@ -215,7 +221,7 @@ class Service:
             with watch:
                 call = await self._sample(prompt, on_piece)
             try:
-                await self._log.append(call)
+                await self.log.append(call)
             except LeaseLost:
                 self._conversations.ended(prompt.attempt)
                 raise
@@ -241,7 +247,7 @@ class Service:
             created=time.time(),
             origin=Origin(dialect="delete", model=call.origin.model, shown={DELETED: call.id}),
         )
-        await self._log.append(deletion)
+        await self.log.append(deletion)
         await self._conversations.add(deletion)
 
     def lost(self, prompt: Prompt) -> None:

@@ -172,6 +172,9 @@ class HTTPStore(Store):
         item = wire.Emit.model_construct(ticket=_ticket(), attempt=attempt, reward=reward)
         await self._in_batch(self._emits, to_json(item))
 
+    async def rewards(self, attempt: AttemptId) -> list[Reward]:
+        return await self._get(f"/attempts/{quote(attempt, safe='')}/rewards", list[Reward])
+
     async def calls(self, attempt: AttemptId) -> list[Call]:
         reply = await self._ask("GET", f"{self._base}/attempts/{quote(attempt, safe='')}/calls")
         return frames.read_calls(reply.body)

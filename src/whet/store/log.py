@@ -150,14 +150,17 @@ def read_trajectories(db: Db, run: str, rollouts: Sequence[str]) -> list[PackedT
     rows = db.execute(SUCCEEDED, (to_json(list(rollouts)), find_run(db, run))).fetchall()
     attempts = list(dict.fromkeys(row[1] for row in rows))
     calls = _calls(db, attempts)
-    rewards = defaultdict[int, list[Reward]](list)
-    for seq, value, key, target in db.execute(REWARDS, (to_json(attempts),)):
-        meant = Target.model_validate_json(target) if target else None
-        rewards[seq].append(build(Reward, value=value, key=key, target=meant))
+    rewards = _rewards(db, attempts)
     return [
         PackedTrajectory(id_, number, body, given, reward, rewards[seq], calls[seq])
         for body, seq, id_, number, given, reward in rows
     ]
+
+
+def read_rewards(db: Db, run: str, attempt: AttemptId) -> list[Reward]:
+    """The rewards of one attempt, running or ended."""
+    seq, _ = find_attempt(db, run, attempt)
+    return _rewards(db, [seq])[seq]
 
 
 def read_failures(db: Db, run: str, rollouts: Sequence[str]) -> dict[str, str]:
@@ -166,6 +169,15 @@ def read_failures(db: Db, run: str, rollouts: Sequence[str]) -> dict[str, str]:
     rows: Iterable[tuple[str, str]] = db.execute(FAILED, asked)
     failures = ((rollout, json.loads(failure)) for rollout, failure in rows)
     return {rollout: f"{failure['kind']}: {failure['message']}" for rollout, failure in failures}
+
+
+def _rewards(db: Db, attempts: Sequence[int]) -> dict[int, list[Reward]]:
+    """The rewards of these attempts by attempt, in the order they came."""
+    rewards = defaultdict[int, list[Reward]](list)
+    for seq, value, key, target in db.execute(REWARDS, (to_json(list(attempts)),)):
+        meant = Target.model_validate_json(target) if target else None
+        rewards[seq].append(build(Reward, value=value, key=key, target=meant))
+    return rewards
 
 
 def _calls(db: Db, attempts: Sequence[int]) -> dict[int, list[PackedCall]]:

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from whet.errors import ConfigError, NotFound, StoreError, WhetError, boundary
 from whet.serving import AppServer
-from whet.store.http import bodies, frames, gzipped, wire
+from whet.store.http import bodies, frames, gzipped, telemetry, wire
 from whet.store.http.bodies import DEFAULT_LIMITS, Limits
 from whet.store.http.endpoints import ENDPOINTS, IN_PATHS, Asked, Endpoint, Frame
 from whet.store.http.holding import Holding
@@ -25,6 +25,7 @@ from whet.store.http.loopback import is_loopback
 from whet.store.http.metrics import TEXT_FORMAT, Metrics
 from whet.store.http.openapi import openapi
 from whet.store.http.problems import Problem, Unauthorized, tell
+from whet.store.http.telemetry import ReadKey, no_keys
 from whet.store.packing import to_json
 from whet.store.sql import DEFAULT_RUN, SQLStore
 from whet.types import Status
@@ -50,8 +51,11 @@ class StoreServer:
         host: str = "127.0.0.1",
         port: int = 0,
         limits: Limits = DEFAULT_LIMITS,
+        read_key: ReadKey = no_keys,
     ) -> None:
         """Without a token whoever is on this machine may ask.
+
+        `read_key` knows the keys of attempts, which may send their own traces.
 
         Raises:
             ConfigError: it cannot listen there, or nobody may without a token.
@@ -59,7 +63,7 @@ class StoreServer:
         if not token and not is_loopback(host):
             raise ConfigError(f"to serve a store at {host}, beyond this machine, needs a token")
         self.metrics = Metrics()
-        self._app = StoreApp(store, token, limits, self.metrics)
+        self._app = StoreApp(store, token, limits, self.metrics, read_key)
         self._server = AppServer(self._app.build(), host=host, port=port, name="store")
         self.url = self._server.url
 
@@ -78,19 +82,29 @@ class StoreApp:
     """The endpoints of a store as an app."""
 
     def __init__(
-        self, store: SQLStore, token: str | None, limits: Limits, metrics: Metrics
+        self,
+        store: SQLStore,
+        token: str | None,
+        limits: Limits,
+        metrics: Metrics,
+        read_key: ReadKey = no_keys,
     ) -> None:
         self.holding = Holding()
         self._store = store
         self._token = _digest(token) if token else None
         self._limits = limits
         self._metrics = metrics
+        self._read_key = read_key
 
     def build(self) -> Starlette:
         """What a server runs."""
         return Starlette(
             routes=[
                 *(Route(row.path, self._handler(row), methods=[row.method]) for row in ENDPOINTS),
+                *(
+                    Route(path, self._telling("traces", self._traces), methods=["POST"])
+                    for path in telemetry.PATHS
+                ),
                 Route("/health", self._telling("health", self._health)),
                 Route("/metrics", self._telling("metrics", self._count)),
                 Route("/openapi.json", self._telling("openapi", _document)),
@@ -126,14 +140,24 @@ class StoreApp:
             return Frame(body)
         return asks.validate_python(wire.parse_json(body or b"{}"))
 
+    async def _traces(self, request: Request) -> Response:
+        run = _checked(request.path_params).get("run", DEFAULT_RUN)
+        is_trusted = self._has_token(request)
+        sender = telemetry.sender_of(request, run, is_trusted=is_trusted, read_key=self._read_key)
+        store = self._store.for_run(run)
+        return await telemetry.take_traces(request, store, sender, self._limits, self._metrics)
+
     def _check_token(self, request: Request) -> None:
+        if not self._has_token(request):
+            raise Unauthorized("the token is missing or wrong: send 'Authorization: Bearer TOKEN'")
+
+    def _has_token(self, request: Request) -> bool:
         if self._token is None:
-            return
+            return True
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         # Of the digests, so that the time tells nothing of the token, not even its length.
         genuine = hmac.compare_digest(_digest(token.strip()), self._token)
-        if scheme.lower() != "bearer" or not genuine:
-            raise Unauthorized("the token is missing or wrong: send 'Authorization: Bearer TOKEN'")
+        return scheme.lower() == "bearer" and genuine
 
     async def _health(self, request: Request) -> Response:
         await self._store.steps(limit=0)  # whether it can be read

@@ -188,6 +188,9 @@ class SQLStore(Store):
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
         await self._write(self._in_run(log.emit, attempt=attempt, reward=reward))
 
+    async def rewards(self, attempt: AttemptId) -> list[Reward]:
+        return await self._read(self._in_run(log.read_rewards, attempt=attempt))
+
     async def calls(self, attempt: AttemptId) -> list[Call]:
         read = self._in_run(log.read_calls, attempt=attempt)
         return await self._read(lambda db: [unpack_call(call) for call in read(db)])

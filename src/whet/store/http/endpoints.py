@@ -30,6 +30,7 @@ from whet.types import (
     AttemptId,
     AttemptRecord,
     Resource,
+    Reward,
     RolloutRecord,
     RunSize,
     Span,
@@ -224,6 +225,11 @@ async def _attempt(asked: Asked[Nothing]) -> Attempt:
     return await asked.store.attempt(AttemptId(asked.path["attempt"]))
 
 
+async def _rewards(asked: Asked[Nothing]) -> list[Reward]:
+    """The rewards of an attempt in the order they came."""
+    return await asked.store.rewards(AttemptId(asked.path["attempt"]))
+
+
 async def _calls(asked: Asked[Nothing]) -> Frame:
     """The calls of an attempt in the order they were recorded."""
     calls = await asked.store.packed_calls(AttemptId(asked.path["attempt"]))
@@ -415,6 +421,7 @@ ENDPOINTS: tuple[Endpoint[Any, Any], ...] = (  # Any: each row knows its own
     Endpoint("attempt", "GET", ATTEMPT, _attempt, Nothing, Attempt),
     Endpoint("calls", "GET", f"{ATTEMPT}/calls", _calls, Nothing, Frame, wire.CallsHead),
     Endpoint("record", "POST", f"{RUN}/spans", _record, wire.Spans, wire.Done),
+    Endpoint("rewards", "GET", f"{ATTEMPT}/rewards", _rewards, Nothing, list[Reward]),
     Endpoint("spans", "GET", f"{ATTEMPT}/spans", _spans, Nothing, list[Span]),
     Endpoint("ended", "GET", f"{ATTEMPT}/end", _ended, wire.HowLong, wire.Standing),
     Endpoint("give_back", "DELETE", f"{RUN}/claims/{{ticket}}", _give_back, Nothing, NoneType),

@@ -18,6 +18,7 @@ COUNTERS = {
     "sampled_tokens": "Tokens that were sampled in them.",
     "rewards": "Rewards that were recorded.",
     "spans": "Spans that were recorded.",
+    "rejected_spans": "Spans that came over OTLP and belong to no attempt.",
 }
 
 Labels = tuple[tuple[str, str], ...]

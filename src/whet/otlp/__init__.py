@@ -1,0 +1,1 @@
+"""OpenTelemetry's protocol for traces, as far as it is received: see `take`."""

@@ -1,0 +1,78 @@
+"""What agents in other processes tell their gateway: rewards and traces."""
+
+import gzip
+import json
+
+import pytest
+
+from conftest import Gateway, Json, attempt_path, other_key
+from whet.types import Outcome, Reward, Target
+
+pytestmark = pytest.mark.anyio
+
+JSON = "application/json"
+
+
+def export(**attributes: str) -> bytes:
+    span = {
+        "traceId": "ab" * 16,
+        "spanId": "cd" * 8,
+        "name": "chat",
+        "attributes": [{"key": k, "value": {"stringValue": v}} for k, v in attributes.items()],
+    }
+    return json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}).encode()
+
+
+async def test_a_reward_is_posted_with_the_key_of_the_attempt(gateway: Gateway) -> None:
+    assert await gateway.post("/v1/rewards", {"value": 0.5}) == {"recorded": True}
+    target: Json = {"value": 1, "key": "style", "target": {"turn": 0}}
+    await gateway.post(f"{attempt_path(gateway)}/v1/rewards", target)
+    given = [Reward(value=0.5), Reward(value=1, key="style", target=Target(turn=0))]
+    assert await gateway.store.rewards(gateway.attempt.id) == given
+    told = (await gateway.send("GET", "/v1/rewards")).json()["rewards"]
+    assert [Reward.model_validate(each) for each in told] == given
+
+
+async def test_what_is_no_reward_is_refused(gateway: Gateway) -> None:
+    bad: list[Json | bytes] = [
+        {},
+        {"value": "much"},
+        {"value": 1, "reward": 2},
+        b'{"value": NaN}',
+        b"1",
+        b"{",
+    ]
+    for body in bad:
+        assert (await gateway.send("POST", "/v1/rewards", body)).status_code == 400, body
+    key = f"Bearer {gateway.gateway_key}"
+    refused = await gateway.send("POST", "/v1/rewards", {"value": 1}, authorization=key)
+    assert refused.status_code == 401
+    await gateway.store.finish(gateway.attempt.id, Outcome(reward=0))
+    late = await gateway.send("POST", "/v1/rewards", {"value": 1})
+    assert (late.status_code, late.headers["x-should-retry"]) == (409, "false")
+    assert await gateway.store.rewards(gateway.attempt.id) == []
+
+
+async def test_traces_are_taken_where_the_model_is(gateway: Gateway) -> None:
+    path = f"{attempt_path(gateway)}/v1/traces"
+    reply = await gateway.send("POST", path, export(), content_type=JSON)
+    assert (reply.status_code, reply.json()) == (200, {})
+    packed = gzip.compress(export(**{"whet.attempt": "another.1"}))
+    reply = await gateway.send(
+        "POST", "/v1/traces", packed, content_type=JSON, content_encoding="gzip"
+    )
+    assert reply.json()["partialSuccess"]["rejectedSpans"] == "1"
+    assert [span.name for span in await gateway.store.spans(gateway.attempt.id)] == ["chat"]
+
+
+async def test_traces_that_cannot_be_read_are_refused(gateway: Gateway) -> None:
+    async def status(body: bytes, **headers: str) -> int:
+        return (await gateway.send("POST", "/v1/traces", body, **headers)).status_code
+
+    assert await status(b"{", content_type=JSON) == 400
+    assert await status(b"{}", content_type="text/plain") == 415
+    assert await status(b"{}", content_type=JSON, content_encoding="gzip") == 400
+    cut = gzip.compress(b"{}")[:-9]
+    assert await status(cut, content_type=JSON, content_encoding="gzip") == 413
+    wrong = other_key("another.1")[:-1]
+    assert await status(b"{}", content_type=JSON, authorization=f"Bearer {wrong}") == 401
