@@ -13,7 +13,9 @@ def calculator(expression: str) -> str:
     return calculate(expression)
 
 
-def graded(answer, task):
-    """1.0 if the last number of an answer is the right one, else 0.0."""
+def graded(answer, task, *, has_calculated=False):
+    """1.0 if the last number of an answer is the right one; a little for having calculated."""
     numbers = NUMBER.findall(str(answer))
-    return float(bool(numbers) and float(numbers[-1].replace(",", "")) == task["answer"])
+    if numbers and float(numbers[-1].replace(",", "")) == task["answer"]:
+        return 1.0
+    return 0.1 if has_calculated else 0.0

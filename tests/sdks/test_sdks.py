@@ -1,13 +1,17 @@
 """The real SDK of every recipe, in its own environment, through a training step."""
 
 import json
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from environments import python_of
 from matrix import FILE, Cells, examine
-from recipes import EXAMPLES, RECIPES, Recipe
-from trial import Runner, try_out
+from recipes import EXAMPLES, HERE, RECIPES, Recipe
+from trial import GROUP, TASKS, Runner, try_out
+
+from whet.types import Call, digest_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -16,8 +20,41 @@ pytestmark = pytest.mark.slow
 def test_an_unmodified_agent_is_recorded_and_trained(
     recipe: Recipe, found: dict[str, Cells], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = f"{EXAMPLES / recipe.example}.py:{recipe.function}"
-    runner = Runner(python_of(recipe.pins), agent, dict(recipe.environment))
-    trial = try_out("sdk", runner, tmp_path, monkeypatch)
+    trial = try_out(_runner(recipe), tmp_path, monkeypatch)
     found[recipe.name] = examine(trial, recipe)
     assert found[recipe.name] == json.loads(FILE.read_text())[recipe.name]
+
+
+def _runner(recipe: Recipe) -> Runner:
+    environment = dict(recipe.environment)
+    if recipe.beside:
+        beside = python_of(recipe.beside).parent
+        environment["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
+    agent = f"{EXAMPLES / recipe.example}.py:{recipe.function}"
+    return Runner(python_of(recipe.pins), agent, environment)
+
+
+def test_a_recorder_has_the_tokens_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [recipe] = [recipe for recipe in RECIPES if recipe.name == "strands-vllm"]
+    agent = f"{HERE / 'recorded.py'}:solve"
+    trial = try_out(_runner(recipe)._replace(agent=agent), tmp_path, monkeypatch)
+    assert len(trial.trajectories) == TASKS * GROUP
+    for trajectory in trial.trajectories:
+        recorded = json.loads((tmp_path / f"{trajectory.attempt.id}.json").read_text())
+        assert recorded["history"] == [
+            {"prompt_token_ids": list(prompt), "token_ids": list(call.generations[0].tokens)}
+            for call, prompt in zip(trajectory.calls, _prompts(trajectory.calls), strict=True)
+        ]
+        assert recorded["last"] == recorded["history"][-1]
+
+
+def _prompts(calls: Sequence[Call]) -> Iterator[tuple[int, ...]]:
+    """What the engine was given for each call of a conversation without branches."""
+    before: tuple[int, ...] = ()
+    for call in calls:
+        prompt = before + call.context
+        assert digest_tokens(prompt).hexdigest() == call.prompt_digest
+        yield prompt
+        before = prompt + call.generations[0].tokens

@@ -29,7 +29,7 @@ from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import StepRecord, Trajectory
 
-TOKEN = "of the suite"
+TOKEN, RUN = "of the suite", "sdk"
 TASKS, GROUP = 4, 6
 PATIENCE_S = 240
 ATTEMPT = re.compile(r"/attempt/([^/]+)/")
@@ -73,7 +73,7 @@ class Tap:
         await self.app(scope, receive, noting)
 
 
-def try_out(run: str, runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
+def try_out(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Train for one step with an agent that another process runs."""
     taps: list[Tap] = []
     build_app = wire.build_app
@@ -88,19 +88,17 @@ def try_out(run: str, runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -
             "runner": {"timeout_s": 60, "max_attempts": 1},
         }
     )
-    return anyio.run(_try_out, config, run, runner, folder, taps)
+    return anyio.run(_try_out, config, runner, folder, taps)
 
 
-async def _try_out(
-    config: RunConfig, run: str, runner: Runner, folder: Path, taps: list[Tap]
-) -> Trial:
+async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[Tap]) -> Trial:
     policy = LocalPolicy(resolve_model(config.model), config.trainer, device="cpu", seed=1)
-    secret = keys.secret_of(TOKEN, run)
+    secret = keys.secret_of(TOKEN, RUN)
     async with (
-        SQLiteStore(folder / "store.db", run=run) as store,
+        SQLiteStore(folder / "store.db", run=RUN) as store,
         wire.serve(policy, config, store, secret) as gateway,
     ):
-        with _at_work(run, runner, store, gateway.url, folder) as log, anyio.fail_after(PATIENCE_S):
+        with _at_work(runner, store, gateway.url, folder) as log, anyio.fail_after(PATIENCE_S):
             records = train(
                 training_plan(_tasks(), config),
                 config,
@@ -122,12 +120,10 @@ def _tasks() -> list[object]:
 
 
 @contextmanager
-def _at_work(
-    run: str, runner: Runner, store: SQLiteStore, gateway: str, folder: Path
-) -> Generator[Path]:
+def _at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> Generator[Path]:
     """The store served, and the runner joined to it; what it says is in the file."""
     server = StoreServer(store, token=TOKEN)
-    place = ("--store", server.url, "--run", run, "--gateway", gateway)
+    place = ("--store", server.url, "--run", RUN, "--gateway", gateway)
     command = (runner.python, "-m", "whet.app.cli", "runner", runner.agent, *place)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "WHET_STORE_TOKEN": TOKEN}
     log = folder / "runner.log"
