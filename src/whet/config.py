@@ -23,14 +23,45 @@ class Section(BaseModel):
 
 
 class EngineConfig(Section):
-    """Sample with the Hugging Face model in this process."""
+    """What samples: the model in this process, or servers."""
 
+    kind: Literal["local", "vllm", "sglang"] = "local"
+    """`local` is the model in this process; the others are servers, which run already or, with
+    `vllm`, are started. `--engine` for short."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU if torch finds one."""
+    """Of the model in this process; `auto` takes a GPU if torch finds one."""
     max_context: Annotated[int, Field(ge=16)] | None = None
     """Longest prompt plus answer in tokens; the model's own limit if absent."""
     kv_tokens: Annotated[int, Field(ge=1024)] = 65_536
-    """How many tokens of key-value cache to hold: bounds memory and the batch in flight."""
+    """`local`: tokens of key-value cache to hold, which bounds memory and the batch in flight."""
+    urls: tuple[str, ...] = ()
+    """Servers that run already, all with the same model and flags; else one `vllm` is started."""
+    command: str = "vllm"
+    """The `vllm` program, such as that of another environment."""
+    flags: tuple[str, ...] = ()
+    """For `vllm serve`, passed on as they are; on the command line, whatever follows `--`."""
+    max_active: Annotated[int, Field(ge=1)] = 256
+    """Requests that a server is given at once."""
+    max_waiting: Annotated[int, Field(ge=0)] = 4096
+    """Requests that wait while no server has room; further ones are told to come again."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        fields = type(self).model_fields
+        given = {name for name in fields if getattr(self, name) != fields[name].default}
+        of_servers = given & {"urls", "command", "flags", "max_active", "max_waiting"}
+        if self.kind == "local" and of_servers:
+            raise ValueError(
+                f"{', '.join(sorted(of_servers))} is for servers: set engine.kind to 'vllm' or "
+                "'sglang', or leave it out"
+            )
+        if self.kind != "local" and "kv_tokens" in given:
+            raise ValueError("kv_tokens is for the local engine: servers have flags of their own")
+        if self.urls and given & {"command", "flags"}:
+            raise ValueError("command and flags are for a server that is started, not for urls")
+        if self.kind == "sglang" and not self.urls:
+            raise ValueError("name the SGLang servers with urls: only 'vllm' is started")
+        return self
 
 
 class TrainerConfig(Section):

@@ -7,6 +7,7 @@ import anyio
 import pytest
 import torch
 
+from whet.app.local_sampler import LocalWeights
 from whet.app.published import PolicyFollower, PublishedPolicy, PublishingTrainer
 from whet.app.working import POLICY
 from whet.config import AdamConfig, RunConfig, TrainerConfig
@@ -54,7 +55,7 @@ def follower(model: Path, store: SQLiteStore, rank: int = 2) -> tuple[LocalPolic
     served = PublishedPolicy(
         model=str(model.absolute()), trainer=trainer, seed=7, version=0, weights=""
     )
-    return policy, PolicyFollower(policy, served, store)
+    return policy, PolicyFollower(LocalWeights(policy), served, store)
 
 
 def attempt(version: int | None) -> Attempt:

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whet.app.addresses import STORE_VARIABLE
-from whet.app.flags import PREFIX, OneLineParser, add_config_flags, config_values
+from whet.app.flags import (
+    AFTER,
+    PREFIX,
+    OneLineParser,
+    add_config_flags,
+    config_values,
+    split_after,
+)
 from whet.app.loading import load_function, with_extra
 from whet.app.process_cli import add_process_commands
 from whet.app.signals import follow_supervisor, interrupt_on_sigterm
@@ -20,7 +27,8 @@ from whet.runners.agent import check_agent
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. What a user can mend is one line on stderr and exit code 2."""
-    args = build_parser().parse_args(argv)
+    mine, after = split_after(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(mine, argparse.Namespace(**{AFTER: after}))
     logging.basicConfig(level=args.log.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         return args.run(args)

@@ -114,7 +114,7 @@ async def _evaluate_model(
         if left:
             display.phase(f"evaluate {model.name}", left)
             async with (
-                _serving(model, config, store, folder.secret(), key) as gateway,
+                _serving(model, config, store, folder, key) as gateway,
                 agents_at_work(agent, config.runner, store, gateway.endpoint, on_outcome),
             ):
                 collector = QueueCollector(queue=store, log=store)
@@ -126,14 +126,16 @@ async def _evaluate_model(
 
 @asynccontextmanager
 async def _serving(
-    model: Model, config: RunConfig, store: SQLiteStore, secret: bytes, key: str
+    model: Model, config: RunConfig, store: SQLiteStore, folder: RunFolder, key: str
 ) -> AsyncGenerator[Gateway]:
+    secret = folder.secret()
     if isinstance(model, LocalModel):
+        place = folder.path / "serve" / model.name
         try:
             from whet.app.local_models import serve_model  # noqa: PLC0415 - torch, only if needed
         except ModuleNotFoundError as error:
             raise MissingExtra.of(f"a model of this machine ({error})", "local") from error
-        async with serve_model(model, config, store, secret) as gateway:
+        async with serve_model(model, config, store, secret, place) as gateway:
             yield gateway
         return
     relay = Relay(model.url, model.source, key, log=store, secret=secret)

@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 from whet.config import RunConfig, merge
 
 PREFIX = "config:"
+AFTER = "after"
+"""Where a command's arguments keep what was after `--`: flags of a server that it starts."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -49,6 +51,9 @@ def add_config_flags(parser: argparse.ArgumentParser, only: Container[str] | Non
             type=_split if get_origin(field.annotation) is tuple else str,
             help=_describe(field),
         )
+    if only is None or "engine" in only:
+        same = "the same as --engine.kind"
+        group.add_argument("--engine", dest=f"{PREFIX}engine.kind", metavar="KIND", help=same)
 
 
 def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
@@ -61,7 +66,15 @@ def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
                 nested = {part: nested}
             assert isinstance(nested, dict)
             values = merge(values, nested)
+    if after := getattr(args, AFTER, ()):
+        values = merge(values, {"engine": {"flags": list(after)}})
     return values
+
+
+def split_after(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is before and after a lone `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
 
 
 def config_leaves(

@@ -17,8 +17,14 @@ from whet.errors import ConfigError
 
 MAY_CHANGE = frozenset(
     {
+        "engine.command",
         "engine.device",
+        "engine.flags",
+        "engine.kind",
         "engine.kv_tokens",
+        "engine.max_active",
+        "engine.max_waiting",
+        "engine.urls",
         "gateway.host",
         "gateway.port",
         "runner.concurrency",

@@ -4,6 +4,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import anyio
 from anyio import to_thread
@@ -13,7 +14,6 @@ from whet.app.working import POLICY
 from whet.config import AdamConfig, LossConfig, RunConfig, TrainerConfig
 from whet.errors import EngineError, NotFound, StoreError
 from whet.policies.catalogue import available, resolve_model
-from whet.policies.local import LocalPolicy
 from whet.protocols import Resources, Trainer
 from whet.types import Attempt, Metrics, Resource, Row, Value
 
@@ -36,6 +36,8 @@ class PublishedPolicy(Value):
     """Of the weights; the resource's own counts publications."""
     weights: str
     """The file, which trainer and engines must both see; empty for the model's own."""
+    staleness: int = 0
+    """Updates that tokens may be behind: so many versions may be sampled from at once, and one."""
 
     def is_served_by(self, other: "PublishedPolicy") -> bool:
         """Whether an engine made for the other can load these weights."""
@@ -53,10 +55,13 @@ async def announce_model(resources: Resources, config: RunConfig) -> None:
         await resources.latest(POLICY)
     except NotFound:
         model = resolve_model(config.model)
-        await resources.publish(POLICY, _describe(config, model, 0, "").model_dump(mode="json"))
+        await resources.publish(
+            POLICY, describe_policy(config, model, 0, "").model_dump(mode="json")
+        )
 
 
-def _describe(config: RunConfig, model: Path, version: int, weights: str) -> PublishedPolicy:
+def describe_policy(config: RunConfig, model: Path, version: int, weights: str) -> PublishedPolicy:
+    """A policy of a run; without a file of weights, the model as it is."""
     named = config.model in (info.name for info in available())
     return PublishedPolicy(
         model=config.model if named else str(model.absolute()),
@@ -64,6 +69,7 @@ def _describe(config: RunConfig, model: Path, version: int, weights: str) -> Pub
         seed=config.seed,
         version=version,
         weights=weights,
+        staleness=config.loop.max_staleness if config.loop.name == "overlapped" else 0,
     )
 
 
@@ -78,13 +84,26 @@ def read_policy(resource: Resource) -> PublishedPolicy:
         ) from error
 
 
+class TrainedPolicy(Protocol):
+    """The weights that a trainer changes."""
+
+    @property
+    def edition(self) -> int:
+        """How often they were changed."""
+        ...
+
+    def write_weights(self, file: Path) -> None:
+        """Write what training changes. The file appears whole or not at all."""
+        ...
+
+
 class PublishingTrainer(Trainer):
     """A trainer whose engines are elsewhere: publishing writes the weights and tells the store."""
 
     def __init__(
         self,
         trainer: Trainer,
-        policy: LocalPolicy,
+        policy: TrainedPolicy,
         config: RunConfig,
         *,
         model: Path,
@@ -115,7 +134,9 @@ class PublishingTrainer(Trainer):
     async def _publish(self, version: int, last: PublishedPolicy | None) -> None:
         file = self._folder / f"{version:06d}-{secrets.token_hex(4)}.safetensors"
         await to_thread.run_sync(self._policy.write_weights, file)
-        value = _describe(self._config, self._model, version, str(file)).model_dump(mode="json")
+        value = describe_policy(self._config, self._model, version, str(file)).model_dump(
+            mode="json"
+        )
         number = await self._resources.publish(POLICY, value)
         logger.info("policy published version=%d resource=%d", version, number)
         # An engine may be reading the one before; if it comes too late, it finds the newer one.
@@ -124,7 +145,7 @@ class PublishingTrainer(Trainer):
                 old.unlink(missing_ok=True)
 
     def _still_serves(self, last: PublishedPolicy, version: int) -> bool:
-        same = _describe(self._config, self._model, version, last.weights)
+        same = describe_policy(self._config, self._model, version, last.weights)
         return last == same and Path(last.weights).is_file()
 
     async def _last(self) -> PublishedPolicy | None:
@@ -149,6 +170,23 @@ class PublishingTrainer(Trainer):
         await self._trainer.export(folder)
 
 
+class ServedPolicy(Protocol):
+    """What an engine samples from, wherever that is."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        ...
+
+    async def load(self, published: PublishedPolicy) -> None:
+        """Have whatever is sampled from now on be of these weights.
+
+        Raises:
+            EngineError: they cannot be had.
+        """
+        ...
+
+
 class PolicyFollower:
     """Keeps an engine's policy at what the run has published, as soon as an attempt needs it.
 
@@ -156,8 +194,10 @@ class PolicyFollower:
     by those weights or newer ones, whoever serves it and without anybody waiting for all engines.
     """
 
-    def __init__(self, policy: LocalPolicy, served: PublishedPolicy, resources: Resources) -> None:
-        self._policy = policy
+    def __init__(
+        self, weights: ServedPolicy, served: PublishedPolicy, resources: Resources
+    ) -> None:
+        self._weights = weights
         self._served = served
         self._resources = resources
         self._at = 0
@@ -202,21 +242,10 @@ class PolicyFollower:
                     f"{published.model!r} or with other trainer settings: restart `whet serve`"
                 )
             try:
-                await self._load(published)
+                await self._weights.load(published)
             except EngineError:
                 if (await self._resources.latest(POLICY)).version == newest.version:
                     raise
                 continue  # a newer one came, and the file of this one went
             self._at = newest.version
             logger.info("policy loaded version=%d resource=%d", published.version, newest.version)
-
-    async def _load(self, published: PublishedPolicy) -> None:
-        if not published.weights:
-            if self._policy.edition:
-                raise EngineError("the run went back to its first weights: restart `whet serve`")
-            return
-        # Shielded: a thread that changes weights must not be left behind with the lock let go.
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(
-                self._policy.load_weights, Path(published.weights), published.version
-            )

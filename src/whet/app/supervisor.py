@@ -51,14 +51,15 @@ def _plan(
     concurrency = max(1, config.runner.concurrency // args.runners)
     at_once = [f"--concurrency={concurrency}", f"--lease={config.runner.lease_s}"]
     held_out = ["--held-out", args.held_out] if args.held_out else []
+    after = ["--", *config.engine.flags] if config.engine.flags else []
     return {
         "store": ["store", f"--port={port}", "--dir", str(config.dir), *database],
-        "serve": ["serve", *place, *_as_flags(serving)],
+        "serve": ["serve", *place, *_as_flags(serving), *after],
         **{
             f"runner-{n}": ["runner", args.agent, *place, *at_once, f"--name={host}-{run}-{n}"]
             for n in range(1, args.runners + 1)
         },
-        "train": ["train", "--tasks", args.tasks, *held_out, *store, *_as_flags(values)],
+        "train": ["train", "--tasks", args.tasks, *held_out, *store, *_as_flags(values), *after],
     }
 
 
@@ -68,7 +69,7 @@ def _as_flags(values: Mapping[str, JsonValue], prefix: str = "") -> list[str]:
         name = prefix + key.replace("_", "-")
         if isinstance(value, dict):
             flags += _as_flags(value, f"{name}.")
-        else:
+        elif name != "engine.flags":  # which may have commas of their own: they go after `--`
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             flags.append(f"--{name}={text}")
     return flags

@@ -1,33 +1,26 @@
 """Config to objects: everything of a run in one process, or its parts in several."""
 
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from whet.app.credit import open_algorithm
 from whet.app.folder import RunFolder
-from whet.app.published import PublishingTrainer
+from whet.app.local_sampler import local_sampler
+from whet.app.published import PolicyFollower, PublishingTrainer, read_policy
+from whet.app.sampler import serve, served_sampler
 from whet.app.working import POLICY, Gateway, agents_at_work
 from whet.config import RunConfig
-from whet.engines.grammar import Grammars
-from whet.engines.local import LocalEngine
-from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Log, Service
-from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
 from whet.protocols import Algorithm, Collector, StepLog, Store, Trainer
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collect import QueueCollector
-from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import Attempt, Endpoint, Outcome
-
-SMALL_MODEL = 20_000_000
-"""Parameters up to which one thread samples fastest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +60,26 @@ async def open_run(
         # This process owns the run, so whoever held a lease before is dead.
         await store.release_workers()
         policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
-        trainer = LocalTrainer(policy, threads=os.cpu_count())
+        trainer: Trainer = LocalTrainer(policy, threads=os.cpu_count())
+        is_served = config.engine.kind != "local"
+        if is_served:
+            trainer = _publishing(trainer, policy, folder, model, store)
         # Before anybody samples: what a kill left in the queue runs as soon as there is a runner.
         await _restore_last(trainer, folder, store)
-        serving = serve(policy, config, store, folder.secret())
+        if is_served:
+            await trainer.publish()
+            serving = _serve_elsewhere(model, config, store, folder, progress)
+        else:
+            serving = _serve_here(policy, config, store, folder)
         gateway = await stack.enter_async_context(serving)
+        # Servers have copies of the weights: rollouts say which they are to be sampled from.
         run = Run(
             config=config,
             folder=folder,
             store=store,
-            collector=QueueCollector(queue=store, log=store),
+            collector=QueueCollector(
+                queue=store, log=store, resources={POLICY: "latest"} if is_served else None
+            ),
             algorithm=algorithm,
             trainer=trainer,
             gateway=gateway.own_endpoint,
@@ -100,14 +103,8 @@ async def open_training(
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     with folder.owned():
         policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
-        trainer = PublishingTrainer(
-            LocalTrainer(policy, threads=os.cpu_count()),
-            policy,
-            config,
-            model=model,
-            resources=store,
-            folder=folder.weights,
-        )
+        local = LocalTrainer(policy, threads=os.cpu_count())
+        trainer = _publishing(local, policy, folder, model, store)
         await _restore_last(trainer, folder, store)
         await trainer.publish()
         yield Run(
@@ -127,51 +124,38 @@ async def _restore_last(trainer: Trainer, folder: RunFolder, log: StepLog) -> No
         await trainer.restore(folder.checkpoints / done[-1].checkpoint)
 
 
+def _publishing(
+    trainer: Trainer, policy: LocalPolicy, folder: RunFolder, model: Path, store: Store
+) -> Trainer:
+    return PublishingTrainer(
+        trainer, policy, folder.config(), model=model, resources=store, folder=folder.weights
+    )
+
+
 @asynccontextmanager
-async def serve(
-    policy: LocalPolicy,
-    config: RunConfig,
-    log: Log,
-    secret: bytes,
-    *,
-    prepare: Callable[[Attempt], Awaitable[None]] | None = None,
+async def _serve_here(
+    policy: LocalPolicy, config: RunConfig, store: Store, folder: RunFolder
 ) -> AsyncGenerator[Gateway]:
-    """Engine and gateway at work."""
-    async with AsyncExitStack() as stack:
-        template = ChatTemplate(policy.folder)
-        renderer = Renderer(template, keep_thinking=config.gateway.keep_thinking)
-        grammars = Grammars(policy.folder, renderer.stop_ids)
-        engine = LocalEngine(
-            policy,
-            config.engine,
-            template.decode,
-            grammars=grammars,
-            threads=_sampler_threads(policy),
-        )
-        stack.push_async_callback(engine.close)
-        names = (POLICY, *config.gateway.models)
-        service = Service(
-            engine=engine,
-            log=log,
-            renderer=renderer,
-            models=names,
-            context_length=engine.context_length,
-            prepare=prepare,
-        )
-        server = AppServer(
-            build_app(service, secret, config.gateway),
-            host=config.gateway.host,
-            port=config.gateway.port,
-            name="gateway",
-            port_flag="--gateway.port",
-        )
-        stack.callback(server.close)
-        # Ahead of the server, which waits for its requests: none is left without an answer.
-        stack.push_async_callback(engine.close)
-        yield Gateway(server.url, secret, POLICY)
+    async with (
+        local_sampler(policy, config) as sampler,
+        serve(sampler, config, store, folder.secret()) as gateway,
+    ):
+        yield gateway
 
 
-def _sampler_threads(policy: LocalPolicy) -> int:
-    """A small model gains nothing from more threads, and loses much where agents share cores."""
-    size = sum(parameter.numel() for parameter in policy.model.parameters())
-    return 1 if size < SMALL_MODEL else os.cpu_count() or 1
+@asynccontextmanager
+async def _serve_elsewhere(
+    model: Path,
+    config: RunConfig,
+    store: Store,
+    folder: RunFolder,
+    progress: Callable[[str], None],
+) -> AsyncGenerator[Gateway]:
+    published = read_policy(await store.latest(POLICY))
+    serving = served_sampler(model, published, config, place=folder.path, say=progress)
+    async with serving as sampler:
+        follower = PolicyFollower(sampler.weights, published, store)
+        await follower.load_newest()
+        prepared = serve(sampler, config, store, folder.secret(), prepare=follower.prepare)
+        async with prepared as gateway:
+            yield gateway

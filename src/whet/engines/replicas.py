@@ -30,6 +30,8 @@ class ServedWeights:
     """An adapter or a model, where the servers see it."""
     model: str = ""
     """What servers call it; empty for their own model."""
+    slots: int = 1
+    """Versions that may be sampled from at once, this one among them."""
 
 
 @dataclass(eq=False, slots=True)

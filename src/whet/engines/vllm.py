@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from whet.engines.replicas import ServedWeights
@@ -44,6 +45,9 @@ class VLLM(Server):
         """Whether log-probabilities are those of the distribution that was sampled."""
         self.grammars = True
         """Whether it takes our grammars."""
+        self.device = ""
+        self.max_loras: int | None = None
+        """As far as it tells them: in its development mode."""
 
     def body(self, request: Request, weights: ServedWeights, *, stream: bool) -> Json:
         sampling = request.sampling
@@ -116,6 +120,11 @@ class VLLM(Server):
         await http.ask(f"{url}/v1/unload_lora_adapter", {"lora_name": model})
 
     async def _load_adapter(self, http: Http, url: str, weights: ServedWeights) -> None:
+        if self.max_loras is not None and self.max_loras < weights.slots:
+            raise EngineError(
+                f"the vLLM at {url} has --max-loras {self.max_loras}, but {weights.slots} versions "
+                f"may be sampled from at once: start it with --max-loras {weights.slots}"
+            )
         adapter = {"lora_name": weights.model, "lora_path": str(weights.folder)}
         status, said = await http.ask(f"{url}/v1/load_lora_adapter", adapter, timeout_s=LOAD_S)
         text = error_text(said if isinstance(said, str) else json.dumps(said))
@@ -128,6 +137,12 @@ class VLLM(Server):
             raise EngineError(f"the vLLM at {url} cannot load the adapter: {status}, {text}")
 
     async def _reload(self, http: Http, url: str, weights: ServedWeights) -> None:
+        if self.device == "cpu" and _is_tied(weights.folder):
+            # It packs the output layer once, and does not when the embedding it shares changes.
+            raise EngineError(
+                f"the vLLM at {url} runs on a CPU, where it keeps the old output layer of a model "
+                "whose embeddings are tied: set trainer.weights to 'lora'"
+            )
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.folder)}}
         status, said = await http.ask(f"{url}/collective_rpc", body, timeout_s=LOAD_S)
         if status == 404:
@@ -202,6 +217,7 @@ async def _probe(http: Http, url: str) -> VLLM:
             f"vLLM {version} at {url} does not tell the token ids it samples (return_token_ids is "
             f"missing): use {OLDEST} or newer"
         )
+    found.device, found.max_loras = await _told(http, url)
     found.processed = drawn.logprobs[0] > -1e-3
     found.grammars = await _takes_grammars(http, url, found)
     return found
@@ -214,6 +230,23 @@ async def _takes_grammars(http: Http, url: str, found: VLLM) -> bool:
     body = found.body(request, ServedWeights(0), stream=False)
     status, _ = await _ask(http, url + found.path, body)
     return status == 200
+
+
+async def _told(http: Http, url: str) -> tuple[str, int | None]:
+    """Device and `--max-loras`, where a server tells how it was started."""
+    _, said = await _ask(http, f"{url}/server_info?config_format=json")
+    match said:
+        case {"vllm_config": {"device_config": {"device": str(device)}, "lora_config": lora}}:
+            return device, lora["max_loras"] if lora else None
+        case _:
+            return "", None
+
+
+def _is_tied(folder: Path | None) -> bool:
+    if folder is None:
+        return False
+    config = json.loads((folder / "config.json").read_text())
+    return bool(config.get("tie_word_embeddings", True))
 
 
 async def _version(http: Http, url: str) -> str:

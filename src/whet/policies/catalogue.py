@@ -4,6 +4,7 @@ Imports nothing heavy: a command that only lists models must answer at once.
 """
 
 import difflib
+import json
 import logging
 import math
 import os
@@ -67,6 +68,17 @@ def available(*, cache: Path | None = None) -> list[ModelInfo]:
         _info("tiny", "a toy for tests and the first run, shipped with whet", TINY, 0),
         _info("smollm2", "SmolLM2-135M-Instruct by Hugging Face", smollm2, SMOLLM2_MB),
     ]
+
+
+def model_context(folder: Path) -> int:
+    """The most tokens a model was made for. Raises ConfigError if its config does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        return int((config.get("text_config") or config)["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the config.json in {str(folder)!r} has no max_position_embeddings"
+        ) from error
 
 
 def models_dir(cache: Path | None = None) -> Path:
