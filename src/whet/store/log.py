@@ -18,7 +18,7 @@ from whet.store.packed import (
     parse_resources,
     parse_rollout,
 )
-from whet.store.packing import build, to_json
+from whet.store.packing import to_json
 from whet.store.runs import find_run
 from whet.types import (
     Attempt,
@@ -176,7 +176,7 @@ def _rewards(db: Db, attempts: Sequence[int]) -> dict[int, list[Reward]]:
     rewards = defaultdict[int, list[Reward]](list)
     for seq, value, key, target in db.execute(REWARDS, (to_json(list(attempts)),)):
         meant = Target.model_validate_json(target) if target else None
-        rewards[seq].append(build(Reward, value=value, key=key, target=meant))
+        rewards[seq].append(Reward.unchecked(value=value, key=key, target=meant))
     return rewards
 
 

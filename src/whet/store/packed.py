@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from whet.errors import StoreError, boundary
 from whet.store.packing import (
-    build,
+    checked_to_json,
     pack_floats,
     pack_ints,
     pack_runs,
-    to_json,
     unpack_floats,
     unpack_ints,
     unpack_runs,
@@ -83,12 +82,12 @@ def pack_call(call: Call) -> PackedCall:
             CallRow(
                 call.parent,
                 call.root,
-                to_json(call.messages),
+                checked_to_json(call.messages),
                 pack_ints(call.context),
                 call.prompt_length,
                 call.prompt_digest,
                 call.created,
-                to_json(call.origin),
+                checked_to_json(call.origin),
             ),
             [_pack_generation(generation) for generation in call.generations],
         )
@@ -97,8 +96,8 @@ def pack_call(call: Call) -> PackedCall:
 def _pack_generation(generation: Generation) -> GenerationRow:
     return GenerationRow(
         generation.stop,
-        to_json(generation.sampling),
-        to_json(generation.message),
+        checked_to_json(generation.sampling),
+        checked_to_json(generation.message),
         pack_runs(generation.versions),
         pack_ints(generation.tokens),
         pack_floats(generation.logprobs),
@@ -108,8 +107,7 @@ def _pack_generation(generation: Generation) -> GenerationRow:
 def unpack_call(packed: PackedCall) -> Call:
     """The call as it was. It was checked when it was written, and is not checked again."""
     row = packed.row
-    return build(
-        Call,
+    return Call.unchecked(
         id=packed.id,
         attempt=packed.attempt,
         parent=row.parent,
@@ -125,8 +123,7 @@ def unpack_call(packed: PackedCall) -> Call:
 
 
 def _unpack_generation(row: GenerationRow) -> Generation:
-    return build(
-        Generation,
+    return Generation.unchecked(
         tokens=unpack_ints(row.tokens),
         logprobs=unpack_floats(row.logprobs),
         versions=unpack_runs(row.versions),
@@ -138,10 +135,8 @@ def _unpack_generation(row: GenerationRow) -> Generation:
 
 def unpack_trajectory(packed: PackedTrajectory) -> Trajectory:
     """The trajectory as it was."""
-    return build(
-        Trajectory,
-        attempt=build(
-            Attempt,
+    return Trajectory.unchecked(
+        attempt=Attempt.unchecked(
             id=packed.attempt,
             rollout=parse_rollout(packed.rollout),
             number=packed.number,

@@ -112,6 +112,9 @@ class SQLStore(Store):
         await self._write(self._in_run(self._queue.enqueue, rollouts=packed))
 
     async def claim(self, worker: str, *, lease_s: float, wait_s: float) -> Attempt | None:
+        attempt = await self._claim_now(worker, lease_s, wait_s)
+        if attempt is not None or wait_s <= 0:
+            return attempt
         deadline = anyio.current_time() + wait_s
         with self._database.bell.listening([work_in(self.run)]) as listener:
             while True:

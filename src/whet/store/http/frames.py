@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from whet.store.http.problems import Malformed
 from whet.store.http.wire import CallHead, CallsHead, GenerationHead, parse_json
 from whet.store.packed import CallRow, GenerationRow, PackedCall, PackedTrajectory
-from whet.store.packing import build, to_json, unpack_floats, unpack_ints, unpack_runs
+from whet.store.packing import checked_to_json, to_json, unpack_floats, unpack_ints, unpack_runs
 from whet.types import (
     Attempt,
     AttemptId,
@@ -119,12 +119,12 @@ def _packed_call(head: CallHead, numbers: "_Numbers") -> PackedCall:
     row = CallRow(
         head.parent,
         head.root,
-        to_json(head.messages),
+        checked_to_json(head.messages),
         numbers.take(4 * head.context),
         head.prompt_length,
         head.prompt_digest,
         head.created,
-        to_json(head.origin),
+        checked_to_json(head.origin),
     )
     generations = [_packed_generation(each, numbers) for each in head.generations]
     return PackedCall(head.attempt, head.id, row, generations)
@@ -137,7 +137,12 @@ def _packed_generation(head: GenerationHead, numbers: "_Numbers") -> GenerationR
     if sum(lengths) != head.tokens or any(length < 1 for length in lengths):
         raise Malformed(f"there are versions of {sum(lengths)} tokens, and {head.tokens} tokens")
     return GenerationRow(
-        head.stop, to_json(head.sampling), to_json(head.message), versions, tokens, logprobs
+        head.stop,
+        checked_to_json(head.sampling),
+        checked_to_json(head.message),
+        versions,
+        tokens,
+        logprobs,
     )
 
 
@@ -154,8 +159,7 @@ def read_trajectories(body: bytes) -> list[Trajectory]:
     """The trajectories that a server sent; they are not checked again."""
     head, numbers = _split(body)
     return [
-        build(
-            Trajectory,
+        Trajectory.unchecked(
             attempt=Attempt.model_validate(each["attempt"]),
             calls=tuple(_call(call, numbers) for call in each["calls"]),
             rewards=tuple(Reward.model_validate(reward) for reward in each["rewards"]),
@@ -172,8 +176,7 @@ def _listed(head: JsonValue, name: str) -> list[dict[str, Any]]:  # Any: of our 
 
 
 def _call(head: dict[str, Any], numbers: "_Numbers") -> Call:
-    return build(
-        Call,
+    return Call.unchecked(
         id=CallId(head["id"]),
         attempt=AttemptId(head["attempt"]),
         parent=head["parent"],
@@ -189,8 +192,7 @@ def _call(head: dict[str, Any], numbers: "_Numbers") -> Call:
 
 
 def _generation(head: dict[str, Any], numbers: "_Numbers") -> Generation:
-    return build(
-        Generation,
+    return Generation.unchecked(
         tokens=unpack_ints(numbers.take(4 * head["tokens"])),
         logprobs=unpack_floats(numbers.take(8 * head["tokens"])),
         versions=unpack_runs(numbers.take(16 * head["version_runs"])),
