@@ -397,7 +397,7 @@ class Service:
         return self._call(prompt, [join_pieces(pieces) for pieces in choices])
 
     def _call(self, prompt: Prompt, choices: Sequence[Piece]) -> Call:
-        return Call(
+        return Call.unchecked(
             id=prompt.call,
             attempt=prompt.attempt or AttemptId(""),
             parent=prompt.parent,
@@ -424,7 +424,7 @@ class Service:
         )
         if not prompt.ask.several_calls:
             message = message._replace(tool_calls=message.tool_calls[:1])
-        return Generation(
+        return Generation.unchecked(
             tokens=choice.tokens,
             logprobs=choice.logprobs,
             versions=choice.versions,
