@@ -15,7 +15,7 @@ from typing import Protocol
 from anyio import to_thread
 from pydantic import JsonValue
 
-from whet.errors import LeaseLost, PromptTooLong
+from whet.errors import EngineError, LeaseLost, PromptTooLong
 from whet.gateway.constraint import Constraint
 from whet.gateway.conversations import Conversations
 from whet.gateway.graph import DELETED, TEXT, Graph, Turn
@@ -413,6 +413,11 @@ class Service:
 
     def _generation(self, prompt: Prompt, choice: Piece) -> Generation:
         assert choice.stop is not None
+        if not len(choice.tokens) == len(choice.logprobs) == len(choice.versions):
+            raise EngineError(
+                f"the engine gave {len(choice.tokens)} tokens, {len(choice.logprobs)} "
+                f"log-probabilities and {len(choice.versions)} versions"
+            )
         message = read_message(
             self.renderer,
             choice.tokens,
