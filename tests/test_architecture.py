@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocols": {"types", "config"},
     "jsonlines": {"errors"},
     "rows": {"types", "config"},
+    "recorded": {"types", "protocols"},
     "otlp": {"types", "errors"},
     "serving": {"errors"},
     "selection": {"types", "config"},

@@ -1,0 +1,194 @@
+"""What the gateway costs in front of vLLM: tokens per second, and time to the first token.
+
+    python bench/engines.py --url http://127.0.0.1:8000 [--model smollm2] [--concurrency 1 16 64]
+
+The same streamed chat requests, for ids and log-probabilities as any recorder for training asks
+them, go to a vLLM that runs already (1) straight and (2) through the gateway, which renders,
+samples by token ids, and commits every call to a SQLite file before its last event leaves. Both are
+measured in the same run, in turns, so that what the machine does besides falls on each alike. The
+gateway is a process of its own.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from whet.app.working import endpoint_of
+from whet.config import GatewayConfig
+from whet.demos.problems import problems
+from whet.engines.joining import join_servers
+from whet.gateway.app import build_app
+from whet.gateway.render import Renderer
+from whet.gateway.service import Service
+from whet.gateway.template import ChatTemplate
+from whet.policies.catalogue import model_context, resolve_model
+from whet.serving import AppServer
+from whet.store.sqlite import SQLiteStore
+from whet.types import Rollout
+
+SECRET = b"bench"
+ATTEMPTS = 64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round of requests."""
+
+    tokens: int
+    seconds: float
+    first: float
+    """Median time to the first token."""
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+async def serve_gateway(url: str, model: str) -> None:
+    """Print the addresses of attempts; serve until stdin closes."""
+    folder = resolve_model(model)
+    template = ChatTemplate(folder)
+    engine = await join_servers(
+        "vllm", [url], template.decode, context_length=model_context(folder), say=lambda text: None
+    )
+    with tempfile.TemporaryDirectory() as place:
+        async with SQLiteStore(Path(place) / "store.db") as store:
+            service = Service(
+                engine=engine, log=store, renderer=Renderer(template), models=("policy",)
+            )
+            server = AppServer(build_app(service, SECRET, GatewayConfig()))
+            await store.enqueue([Rollout(id=f"r{n}", task={}, group="g") for n in range(ATTEMPTS)])
+            endpoint = endpoint_of(server.url, SECRET, "policy")
+            told = []
+            while attempt := await store.claim("bench", lease_s=3600, wait_s=0):
+                told.append(endpoint(attempt).model_dump())
+            print(json.dumps(told), flush=True)
+            await asyncio.to_thread(sys.stdin.read)
+            await engine.close()
+            server.close()
+
+
+async def one(
+    session: aiohttp.ClientSession, url: str, key: str, body: dict[str, Any]
+) -> tuple[int, float]:
+    """Tokens of a request, and seconds to the first."""
+    began, first, tokens, rest = time.perf_counter(), 0.0, 0, b""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with session.post(f"{url}/chat/completions", json=body, headers=headers) as reply:
+        if reply.status != 200:
+            raise SystemExit(f"{url} answers {reply.status}: {await reply.text()}")
+        async for chunk in reply.content.iter_any():
+            *events, rest = (rest + chunk).split(b"\n\n")
+            for event in events:
+                data = event.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    continue
+                for choice in json.loads(data).get("choices", []):
+                    new = len(choice.get("token_ids") or ())
+                    if new and not tokens:
+                        first = time.perf_counter() - began
+                    tokens += new
+    return tokens, first
+
+
+async def measure(
+    places: list[tuple[str, str]], model: str, concurrency: int, count: int, seed: int, most: int
+) -> Measured:
+    tasks = iter(problems("train", count, seed))
+    results: list[tuple[int, float]] = []
+
+    async def work(worker: int) -> None:
+        for task in tasks:
+            url, key = places[worker % len(places)]
+            asked = {
+                "model": model,
+                "messages": [{"role": "user", "content": task["question"]}],
+                "max_tokens": most,
+                "stream": True,
+                "logprobs": True,
+                "return_token_ids": True,
+            }
+            results.append(await one(session, url, key, asked))
+
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        began = time.perf_counter()
+        await asyncio.gather(*(work(n) for n in range(concurrency)))
+        seconds = time.perf_counter() - began
+    return Measured(
+        sum(tokens for tokens, _ in results),
+        seconds,
+        statistics.median(first for _, first in results),
+    )
+
+
+def start_gateway(url: str, model: str) -> tuple[subprocess.Popen[str], list[dict[str, str]]]:
+    command = [sys.executable, __file__, "--serve", "--url", url, "--model", model]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    return server, json.loads(server.stdout.readline())
+
+
+async def run(args: argparse.Namespace) -> None:
+    server, told = await asyncio.to_thread(start_gateway, args.url, args.model)
+    through = [(endpoint["base_url"], endpoint["api_key"]) for endpoint in told]
+    async with aiohttp.ClientSession() as session, session.get(f"{args.url}/v1/models") as reply:
+        model = (await reply.json())["data"][0]["id"]
+    straight = [(f"{args.url}/v1", "none")]
+    print(f"{args.model}, {args.most} new tokens at most; medians of {args.rounds} rounds in turns")
+    print("| at once | straight tok/s | gateway tok/s | ratio | straight first | gateway first |")
+    print("|---|---|---|---|---|---|")
+    try:
+        for concurrency in args.concurrency:
+            count = max(args.least, args.each * concurrency)
+            a: list[Measured] = []
+            b: list[Measured] = []
+            for turn in range(args.rounds + 1):
+                # New tasks each time: nothing is in a prefix cache but what all begin with.
+                seed = 1000 * concurrency + 2 * turn
+                first = await measure(straight, model, concurrency, count, seed, args.most)
+                other = await measure(through, "policy", concurrency, count, seed + 1, args.most)
+                if turn:  # the first round warms up
+                    a.append(first)
+                    b.append(other)
+            ratio = statistics.median(y.rate / x.rate for x, y in zip(a, b, strict=True))
+            rates = [statistics.median(m.rate for m in side) for side in (a, b)]
+            firsts = [1000 * statistics.median(m.first for m in side) for side in (a, b)]
+            print(
+                f"| {concurrency} | {rates[0]:.1f} | {rates[1]:.1f} | {ratio:.3f} | "
+                f"{firsts[0]:.0f} ms | {firsts[1]:.0f} ms |",
+                flush=True,
+            )
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--most", type=int, default=32, help="new tokens of a request")
+    parser.add_argument("--each", type=int, default=2, help="requests for each that runs at once")
+    parser.add_argument("--least", type=int, default=8, help="requests of a round")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    asyncio.run(serve_gateway(args.url, args.model) if args.serve else run(args))
+
+
+if __name__ == "__main__":
+    main()
