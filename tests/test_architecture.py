@@ -41,9 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loop": SHARED | {"step"},
     "overlapped": SHARED | {"step"},
     "demos": PUBLIC,
+    "tinker_server": SHARED,
     "app": SHARED
     | {"rows", "selection", "loop", "overlapped", "algorithms", "runners", "gateway", "store"}
-    | {"policies", "trainers", "engines", "demos", "serving", "jsonlines", "tracking", ""},
+    | {"policies", "trainers", "engines", "demos", "serving", "jsonlines", "tracking", ""}
+    | {"tinker_server"},
     # The package itself: its names are imported when they are asked for, not before.
     "": set(),
 }
@@ -55,15 +57,18 @@ FENCES: dict[str, set[str]] = {
     "transformers": {"policies", "engines"},
     "peft": {"policies"},
     "safetensors": {"policies", "trainers"},
-    "numpy": {"engines", "policies", "trainers", "app"},
+    "numpy": {"engines", "policies", "trainers", "tinker_server", "app"},
     "tokenizers": {"gateway", "policies"},
     "jinja2": {"gateway"},
     "llguidance": {"engines"},
-    "starlette": {"gateway", "store", "serving", "app"},
+    "starlette": {"gateway", "store", "serving", "tinker_server", "app"},
     "uvicorn": {"serving"},
     "openai": {"demos"},
     "httpx": {"app"},
     "aiohttp": {"engines"},
+    "tinker": {"tinker_server", "policies"},
+    "google": {"tinker_server"},
+    "zstandard": {"tinker_server"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "mlflow": {"tracking"},

@@ -70,9 +70,14 @@ class TrainerConfig(Section):
     weights: Literal["lora", "full"] = "lora"
     """Train low-rank adapters, or all weights."""
     lora_rank: Annotated[int, Field(ge=1)] = 16
-    """Of the adapters, on every linear layer."""
+    """Of the adapters."""
     lora_alpha: Annotated[int, Field(ge=1)] = 32
     """Adapters count `lora_alpha / lora_rank`."""
+    lora_layers: Annotated[tuple[Literal["attention", "mlp", "head"], ...], Field(min_length=1)] = (
+        "attention",
+        "mlp",
+    )
+    """Whose linear layers have adapters; `head` is the one that gives logits."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """What sampler and trainer compute in; `auto` is `bf16` on a GPU, `fp32` on a CPU.
     Log-probabilities, trained weights and optimizer are fp32 in any case."""

@@ -29,7 +29,7 @@ async def local_sampler(policy: LocalPolicy, config: RunConfig) -> AsyncGenerato
         config.engine,
         renderer.template.decode,
         grammars=Grammars(policy.folder, renderer.stop_ids),
-        threads=_sampler_threads(policy),
+        threads=sampler_threads(policy),
     )
     try:
         yield Sampler(engine, engine.context_length, renderer, LocalWeights(policy))
@@ -59,7 +59,7 @@ class LocalWeights(ServedPolicy):
             )
 
 
-def _sampler_threads(policy: LocalPolicy) -> int:
+def sampler_threads(policy: LocalPolicy) -> int:
     """A small model gains nothing from more threads, and loses much where agents share cores."""
     size = sum(parameter.numel() for parameter in policy.model.parameters())
     return 1 if size < SMALL_MODEL else os.cpu_count() or 1

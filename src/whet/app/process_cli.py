@@ -1,4 +1,4 @@
-"""The commands of a run in several processes: store, serve, runner, up."""
+"""The commands of a run in several processes: store, serve, runner, up; and `tinker-server`."""
 
 import argparse
 import os
@@ -16,6 +16,13 @@ from whet.runners.agent import check_agent
 GRACE_S = 20.0
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
 
+TINKER_PORT = 4748
+TINKER_KEYS = tuple(
+    f"trainer.{key}"
+    for key in ("precision", "micro_batch_tokens", "gradient_checkpointing", "compile")
+)
+"""What of the trainer's settings is the server's to say; the rest is its clients'."""
+
 Commands = Any  # argparse does not export the type of what `add_subparsers` gives
 
 
@@ -25,6 +32,7 @@ def add_process_commands(commands: Commands) -> None:
     _add_serve(commands)
     _add_runner(commands)
     _add_up(commands)
+    _add_tinker_server(commands)
 
 
 def add_place_flags(parser: argparse.ArgumentParser, store: str | None) -> None:
@@ -160,3 +168,29 @@ def _up(args: argparse.Namespace) -> int:
     if args.runners < 1:
         raise ConfigError(f"--runners is at least 1; found {args.runners}")
     return with_extra("whet.app.supervisor", "supervise")(args, config, values)
+
+
+# ------------------------------------------------------------------- whet tinker-server
+
+
+def _add_tinker_server(commands: Commands) -> None:
+    server = commands.add_parser("tinker-server", help="serve training to the `tinker` client")
+    server.add_argument("--host", default="127.0.0.1", help="the address to listen on [127.0.0.1]")
+    server.add_argument(
+        "--port", type=int, default=TINKER_PORT, help=f"0 takes any free one [{TINKER_PORT}]"
+    )
+    server.add_argument(
+        "--name", default=None, help="of the model on the Hub, for clients elsewhere [its folder]"
+    )
+    server.add_argument(
+        "--engines", type=int, default=2, help="sets of weights that are sampled from at once [2]"
+    )
+    add_config_flags(server, only=("model", "dir", "engine", *TINKER_KEYS))
+    server.set_defaults(run=_tinker_server)
+
+
+def _tinker_server(args: argparse.Namespace) -> int:
+    follow_supervisor()
+    config = resolve(config_values(args))
+    command = with_extra("whet.app.tinker_command", "tinker_server_command", "local,tinker")
+    return command(args, config)

@@ -45,8 +45,10 @@ class PublishedPolicy(Value):
 
     def _shape(self) -> tuple[str | int, ...]:
         trainer = self.trainer
-        lora = (trainer.lora_rank, trainer.lora_alpha) if trainer.weights == "lora" else ()
-        return self.model, trainer.weights, trainer.precision, *lora
+        shape = self.model, trainer.weights, trainer.precision
+        if trainer.weights == "full":
+            return shape
+        return *shape, trainer.lora_rank, trainer.lora_alpha, *trainer.lora_layers
 
 
 async def announce_model(resources: Resources, config: RunConfig) -> None:

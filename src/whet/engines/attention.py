@@ -4,7 +4,6 @@ transformers calls it in every layer of a twin of the policy's model: other modu
 attention, around the very same weights.
 """
 
-from copy import deepcopy
 from typing import NamedTuple, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from whet.errors import EngineError
+from whet.policies import local
 
 try:
     from whet.engines import kernel
@@ -67,8 +67,7 @@ def has_kernel() -> bool:
 def twin(model: PreTrainedModel) -> PreTrainedModel:
     """The model with this attention: the same parameters in other modules."""
     AttentionInterface.register(NAME, attend)
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copy = deepcopy(model, shared)
+    copy = local.twin(model)
     # The public way refuses names it does not know.
     copy.config._attn_implementation = NAME  # pyright: ignore[reportPrivateUsage]
     if next(copy.parameters()).is_cuda:

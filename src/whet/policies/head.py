@@ -18,13 +18,15 @@ class Head:
     def __init__(self, linear: nn.Linear, config: PretrainedConfig) -> None:
         """Also gives the layer itself, and so the model, logits in fp32."""
         self._linear = linear
+        # An adapter wraps the layer, and adds to what it gives.
+        self._plain = cast(nn.Linear, getattr(linear, "base_layer", linear))
         settings = config.to_dict()
         self._cap = float(settings.get("final_logit_softcapping") or 0)
         self._scale = float(settings.get("logit_scale") or 1) / float(
             settings.get("logits_scaling") or 1
         )
         if linear.weight.dtype != torch.float32:
-            linear.forward = self._wide
+            self._plain.forward = self._wide
 
     def __call__(self, hidden_ND: Tensor) -> Tensor:
         logits_NV = self._linear(hidden_ND)
@@ -46,8 +48,8 @@ class Head:
 
     def _wide(self, input: Tensor) -> Tensor:
         flat_ND = input.reshape(-1, input.shape[-1])
-        logits_NV = cast(Tensor, _WideProduct.apply(flat_ND, self._linear.weight))
-        bias_V = cast(Tensor | None, self._linear.bias)
+        logits_NV = cast(Tensor, _WideProduct.apply(flat_ND, self._plain.weight))
+        bias_V = cast(Tensor | None, self._plain.bias)
         if bias_V is not None:
             logits_NV = logits_NV + bias_V
         return logits_NV.view(*input.shape[:-1], self.vocabulary)

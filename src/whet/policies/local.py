@@ -7,8 +7,10 @@ trainer run the same ones, so that their log-probabilities differ only by the or
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -68,8 +70,12 @@ class LocalPolicy:
         device: str,
         seed: int,
         adapter: Path | None = None,
+        base: "LocalPolicy | None" = None,
     ) -> None:
-        """With an `adapter` the weights are those of the folder under it, to be sampled from."""
+        """With an `adapter` the weights are those of the folder under it, to be sampled from.
+
+        With a `base`, which has no adapter and is not trained, its weights are used once more.
+        """
         self.folder = folder
         self.config = config
         self.device = torch.device(_pick_device(device))
@@ -85,10 +91,7 @@ class LocalPolicy:
             hf_config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder))
             _refuse_partial_attention(hf_config)
             attention.register()
-            loaded = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=self.dtype, attn_implementation=attention.NAME
-            )
-        model = cast(PreTrainedModel, loaded)
+            model = twin(cast(PreTrainedModel, base.model)) if base else self._load()
         self.context_length = int(hf_config.max_position_embeddings)
         self.vocabulary = int(hf_config.vocab_size)
         self.model = cast(nn.Module, model)
@@ -110,6 +113,12 @@ class LocalPolicy:
         """The weights as they were loaded, where that was asked for."""
         if config.keep_reference and config.weights == "full":
             self._base = {n: p.detach().clone() for n, p in self.trainable().items()}
+
+    def _load(self) -> PreTrainedModel:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=self.dtype, attn_implementation=attention.NAME
+        )
+        return cast(PreTrainedModel, loaded)
 
     @contextmanager
     def changing(self, version: int) -> Generator[None]:
@@ -216,16 +225,39 @@ class LocalPolicy:
             )
 
 
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same parameters in other modules, which may then be changed."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return deepcopy(model, shared)
+
+
 def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> PeftModel:
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        target_modules="all-linear",
+        target_modules=_adapted(model, config.lora_layers),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Only the head has the adapter; the embedding it may share its weights with stays as it is.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         torch.manual_seed(seed)
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+def _adapted(model: PreTrainedModel, layers: Sequence[str]) -> str | list[str]:
+    if set(layers) == {"attention", "mlp"}:
+        return "all-linear"
+    head = cast(nn.Module, model.get_output_embeddings())
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+    kinds = {name: _kind(name, m is head) for name, m in modules if isinstance(m, nn.Linear)}
+    return [name for name, kind in kinds.items() if kind in layers]
+
+
+def _kind(name: str, is_head: bool) -> str:
+    if is_head:
+        return "head"
+    return "attention" if "attn" in name or "attention" in name else "mlp"
 
 
 def _train_layers_otherwise(body: nn.Module, config: TrainerConfig) -> None:

@@ -20,23 +20,25 @@ class Token(NamedTuple):
     is_new: bool
 
 
-def make_token(folder: Path = FOLDER) -> Token:
-    """The token to serve a store with: of the environment, of the folder's file, or a new one.
+def make_token(
+    folder: Path = FOLDER, *, file: str = FILE, variable: str = VARIABLE, prefix: str = ""
+) -> Token:
+    """The token to serve with: of the environment, of the folder's file, or a new one.
 
     Raises:
         ConfigError: the file cannot be made, or others may read it.
     """
-    if given := os.environ.get(VARIABLE):
+    if given := os.environ.get(variable):
         return Token(given, is_new=False)
-    file = folder / FILE
+    path = folder / file
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError:
-        return Token(_read(file), is_new=False)
+        return Token(_read(path), is_new=False)
     except OSError as error:
-        raise ConfigError(f"cannot make the token file {str(file)!r}: {error.strerror}") from error
-    token = secrets.token_urlsafe(32)
+        raise ConfigError(f"cannot make the token file {str(path)!r}: {error.strerror}") from error
+    token = prefix + secrets.token_urlsafe(32)
     with os.fdopen(handle, "w") as out:
         out.write(token)
     return Token(token, is_new=True)
@@ -66,5 +68,7 @@ def _read(file: Path) -> str:
     if mode & OPEN_TO_OTHERS:
         raise ConfigError(f"others may read the token {str(file)!r}: chmod 600 {file}")
     if not token:
-        raise ConfigError(f"the token {str(file)!r} is empty: remove it, and start the store again")
+        raise ConfigError(
+            f"the token {str(file)!r} is empty: remove it, and start the server again"
+        )
     return token

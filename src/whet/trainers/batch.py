@@ -10,6 +10,7 @@ from torch import Tensor
 
 from whet.policies.distribution import Shaping
 from whet.trainers.tree import Tree
+from whet.types import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,11 @@ class Batch:
     weight_N: Tensor
     """What a token counts in the loss, which is a plain sum."""
     shaping: Shaping
+    counted_N: Tensor | None = None
+    """Which tokens make up the ratio of a row; all of them if absent."""
 
     @classmethod
-    def of(cls, tree: Tree, device: torch.device) -> "Batch":
+    def of(cls, tree: Tree[Row], device: torch.device) -> "Batch":
         spans = [(i, nodes, row, s) for i, (row, nodes) in enumerate(tree.rows) for s in row.spans]
         count_S = np.array([len(span.logprobs) for *_, span in spans])
         settings = [(span.temperature, span.top_p, span.top_k) for *_, span in spans]

@@ -40,8 +40,10 @@ def ratios(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """
     log_ratio_N = logp_N - batch.sampled_N
     if config.name == "gspo":
-        sums_R = log_ratio_N.new_zeros(batch.rows).index_add(0, batch.row_N, log_ratio_N.detach())
-        mean_R = sums_R / torch.bincount(batch.row_N, minlength=batch.rows).clamp(min=1)
+        counted_N = torch.ones_like(logp_N) if batch.counted_N is None else batch.counted_N
+        zero_R = log_ratio_N.new_zeros(batch.rows)
+        sums_R = zero_R.index_add(0, batch.row_N, log_ratio_N.detach() * counted_N)
+        mean_R = sums_R / zero_R.index_add(0, batch.row_N, counted_N).clamp(min=1)
         log_ratio_N = mean_R[batch.row_N] + logp_N - logp_N.detach()
     return log_ratio_N.clamp(max=LARGEST_LOG_RATIO).exp()
 

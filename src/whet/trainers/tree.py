@@ -12,6 +12,7 @@ would get alone, and gradients of shared tokens add up by themselves.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whet.policies.attention import Branches
-from whet.types import Row
 
 ENOUGH = 256
 """Nodes that fill a pass where a mask is used: beyond them a row that shares less than half starts
@@ -28,20 +28,30 @@ a new tree, since attention is then computed between all nodes of one."""
 Nodes = NDArray[np.int64]
 
 
+class Tokens(Protocol):
+    """What can be packed: a sequence of tokens, with anything else."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+
+R = TypeVar("R", bound=Tokens)
+
+
 @dataclass(slots=True)
-class Tree:
+class Tree(Generic[R]):
     """Some rows, packed."""
 
     size: int = 0
     """How many nodes it has."""
-    rows: list[tuple[Row, Nodes]] = field(default_factory=list[tuple[Row, Nodes]])
+    rows: list[tuple[R, Nodes]] = field(default_factory=list[tuple[R, Nodes]])
     """Each row with the node of each of its tokens."""
     _tokens: list[Nodes] = field(default_factory=list[Nodes])
     """Of each row."""
     _added: list[int] = field(default_factory=list[int])
     """How many nodes each row added: its last ones."""
 
-    def add(self, row: Row, tokens: Nodes, shared: int) -> None:
+    def add(self, row: R, tokens: Nodes, shared: int) -> None:
         """Add a row; rows come sorted by their tokens."""
         known = self.rows[-1][1][:shared] if self.rows else np.empty(0, np.int64)
         fresh = np.arange(self.size, self.size + len(tokens) - shared)
@@ -106,12 +116,12 @@ class Tree:
         return np.concatenate(last, dtype=np.int64)
 
 
-def pack(rows: Sequence[Row], most_tokens: int, *, enough: int = ENOUGH) -> Iterable[Tree]:
+def pack(rows: Sequence[R], most_tokens: int, *, enough: int = ENOUGH) -> Iterable[Tree[R]]:
     """The rows in trees of at most `most_tokens` nodes; a longer row has its own.
 
     Strangers share a tree only while it has fewer than `enough` nodes.
     """
-    tree = Tree()
+    tree = Tree[R]()
     for row in sorted(rows, key=lambda row: row.tokens):
         tokens = np.array(row.tokens)
         shared = tree.shared(tokens)
@@ -119,7 +129,7 @@ def pack(rows: Sequence[Row], most_tokens: int, *, enough: int = ENOUGH) -> Iter
         stranger = tree.size >= enough and 2 * added > len(tokens)
         if tree.rows and (stranger or tree.size + added > most_tokens):
             yield tree
-            tree, shared = Tree(), 0
+            tree, shared = Tree[R](), 0
         tree.add(row, tokens, shared)
     if tree.rows:
         yield tree

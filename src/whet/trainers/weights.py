@@ -81,11 +81,15 @@ class TrainedWeights:
         }
         safetensors.save_file(moments, folder / OPTIMIZER)
 
-    def restore(self, folder: Path, version: int) -> None:
-        """Take what `save` wrote. Raises TrainerError before it changes anything."""
+    def restore(self, folder: Path, version: int, *, optimizer: bool = True) -> None:
+        """Take what `save` wrote, or with a new optimizer the weights alone.
+
+        Raises:
+            TrainerError: it does not fit; nothing was changed.
+        """
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
             weights = safetensors.load_file(folder / WEIGHTS)
-            moments = safetensors.load_file(folder / OPTIMIZER)
+            moments = safetensors.load_file(folder / OPTIMIZER) if optimizer else {}
             states = {
                 name: {moment: moments[f"{name}/{moment}"].clone() for moment in MOMENTS}
                 for name in weights

@@ -1,0 +1,212 @@
+"""The JSON requests of the wire. A field that is not here is one the server need not know."""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from starlette.requests import Request
+
+from whet.config import AdamConfig, explain
+from whet.errors import RequestError
+
+B = TypeVar("B", bound="Body")
+
+NO_CLIPPING = 1e30
+
+
+class Body(BaseModel):
+    """A request. `model_` is a prefix of the wire's own names."""
+
+    model_config = ConfigDict(protected_namespaces=(), frozen=True)
+
+
+class ClientConfig(Body):
+    """What a client says of itself."""
+
+    sdk_version: str = ""
+
+
+class CreateSession(Body):
+    """A new client process."""
+
+    user_metadata: dict[str, JsonValue] | None = None
+    display_name: str | None = None
+
+
+class OfSession(Body):
+    """About a session."""
+
+    session_id: str
+
+
+class Optimizer(Body):
+    """Which family of optimizers."""
+
+    type: str = "adamw"
+
+
+class LoraShape(Body):
+    """Of new adapters."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(OfSession):
+    """New adapters."""
+
+    model_seq_id: Annotated[int, Field(ge=0)]
+    base_model: str
+    user_metadata: dict[str, JsonValue] | None = None
+    lora_config: LoraShape | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class OfModel(Body):
+    """About a training run, in the order of `seq_id`."""
+
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1)] = 1
+
+
+class AdamParams(Body):
+    """Of one step."""
+
+    learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    grad_clip_norm: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+
+    def adam(self) -> AdamConfig:
+        """The same in our own words; these limits are wider than those of a run's config."""
+        clip = self.grad_clip_norm if self.grad_clip_norm > 0 else NO_CLIPPING
+        return AdamConfig().model_copy(
+            update={
+                "lr": self.learning_rate,
+                "beta1": self.beta1,
+                "beta2": self.beta2,
+                "eps": self.eps,
+                "weight_decay": self.weight_decay,
+                "max_grad_norm": clip,
+            }
+        )
+
+
+class OptimStep(OfModel):
+    """Apply the gradient."""
+
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, JsonValue] | None = None
+
+
+class Save(OfModel):
+    """Save weights under a name, or without one for a sampler."""
+
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class Load(OfModel):
+    """Load weights into a run."""
+
+    path: str
+    optimizer: bool
+
+
+class CreateSampler(OfSession):
+    """A new sampling client."""
+
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingParams(Body):
+    """How to sample."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[int] | list[str] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Chunk(Body):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = []
+
+
+class Prompt(Body):
+    """A prompt in parts."""
+
+    chunks: list[Chunk]
+
+
+class Tensor(Body):
+    """An array; sparse if it has indices."""
+
+    data: list[int]
+    shape: list[int]
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class Sample(Body):
+    """Sample from a prompt."""
+
+    sampling_session_id: str
+    seq_id: int
+    num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
+    prompt: Prompt
+    sampling_params: SamplingParams
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    target_prompt_logprobs: Tensor | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=1000)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    record_stability_info: bool | None = None
+
+
+class OfRequest(Body):
+    """About a request made before."""
+
+    request_id: str
+
+
+class OfPath(Body):
+    """About a checkpoint."""
+
+    tinker_path: str
+
+
+class Lifetime(Body):
+    """How long a checkpoint is kept from now on."""
+
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """The request's body. Raises RequestError with the first thing wrong with it."""
+    try:
+        return kind.model_validate_json(await request.body() or b"{}")
+    except ValidationError as error:
+        raise RequestError(_explained(error)) from error
+
+
+def _explained(error: ValidationError) -> str:
+    fault: dict[str, Any] = dict(error.errors()[0])
+    if fault["type"] == "json_invalid":
+        return f"the body is no JSON: {fault['msg']}"
+    return explain(error).replace("config key", "field", 1).replace("config section", "field", 1)

@@ -1,0 +1,196 @@
+"""Endpoints that train: adapters, gradients, steps, and what is saved of them."""
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from whet.errors import RequestError
+from whet.tinker_server import wire
+from whet.tinker_server.context import Context, new_id
+from whet.tinker_server.promises import Reply
+from whet.tinker_server.records import SCHEME, Checkpoint, Kind, Run, Sampler
+from whet.tinker_server.requests import (
+    CreateModel,
+    Load,
+    OfModel,
+    OptimStep,
+    Save,
+    read,
+)
+from whet.tinker_server.workshop import Lora
+
+
+def training_routes(context: Context) -> list[Route]:
+    """The routes."""
+    endpoints = _Training(context)
+    return [
+        Route("/create_model", endpoints.create, methods=["POST"]),
+        Route("/get_info", endpoints.info, methods=["POST"]),
+        Route("/forward_backward", endpoints.forward_backward, methods=["POST"]),
+        Route("/optim_step", endpoints.optim_step, methods=["POST"]),
+        Route("/save_weights", endpoints.save, methods=["POST"]),
+        Route("/save_weights_for_sampler", endpoints.save_for_sampler, methods=["POST"]),
+        Route("/save_weights_external", endpoints.save_external, methods=["POST"]),
+        Route("/load_weights", endpoints.load, methods=["POST"]),
+    ]
+
+
+class _Training:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def create(self, request: Request) -> Response:
+        body = await read(request, CreateModel)
+        context, id = self._context, f"{body.session_id}:train:{body.model_seq_id}"
+        context.refuse_other_models(body.base_model)
+        context.beat(body.session_id)
+        if body.lora_config is None:
+            raise RequestError("this server trains LoRA adapters alone: give a lora_config")
+        if body.optimizer_config.type != "adamw":
+            raise RequestError(f"this server has AdamW alone, not {body.optimizer_config.type!r}")
+        wanted = body.lora_config
+        lora = Lora.model_validate(wanted.model_dump(exclude={"seed"}))
+        if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
+            raise RequestError("one of train_unembed, train_mlp and train_attn has to be true")
+        run = Run(
+            id=id,
+            session=body.session_id,
+            created=time.time(),
+            base_model=context.samplers.served.name,
+            lora=lora,
+            metadata=body.user_metadata,
+        )
+
+        async def work() -> Reply:
+            context.forget_silent()
+            await context.runs.create(id, lora, wanted.seed)
+            context.add_run(run)
+            return {"model_id": id, "type": "create_model"}
+
+        context.promises.make(id, work)
+        return JSONResponse({"request_id": id, "model_id": id})
+
+    async def info(self, request: Request) -> Response:
+        run = self._context.run((await read(request, OfModel)).model_id)
+        served = self._context.samplers.served
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": run.id,
+                "model_name": served.name,
+                "is_lora": True,
+                "lora_rank": run.lora.rank,
+                "model_data": {"model_name": served.name, "tokenizer_id": served.name},
+            }
+        )
+
+    async def forward_backward(self, request: Request) -> Response:
+        encoding = request.headers.get("content-encoding")
+        asked = wire.decode_pass(await request.body(), encoding)
+        run = self._context.run(asked.run)
+
+        async def work() -> Reply:
+            passed = await self._context.runs.forward_backward(
+                run.id, asked.data, asked.loss, asked.settings, forward_only=asked.forward_only
+            )
+            return wire.encode_pass(passed)
+
+        return self._context.in_order(run.id, asked.sequence, work)
+
+    async def optim_step(self, request: Request) -> Response:
+        body = await read(request, OptimStep)
+        run = self._context.run(body.model_id)
+
+        async def work() -> Reply:
+            if body.adam_params is None:
+                raise RequestError("this server has AdamW alone: give AdamParams")
+            metrics = await self._context.runs.optim_step(run.id, body.adam_params.adam())
+            return {"metrics": {**metrics}, "type": "optim_step"}
+
+        return self._context.in_order(run.id, body.seq_id, work)
+
+    async def save(self, request: Request) -> Response:
+        return await self._save(request, "weights")
+
+    async def save_external(self, request: Request) -> Response:
+        return await self._save(request, "external_weights")
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        return await self._save(request, "sampler_weights")
+
+    async def _save(self, request: Request, kind: Kind) -> Response:
+        body = await read(request, Save)
+        run = self._context.run(body.model_id)
+
+        async def work() -> Reply:
+            if body.age_encryption_recipients:
+                raise RequestError("this server does not encrypt: leave out the recipients")
+            saved = await self._write(run, kind, body)
+            named = {
+                "weights": "save_weights",
+                "external_weights": "save_weights_external",
+                "sampler_weights": "save_weights_for_sampler",
+            }
+            reply: Reply = {"path": saved.path, "type": named[kind]}
+            if saved.ephemeral:
+                sampler = f"{run.session}:sample:{new_id()}"
+                self._context.records.keep_sampler(
+                    Sampler(
+                        id=sampler,
+                        session=run.session,
+                        base_model=run.base_model,
+                        model_path=saved.path,
+                    )
+                )
+                reply = {"sampling_session_id": sampler, "type": named[kind]}
+            return reply
+
+        return self._context.in_order(run.id, body.seq_id, work)
+
+    async def _write(self, run: Run, kind: Kind, body: Save) -> Checkpoint:
+        records = self._context.records
+        ephemeral = kind == "sampler_weights" and body.path is None
+        if body.path is None and not ephemeral:
+            raise RequestError("give the checkpoint a name")
+        saved = Checkpoint(
+            run=run.id,
+            kind=kind,
+            name=new_id() if body.path is None else body.path,
+            created=time.time(),
+            base_model=run.base_model,
+            lora=run.lora,
+            expires=time.time() + body.ttl_seconds if body.ttl_seconds else None,
+            ephemeral=ephemeral,
+            metadata=body.user_metadata,
+        )
+        if records.folder(saved.path).exists() and not body.overwrite:
+            again = "pass overwrite=True or " if kind == "weights" else ""
+            raise RequestError(f"there is a checkpoint {saved.path!r}: {again}choose another name")
+        folder = records.partial(saved.path)
+        await self._context.runs.save(run.id, folder, kind)
+        records.keep_checkpoint(saved, folder)
+        return saved
+
+    async def load(self, request: Request) -> Response:
+        body = await read(request, Load)
+        run = self._context.run(body.model_id)
+
+        async def work() -> Reply:
+            saved = self._context.records.checkpoint(body.path)
+            if saved.kind != "weights":
+                raise RequestError(
+                    f"{body.path!r} is for samplers; what save_state gave, "
+                    f"{SCHEME}RUN/weights/NAME, can be trained on"
+                )
+            if saved.lora != run.lora:
+                raise RequestError(
+                    f"{body.path!r} has adapters of rank {saved.lora.rank}, "
+                    f"this run {run.lora.rank}, or on other layers"
+                )
+            folder = self._context.records.folder(body.path)
+            await self._context.runs.load(run.id, folder, optimizer=body.optimizer)
+            return {"path": body.path, "type": "load_weights"}
+
+        return self._context.in_order(run.id, body.seq_id, work)

@@ -1,0 +1,227 @@
+"""Trains on datums: tokens in, any target tokens out, and a loss by name of the `tinker` client.
+
+Unlike a row a datum says of every position what it should predict, and wants every position's
+log-probability back.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from torch import Tensor
+
+from whet.config import AdamConfig, LossConfig, explain
+from whet.errors import RequestError, TrainerError
+from whet.policies.distribution import Shaping
+from whet.policies.local import LocalPolicy
+from whet.trainers.batch import Batch
+from whet.trainers.loss import LOSSES, ratios
+from whet.trainers.passes import Passes
+from whet.trainers.tree import Tree
+
+Floats = NDArray[np.float32]
+
+CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+SAMPLED = ("logprobs", "advantages")
+INPUTS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("weights",),
+    "importance_sampling": SAMPLED,
+    "ppo": SAMPLED,
+    "cispo": SAMPLED,
+    "dro": SAMPLED,
+    "gspo": (*SAMPLED, "sequence_ratio_mask"),
+}
+"""What each loss needs of a datum, besides its targets."""
+SETTINGS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": CLIPPED,
+    "cispo": CLIPPED,
+    "dro": {"beta": 0.05},
+    "gspo": CLIPPED,
+}
+"""What each loss can be told, and what it takes where it is not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Datum:
+    """One sequence, and for each of its positions one or several targets."""
+
+    tokens: tuple[int, ...]
+    targets: NDArray[np.int64]
+    """Of shape (N,) or (N, K)."""
+    inputs: Mapping[str, Floats]
+    """Of the same shape."""
+
+
+class Outcome(NamedTuple):
+    """What a pass over datums came to."""
+
+    logprobs: list[Floats]
+    """Of the targets, in the order and the shapes of the datums."""
+    loss: float
+
+
+class DatumTrainer:
+    """Gradients by the tree of shared prefixes, AdamW on the policy's adapters."""
+
+    def __init__(self, policy: LocalPolicy, *, threads: int | None = None) -> None:
+        self._policy = policy
+        self._passes = Passes(policy, threads)
+
+    async def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        settings: Mapping[str, float],
+        *,
+        forward_only: bool = False,
+    ) -> Outcome:
+        """Add the gradient of a loss, unless `forward_only`.
+
+        Raises:
+            RequestError: the data or the settings do not go with the loss; nothing was changed.
+        """
+        config = _config(loss, settings)
+        for index, datum in enumerate(data):
+            self._refuse_unusable(datum, index, loss)
+        return await self._passes.in_thread(lambda: self._run(data, config, forward_only))
+
+    async def optim_step(self, adam: AdamConfig) -> float:
+        """Apply the gradient and clear it; returns its norm."""
+        return await self._passes.in_thread(lambda: self._passes.weights.step(adam))
+
+    async def save(self, folder: Path) -> None:
+        """Write weights and optimizer into a folder that is there."""
+        await self._passes.in_thread(lambda: self._passes.weights.save(folder))
+
+    async def restore(self, folder: Path, *, optimizer: bool) -> None:
+        """Take what `save` wrote. Raises TrainerError before it changes anything."""
+        version = self._policy.version + 1
+        weights = self._passes.weights
+        await self._passes.in_thread(lambda: weights.restore(folder, version, optimizer=optimizer))
+
+    # ----------------------------------------------------------------- in a worker thread
+
+    def _run(self, data: Sequence[Datum], config: LossConfig, forward_only: bool) -> Outcome:
+        with torch.set_grad_enabled(not forward_only):
+            found = list(
+                self._passes.each(data, lambda tree: self._one_tree(tree, config, forward_only))
+            )
+        scored = {place: logprobs for part in found for place, logprobs in part.logprobs.items()}
+        return Outcome([scored[id(datum)] for datum in data], math.fsum(p.loss for p in found))
+
+    def _one_tree(self, tree: Tree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
+        batch = _batch(tree, self._policy.device)
+        logp_N = self._passes.score(tree, batch).logp_N
+        loss_N = LOSSES[config.name](logp_N, ratios(logp_N, batch, config), batch, config)
+        value = loss_N.sum()
+        loss = value.item()
+        if not math.isfinite(loss):
+            raise TrainerError(f"the loss is {loss}: the model's logits are not finite")
+        if not forward_only:
+            self._passes.weights.add(self._passes.weights.gradient(value))
+        flat = cast(Floats, logp_N.detach().float().cpu().numpy())
+        ends = np.cumsum([datum.targets.size for datum, _ in tree.rows])
+        parts = np.split(flat, ends[:-1])
+        return _Part(
+            {
+                id(datum): part.reshape(datum.targets.shape)
+                for (datum, _), part in zip(tree.rows, parts, strict=True)
+            },
+            loss,
+        )
+
+    def _refuse_unusable(self, datum: Datum, index: int, loss: str) -> None:
+        here = f"datum {index}"
+        most = self._policy.context_length
+        if not 1 <= len(datum.tokens) <= most:
+            raise RequestError(
+                f"{here} has {len(datum.tokens)} tokens; this model takes 1 to {most}"
+            )
+        if datum.targets.ndim not in (1, 2) or len(datum.targets) != len(datum.tokens):
+            raise RequestError(
+                f"{here} has target_tokens of shape {datum.targets.shape} for "
+                f"{len(datum.tokens)} tokens; expected one or K targets for each"
+            )
+        ids = [min(datum.tokens), max(datum.tokens)]
+        if datum.targets.size:
+            ids += [int(datum.targets.min()), int(datum.targets.max())]
+        if min(ids) < 0 or max(ids) >= self._policy.vocabulary:
+            raise RequestError(f"{here} has ids outside 0 to {self._policy.vocabulary - 1}")
+        if set(datum.inputs) != set(INPUTS[loss]):
+            raise RequestError(
+                f"{here} has {', '.join(sorted(datum.inputs)) or 'no inputs'}; {loss!r} takes "
+                f"target_tokens, {', '.join(INPUTS[loss])}"
+            )
+        for name, values in datum.inputs.items():
+            if values.shape != datum.targets.shape:
+                raise RequestError(
+                    f"{here} has {name} of shape {values.shape}, "
+                    f"but target_tokens of shape {datum.targets.shape}"
+                )
+            if not np.isfinite(values).all():
+                raise RequestError(f"{here} has {name} that are not finite")
+
+
+class _Part(NamedTuple):
+    logprobs: dict[int, Floats]
+    """By the identity of the datum."""
+    loss: float
+
+
+def _config(loss: str, settings: Mapping[str, float]) -> LossConfig:
+    known = SETTINGS.get(loss)
+    if known is None:
+        raise RequestError(f"there is no loss {loss!r} here; there are {', '.join(SETTINGS)}")
+    if odd := set(settings) - set(known):
+        raise RequestError(
+            f"the loss {loss!r} has no setting {min(odd)!r}; it has {', '.join(known) or 'none'}"
+        )
+    told = {**known, **settings}
+    values: dict[str, float | str] = {"name": loss}
+    if "beta" in told:
+        values["beta"] = told["beta"]
+    if "clip_low_threshold" in told:
+        values["clip_low"] = 1 - told["clip_low_threshold"]
+        values["clip_high"] = told["clip_high_threshold"] - 1
+    try:
+        return LossConfig.model_validate(values)
+    except ValidationError as error:
+        raise RequestError(f"settings of the loss {loss!r}: {explain(error)}") from error
+
+
+def _batch(tree: Tree[Datum], device: torch.device) -> Batch:
+    data = [datum for datum, _ in tree.rows]
+    sizes = [datum.targets.size for datum in data]
+
+    def joined(name: str) -> Tensor:
+        parts = [datum.inputs[name].ravel() for datum in data]
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)
+
+    sources = [np.repeat(nodes, datum.targets.size // len(nodes)) for datum, nodes in tree.rows]
+    has = data[0].inputs
+    target_N = torch.from_numpy(np.concatenate([d.targets.ravel() for d in data])).to(device)
+    zero_N = torch.zeros(len(target_N), device=device)
+    # Named as rows name them: what `cross_entropy` weighs a target with is its advantage.
+    advantage_N = joined("weights" if "weights" in has else "advantages")
+    return Batch(
+        source_N=torch.from_numpy(np.concatenate(sources)).to(device),
+        target_N=target_N,
+        row_N=torch.from_numpy(np.repeat(np.arange(len(data)), sizes)).to(device),
+        rows=len(data),
+        version_N=zero_N,
+        sampled_N=joined("logprobs") if "logprobs" in has else zero_N,
+        advantage_N=advantage_N,
+        weight_N=torch.ones_like(zero_N),
+        shaping=Shaping.of([(1.0, 1.0, 0)], device).part(torch.zeros_like(target_N)),
+        counted_N=(joined("sequence_ratio_mask") != 0).float()
+        if "sequence_ratio_mask" in has
+        else None,
+    )

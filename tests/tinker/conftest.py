@@ -1,0 +1,55 @@
+import urllib.request
+import warnings
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from serving import Server
+
+import tinker
+from whet.policies.catalogue import resolve_model
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    # The client leaves its connections to the end of the process.
+    warnings.simplefilter("ignore", ResourceWarning)
+    warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
+    server = Server(tmp_path_factory.mktemp("tinker") / "dir")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return resolve_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def service(server: Server) -> tinker.ServiceClient:
+    return server.client()
+
+
+@pytest.fixture
+def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client(base_model="tiny", rank=8, seed=3)
+
+
+@pytest.fixture(scope="session")
+def rest(server: Server) -> tinker.RestClient:
+    return server.rest()
+
+
+@pytest.fixture
+def adapter(training: tinker.TrainingClient, rest: tinker.RestClient, tmp_path: Path) -> Path:
+    """The adapters of `training` as they are at the start, as a PEFT folder."""
+    path = training.save_weights_external("start").result().path
+    urls = rest.get_external_weights_urls(path).result().urls
+    for name, url in urls.items():
+        with urllib.request.urlopen(url) as reply:
+            (tmp_path / name).write_bytes(reply.read())
+    return tmp_path

@@ -1,0 +1,71 @@
+"""The server in a process of its own, and the real client."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import tinker
+
+MARKS = [
+    pytest.mark.slow,
+    # The client leaves its connections to the end of the process.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+KEY = "tml-of-the-tests"
+SERVER = [sys.executable, "-m", "whet.app.cli", "tinker-server"]
+
+
+class Server:
+    """`whet tinker-server` at work; the address stays when it is started again."""
+
+    def __init__(self, folder: Path, model: str = "tiny") -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.model = model
+        self.start()
+
+    def start(self) -> None:
+        command = [*SERVER, "--port", str(self.port), "--dir", str(self.folder)]
+        with (self.folder.parent / "server.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [*command, "--model", self.model],
+                env={**os.environ, "TINKER_API_KEY": KEY},
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 120
+        while not self._answers():
+            assert self.process.poll() is None, (self.folder.parent / "server.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+    def client(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.url, api_key=KEY)
+
+    def rest(self) -> tinker.RestClient:
+        return tinker.RestClient(base_url=self.url, api_key=KEY)
+
+    def _answers(self) -> bool:
+        try:
+            return urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5).status == 200
+        except OSError:
+            return False

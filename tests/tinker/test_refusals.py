@@ -1,0 +1,161 @@
+"""What cannot be had is refused at once, in the client's own kinds of error."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from conformance import CLIENTS, PAGE, lines, methods, refuses, table
+from serving import KEY, MARKS, Server
+
+import tinker
+from tinker import types
+
+pytestmark = MARKS
+
+
+def datum(tokens: list[int], **inputs: Any) -> types.Datum:
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def test_the_page_has_the_table_of_these_tests() -> None:
+    # `PYTHONPATH=tests/tinker python -c "import conformance; print(conformance.table())"`
+    assert table() in PAGE.read_text()
+
+
+def test_the_table_has_every_method_of_the_client() -> None:
+    assert {line.method for line in lines()} == set(methods())
+    assert len(CLIENTS) == 4
+
+
+def test_a_wrong_key_is_told_so(server: Server) -> None:
+    other = tinker.ServiceClient(base_url=server.url, api_key="tml-another")
+    with pytest.raises(tinker.AuthenticationError, match="wrong API key"):
+        other.get_server_capabilities()
+
+
+def test_another_model_is_refused(service: tinker.ServiceClient) -> None:
+    with pytest.raises(tinker.BadRequestError, match="tiny' alone"):
+        service.create_lora_training_client(base_model="Qwen/Qwen3-8B")
+    with pytest.raises(tinker.BadRequestError, match="tiny' alone"):
+        service.create_sampling_client(base_model="Qwen/Qwen3-8B")
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        service.create_sampling_client(model_path="tinker://nowhere/sampler_weights/x")
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "settings", "said"),
+    [
+        (datum([5], target_tokens=[6]), "cross_entropy", None, "takes target_tokens, weights"),
+        (datum([5, 6], target_tokens=[6], weights=[1.0]), "cross_entropy", None, "shape"),
+        (datum([5], target_tokens=[5000], weights=[1.0]), "cross_entropy", None, "outside 0"),
+        (datum([-1], target_tokens=[5], weights=[1.0]), "cross_entropy", None, "outside 0"),
+        (datum([5] * 2000, target_tokens=[5] * 2000, weights=[1.0] * 2000), "cross_entropy", None,
+         "takes 1 to 1024"),
+        (datum([5], target_tokens=[6], weights=[float("nan")]), "cross_entropy", None, "finite"),
+        (datum([5], target_tokens=[6], logprobs=[-1.0], advantages=[1.0]), "ppo", {"clip": 1.0},
+         "no setting 'clip'"),
+        (datum([5], target_tokens=[6], logprobs=[-1.0], advantages=[1.0]), "ppo",
+         {"clip_low_threshold": 1.5}, "clip_low"),
+        (datum([5], target_tokens=[6], weights=[1.0]), "stable_reinforce", None, "no loss"),
+    ],
+)  # fmt: skip
+def test_bad_data_is_the_users_error(
+    service: tinker.ServiceClient, data: types.Datum, loss: Any, settings: Any, said: str
+) -> None:
+    training = service.create_lora_training_client(base_model="tiny", rank=2, seed=0)
+    with pytest.raises(tinker.RequestFailedError, match=said) as caught:
+        training.forward_backward([data], loss, settings).result()
+    assert caught.value.category == types.RequestErrorCategory.User
+    good = datum([5], target_tokens=[6], weights=[1.0])
+    assert training.forward([good], "cross_entropy").result().metrics["loss:sum"] > 0
+
+
+def test_names_are_taken_once_and_lead_nowhere_else(training: tinker.TrainingClient) -> None:
+    training.save_state("mine").result()
+    with pytest.raises(tinker.RequestFailedError, match="overwrite=True"):
+        training.save_state("mine").result()
+    training.save_state("mine", overwrite=True).result()
+    for name in ("../../elsewhere", "", "a/b", ".hidden"):
+        with pytest.raises(tinker.RequestFailedError, match=r"no name here|is no checkpoint"):
+            training.save_state(name).result()
+
+
+def test_adapters_of_another_shape_are_not_loaded(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    sampler = training.save_weights_for_sampler("only-sampled").result().path
+    other = service.create_lora_training_client(base_model="tiny", rank=2)
+    with pytest.raises(tinker.RequestFailedError, match="for samplers"):
+        service.create_training_client_from_state(sampler)
+    state = other.save_state("small").result().path
+    with (
+        pytest.warns(Warning, match="load_state"),
+        pytest.raises(tinker.RequestFailedError, match="rank 2"),
+    ):
+        training.load_state(state).result()
+
+
+def test_prompts_that_do_not_fit(service: tinker.ServiceClient) -> None:
+    base = service.create_sampling_client(base_model="tiny")
+    for tokens, said in ([[5] * 1024, "context"], [[5000], "outside 0"]):
+        prompt = types.ModelInput.from_ints(tokens)
+        with pytest.raises(tinker.RequestFailedError, match=said) as caught:
+            base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+        assert caught.value.category == types.RequestErrorCategory.User
+
+
+def test_another_optimizer_is_refused(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    dimuon = types.DimuonOptimizerConfig()
+    with pytest.raises(tinker.BadRequestError, match="AdamW alone"):
+        service.create_lora_training_client(base_model="tiny", optimizer=dimuon)
+    with pytest.raises(tinker.RequestFailedError, match="AdamW alone"):
+        training.optim_step(types.DimuonParams(learning_rate=0.1)).result()
+
+
+@refuses("ServiceClient.copy_weights", "RestClient.copy_weights", note="one project")
+@refuses("RestClient.assign_session_project", note="one project")
+@refuses(
+    "RestClient.get_audit_log",
+    "RestClient.get_billing_usage",
+    "RestClient.get_current_checkpoint_storage_usage",
+    note="nobody is billed",
+)
+@refuses("RestClient.export_session_trace", "RestClient.search_sessions", note="not kept")
+@refuses("RestClient.whoami", note="keys have no names")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_not_there_is_refused_at_once(
+    rest: tinker.RestClient, training: tinker.TrainingClient
+) -> None:
+    path = training.save_state("to-copy").result().path
+    asked: dict[str, Any] = {
+        "copy": lambda: rest.copy_weights(path, destination_project_id="p").result(),
+        "project": lambda: rest.assign_session_project("s", "p").result(),
+        "trace": lambda: rest.export_session_trace("s").result(),
+        "who": lambda: rest.whoami().result(),
+    }
+    for name, ask in asked.items():
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - each method has its own
+            ask()
+        assert not isinstance(caught.value, TimeoutError), name
+
+
+def test_broken_requests_are_refused_in_one_line(server: Server) -> None:
+    for route, body in (
+        ("create_model", b"{"),
+        ("create_model", b"[]"),
+        ("create_model", b'{"session_id": "../x", "model_seq_id": 0, "base_model": "tiny"}'),
+        ("forward_backward", b"\xff\xff\xff"),
+        ("asample", b'{"sampling_session_id": "none"}'),
+        ("no_such_thing", b"{}"),
+    ):
+        request = urllib.request.Request(
+            f"{server.url}/api/v1/{route}", body, {"X-API-Key": KEY}, method="POST"
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request)
+        assert caught.value.code in (400, 404)
+        assert "\n" not in json.load(caught.value)["detail"]

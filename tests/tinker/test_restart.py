@@ -1,0 +1,56 @@
+"""Whatever was saved is there after a kill."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from serving import KEY, MARKS, Server
+
+import tinker
+from tinker import types
+
+pytestmark = MARKS
+
+TOKENS = [5, 17, 42, 99, 120, 7]
+DATA = [
+    types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 5},
+    )
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Generator[Server]:
+    server = Server(tmp_path / "dir")
+    yield server
+    server.stop()
+
+
+def step(client: tinker.TrainingClient) -> float:
+    client.forward_backward(DATA, "cross_entropy").result()
+    client.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+    return client.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
+
+
+def test_a_kill_between_steps_loses_nothing_that_was_saved(server: Server) -> None:
+    service = server.client()
+    training = service.create_lora_training_client(base_model="tiny", rank=8, seed=1)
+    step(training)
+    state = training.save_state("after-one").result().path
+    sampler = training.save_weights_for_sampler("after-one").result().path
+    sampling = service.create_sampling_client(model_path=sampler)
+    handle = sampling.get_sampler_handle()
+    prompt = types.ModelInput.from_ints(TOKENS)
+    before = sampling.compute_logprobs(prompt).result()
+    undisturbed = [step(training), step(training)]
+    server.kill()
+    server.start()
+    # A client that held on samples from the same weights, and so does a handle.
+    assert sampling.compute_logprobs(prompt).result() == pytest.approx(before, abs=1e-5)
+    again = tinker.SamplingClient.from_sampler_handle(handle, api_key=KEY)
+    assert again.compute_logprobs(prompt).result() == pytest.approx(before, abs=1e-5)
+    with pytest.raises(tinker.NotFoundError, match="from_state_with_optimizer"):
+        training.forward(DATA, "cross_entropy").result()
+    resumed = server.client().create_training_client_from_state_with_optimizer(state)
+    assert [step(resumed), step(resumed)] == pytest.approx(undisturbed, rel=1e-5)
