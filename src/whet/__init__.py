@@ -15,20 +15,28 @@ if TYPE_CHECKING:
     from whet.app.training import Result
     from whet.config import RunConfig
     from whet.errors import ConfigError, WhetError
-    from whet.runners.agent import emit_reward, rollout
-    from whet.types import Endpoint, Rollout
+    from whet.runners.agent import rollout
+    from whet.runners.hooks import Hooks
+    from whet.runners.running import emit_reward
+    from whet.runners.telling import emit_message, emit_object, operation
+    from whet.types import Endpoint, PromptTemplate, Rollout
 
 __all__ = [
     "ConfigError",
     "Endpoint",
     "Evaluation",
+    "Hooks",
+    "PromptTemplate",
     "Result",
     "Rollout",
     "RunConfig",
     "WhetError",
     "algorithm",
+    "emit_message",
+    "emit_object",
     "emit_reward",
     "evaluate",
+    "operation",
     "rollout",
     "train",
 ]
@@ -39,13 +47,18 @@ _HOME = {
     "ConfigError": "whet.errors",
     "Endpoint": "whet.types",
     "Evaluation": "whet.app.evaluator",
+    "Hooks": "whet.runners.hooks",
+    "PromptTemplate": "whet.types",
     "Result": "whet.app.training",
     "Rollout": "whet.types",
     "RunConfig": "whet.config",
     "WhetError": "whet.errors",
     "algorithm": "whet.app.algorithm",
-    "emit_reward": "whet.runners.agent",
+    "emit_message": "whet.runners.telling",
+    "emit_object": "whet.runners.telling",
+    "emit_reward": "whet.runners.running",
     "evaluate": "whet.app.eval_command",
+    "operation": "whet.runners.telling",
     "rollout": "whet.runners.agent",
     "train": "whet.app.api",
 }

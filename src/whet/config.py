@@ -228,6 +228,9 @@ class RunnerConfig(Section):
 
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Attempts that run at once."""
+    processes: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processes to run agents in, one attempt in each at a time, for agents that keep a core busy;
+    0 runs all attempts in this process."""
     lease_s: Annotated[float, Field(ge=1)] = 30.0
     """A runner that is silent for so long is dead, and what it ran is run again."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0

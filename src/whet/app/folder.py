@@ -29,6 +29,7 @@ MAY_CHANGE = frozenset(
         "gateway.port",
         "runner.concurrency",
         "runner.lease_s",
+        "runner.processes",
         "tracking.mlflow_uri",
         "tracking.names",
         "tracking.project",

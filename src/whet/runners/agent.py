@@ -1,37 +1,80 @@
-"""What an agent is: anything callable with a task and a model endpoint, that gives a reward."""
+"""What an agent is: a function or a class of the user's, and how it is called."""
 
+import difflib
 import inspect
-import math
-import re
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import ContextVar
-from numbers import Real
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import JsonValue
+from whet.errors import ConfigError, boundary
+from whet.types import Mode
 
-from whet.errors import BadReward, ConfigError
-from whet.types import CallId, Reward, Target
-
-Agent = Callable[..., Any]
-"""`(task, llm) -> reward`, async or not; one that also takes `resources` is given those of its
-rollout, values by name. Any: the task is the user's own JSON, and the result is
-checked when it comes."""
+Agent = Callable[..., Any] | object
+"""A function that names what it takes (see `KNOWN`), async or not; or a class, or an object of
+one, with such methods `rollout`, `training_rollout`, `validation_rollout`. It returns its reward.
+Any: the task is the user's own JSON, and the result is checked when it comes."""
 
 A = TypeVar("A", bound=Agent)
 
-REPLY_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|resp_)")
-"""What wire formats put before the id of a call."""
+KNOWN = {
+    "task": "what the dataset holds",
+    "llm": "the endpoint of the model: base_url, api_key, model",
+    "llms": "the same as llms['policy'], and every resource that is an endpoint, by name",
+    "resources": "the values of the rollout's resources, by name",
+    "prompt_template": "the rollout's resource that is a prompt template",
+    "rollout": "the attempt: its id, number, and rollout with id, group and mode",
+}
+"""What an agent may name as a parameter."""
 
-emitted: ContextVar[list[Reward] | None] = ContextVar("emitted", default=None)
-"""The rewards of the attempt that is running here."""
+METHODS: Mapping[Mode, tuple[str, ...]] = {
+    Mode.TRAIN: ("training_rollout", "rollout"),
+    Mode.VAL: ("validation_rollout", "rollout"),
+    Mode.TEST: ("validation_rollout", "rollout"),
+}
+"""Of a class: the first there is runs a rollout of the mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A function of the agent's, and what it takes."""
+
+    function: Callable[..., Any]
+    positional: tuple[str, ...]
+    keywords: frozenset[str]
+    is_async: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What of `KNOWN` it takes."""
+        return self.keywords.union(self.positional)
+
+    def call(self, given: Mapping[str, Any]) -> Any:
+        """Call it with what it takes. Any: what there is to give, and what it returns."""
+        positional = [given[name] for name in self.positional]
+        return self.function(*positional, **{name: given[name] for name in self.keywords})
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAgent:
+    """An agent that was found to be one."""
+
+    name: str
+    entries: Mapping[Mode, Entry]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What of `KNOWN` it takes in any mode."""
+        return frozenset[str]().union(*(entry.names for entry in self.entries.values()))
 
 
 def rollout(agent: A) -> A:
-    """Mark a function as an agent: it takes `(task, llm)` and gives a reward.
+    """Mark a function or class as an agent: its parameters say what it gets.
+
+    They are among `task`, `llm`, `llms`, `resources`, `prompt_template` and `rollout`; it returns
+    its reward, or emits it.
 
     Raises:
-        ConfigError: it cannot be called that way.
+        ConfigError: it asks for something that there is not.
     """
     check_agent(agent)
     return agent
@@ -39,80 +82,29 @@ def rollout(agent: A) -> A:
 
 def check_agent(agent: object) -> None:
     """Refuse what cannot be run as an agent, before anything is started."""
-    if not callable(agent):
-        raise ConfigError(f"an agent is a function (task, llm); found {type(agent).__name__!r}")
-    try:
-        inspect.signature(agent).bind("task", "llm", **asked_for(agent, {}))
-    except TypeError as error:
-        raise ConfigError(
-            f"an agent takes (task, llm); {_name(agent)!r} takes {inspect.signature(agent)}"
-        ) from error
-    except ValueError:
-        return  # A callable written in C shows no signature; calling it will tell.
+    # Marking a class must not make one: it may need what there is only when it runs.
+    _methods(agent) if isinstance(agent, type) else read_agent(agent)
 
 
-def asked_for(agent: Agent, resources: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """What the agent takes besides task and endpoint. Any: its own arguments."""
-    try:
-        wants = "resources" in inspect.signature(agent).parameters
-    except ValueError:
-        wants = False
-    return {"resources": dict(resources)} if wants else {}
-
-
-def emit_reward(
-    value: float,
-    key: str = "reward",
-    *,
-    call: str | None = None,
-    turn: int | None = None,
-    agent: str | None = None,
-) -> None:
-    """Give the running attempt a reward; the last one named `reward` counts if none is returned.
-
-    It may be for a part of the attempt instead: for the answer of one `call`, by the id of the
-    reply; for the answers with `turn` others before them in their conversation; for those of an
-    `agent`. Such rewards need `algorithm.credit` by `turn`, and an attempt has its own besides.
+def read_agent(agent: object) -> ReadAgent:
+    """How an agent is called. A class is made into an object first, without arguments.
 
     Raises:
-        BadReward: the value is not a finite number, or the turn none from 0 on.
+        ConfigError: it is none.
     """
-    rewards = emitted.get()
-    if rewards is None:
-        raise ConfigError("emit_reward works inside an agent that whet is running")
-    if turn is not None and turn < 0:
-        raise BadReward(f"turns are counted from 0; found a reward for turn {turn}")
-    target = None
-    if call is not None or turn is not None or agent is not None:
-        id = None if call is None else CallId(REPLY_PREFIX.sub("", call))
-        target = Target(call=id, turn=turn, agent=agent)
-    rewards.append(Reward(value=finite(value), key=key, target=target))
+    name = name_of(agent)
+    if isinstance(agent, type):
+        _methods(agent)
+        with boundary(ConfigError, f"cannot make the agent {name!r} without arguments"):
+            agent = agent()
+    methods = _methods(agent)
+    entries = {function: _entry(function, name) for function in methods.values()}
+    return ReadAgent(name, {mode: entries[function] for mode, function in methods.items()})
 
 
-def final_reward(returned: object, rewards: list[Reward]) -> float:
-    """What an attempt earned: what the agent returned, or the last reward it emitted."""
-    if returned is not None:
-        return finite(returned)
-    own = (r.value for r in reversed(rewards) if r.key == "reward" and r.target is None)
-    last = next(own, None)
-    if last is None:
-        raise BadReward("no reward: return a number, or call whet.emit_reward(...)")
-    return last
-
-
-def finite(value: object) -> float:
-    """A reward as a float. Raises BadReward for anything that is not a finite number."""
-    if not isinstance(value, Real):
-        raise BadReward(f"a reward is a number; found {type(value).__name__} {value!r:.80}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise BadReward(f"a reward is a finite number; found {number}")
-    return number
-
-
-def is_async(agent: Agent) -> bool:
-    """Whether calling the agent gives something to await: an async function, or such a class."""
-    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__)
+def name_of(agent: object) -> str:
+    """What to call an agent when there is something to say of it."""
+    return getattr(agent, "__name__", type(agent).__name__)
 
 
 async def awaited(result: Awaitable[object] | object) -> object:
@@ -120,5 +112,85 @@ async def awaited(result: Awaitable[object] | object) -> object:
     return await result if inspect.isawaitable(result) else result
 
 
-def _name(agent: Agent) -> str:
-    return getattr(agent, "__name__", type(agent).__name__)
+def _methods(agent: object) -> dict[Mode, Callable[..., Any]]:
+    found = {
+        name: method
+        for name in ("rollout", "training_rollout", "validation_rollout")
+        if callable(method := getattr(agent, name, None))
+    }
+    if found:
+        lacking = [mode.value for mode, names in METHODS.items() if not found.keys() & set(names)]
+        if lacking:
+            raise ConfigError(
+                f"the agent {name_of(agent)!r} has only {', '.join(found)}: add a method "
+                f"`rollout` for mode {' and '.join(lacking)}"
+            )
+        return {
+            mode: next(found[name] for name in names if name in found)
+            for mode, names in METHODS.items()
+        }
+    is_callable = "__call__" in dir(agent) if isinstance(agent, type) else callable(agent)
+    if not is_callable or (isinstance(agent, type) and not inspect.isfunction(agent.__call__)):
+        raise ConfigError(
+            "an agent is a function (task, llm), or has a method `rollout`; "
+            f"found {name_of(agent)!r}"
+        )
+    assert callable(agent)
+    return dict.fromkeys(METHODS, agent)
+
+
+def _entry(function: Callable[..., Any], agent: str) -> Entry:
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # A callable written in C shows no signature; calling it will tell.
+        return Entry(function, ("task", "llm"), frozenset(), is_async)
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional: list[str] = []
+    for place, parameter in enumerate(places):
+        if (name := _at_place(place, parameter, places)) is not None:
+            positional.append(name)
+        elif parameter.default is not parameter.empty:
+            break  # it and those after it have their own values, or are given by name
+        else:
+            raise _unknown(agent, parameter.name)
+    if not places and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        positional = ["task", "llm"]
+    by_name = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    by_name |= {p.name: p for p in places[len(positional) :] if p.kind is not p.POSITIONAL_ONLY}
+    for name, parameter in by_name.items():
+        if name not in KNOWN and parameter.default is parameter.empty:
+            raise _unknown(agent, name)
+    keywords = frozenset(by_name.keys() & KNOWN.keys())
+    if "task" not in {*positional, *keywords}:
+        raise ConfigError(f"the agent {agent!r} does not take the task: add a parameter `task`")
+    return Entry(function, tuple(positional), keywords, is_async)
+
+
+def _at_place(
+    place: int, parameter: inspect.Parameter, places: list[inspect.Parameter]
+) -> str | None:
+    """What a parameter is given: what it names, else the task if it is first, the llm if second."""
+    if parameter.name in KNOWN:
+        return parameter.name
+    named = {p.name for p in places}
+    if parameter.default is parameter.empty and not _close(parameter.name):
+        if place == 0 and "task" not in named:
+            return "task"
+        if place == 1 and not named & {"llm", "llms"}:
+            return "llm"
+    return None
+
+
+def _close(name: str) -> list[str]:
+    return difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.75)
+
+
+def _unknown(agent: str, name: str) -> ConfigError:
+    close = _close(name)
+    perhaps = f", perhaps {close[0]!r}" if close else ""
+    return ConfigError(
+        f"the agent {agent!r} asks for {name!r}{perhaps}; there are {', '.join(KNOWN)}"
+    )

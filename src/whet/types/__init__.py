@@ -16,6 +16,7 @@
 Values are frozen, refuse unknown fields, and check themselves.
 """
 
+from whet.types.given import AttemptedRollout, PromptTemplate
 from whet.types.learned import (
     Credit,
     Group,
@@ -73,6 +74,7 @@ __all__ = [
     "Attempt",
     "AttemptId",
     "AttemptRecord",
+    "AttemptedRollout",
     "Call",
     "CallId",
     "Credit",
@@ -89,6 +91,7 @@ __all__ = [
     "Origin",
     "Outcome",
     "Piece",
+    "PromptTemplate",
     "Resource",
     "Reward",
     "Rollout",

@@ -1,0 +1,247 @@
+"""The event loop that agents share, in a thread of its own.
+
+Not the runner's: an agent that blocks it, stops it or cancels all it finds disturbs neither the
+runner's leases nor, as far as that can be, other attempts.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from whet.errors import AgentFailed
+from whet.runners.running import Running, failure_of, running
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 2.0
+"""How long an agent that is cancelled is waited for."""
+
+Work = Callable[[], Coroutine[Any, Any, float]]
+"""Any: what a coroutine yields is asyncio's own."""
+
+
+class Job:
+    """An agent at work in a shared loop, as its runner sees it."""
+
+    def __init__(self, now: Running, home: "SharedLoop") -> None:
+        self.now = now
+        self.home = home
+        self._owner = asyncio.get_running_loop()
+        self._reward: asyncio.Future[float] = self._owner.create_future()
+        self._task: asyncio.Task[None] | None = None
+        self._is_cancelled = False
+        self.is_displaced = False
+        """It was given up because of another."""
+
+    async def reward(self) -> float:
+        """What the agent earned. Raises AttemptError."""
+        return await asyncio.shield(self._reward)
+
+    async def cancel(self) -> bool:
+        """Have the agent cancelled; whether it had ended within the grace."""
+        self._is_cancelled = True
+        self.home.soon(self._cancel)
+        done, _ = await asyncio.wait([self._reward], timeout=CANCEL_GRACE_S)
+        if self._reward.done():
+            self._reward.exception()  # nobody asks for it any more
+        return bool(done)
+
+    def displace(self, error: BaseException) -> None:
+        """Give it up, from the runner's side."""
+        if not self._reward.done():
+            self.is_displaced = True
+            self._reward.set_exception(error)
+
+    # In the shared loop from here on.
+
+    async def run(self, work: Work) -> None:
+        """Do the work, end what the agent has left running, and report."""
+        self._task = asyncio.current_task()
+        try:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
+            reward, error = await work(), None
+        except asyncio.CancelledError as cancelled:
+            why = "the agent was cancelled" if self._is_cancelled else "the agent cancelled itself"
+            reward, error = 0.0, failure_of(AgentFailed(f"{why}: {type(cancelled).__name__}"))
+        except BaseException as raised:  # noqa: BLE001 - also SystemExit: it is the agent's only
+            reward, error = 0.0, failure_of(raised)
+        await self._end_leftovers()
+        self.now.has_ended = True
+        self._report(self._owner.call_soon_threadsafe, reward, error)
+
+    def _report(self, soon: Callable[..., object], reward: float, error: Exception | None) -> None:
+        def settle() -> None:
+            if self._reward.done():
+                return
+            if error is None:
+                self._reward.set_result(reward)
+            else:
+                self._reward.set_exception(error)
+
+        try:
+            soon(settle)
+        except RuntimeError:
+            logger.debug("the runner is gone attempt=%s", self.now.attempt.id)
+        self.home.jobs.discard(self)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _end_leftovers(self) -> None:
+        left = [t for t in self.now.tasks if t is not self._task and not t.done()]
+        if not left:
+            return
+        logger.warning(
+            "tasks outlived their attempt and were cancelled attempt=%s tasks=%d",
+            self.now.attempt.id,
+            len(left),
+        )
+        for task in left:
+            task.cancel()
+        try:
+            await asyncio.wait(left, timeout=CANCEL_GRACE_S)
+        except asyncio.CancelledError:
+            logger.debug("cancelled once more attempt=%s", self.now.attempt.id)
+
+
+class SharedLoop:
+    """An event loop in a thread, for many agents."""
+
+    def __init__(self, threads: int) -> None:
+        """So many threads are there for what agents give to `asyncio.to_thread`."""
+        self.jobs = set[Job]()
+        self._loop = _Loop()
+        self._loop.set_task_factory(_new_task)
+        self._loop.set_default_executor(
+            ThreadPoolExecutor(threads, thread_name_prefix="whet-agents")
+        )
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._work, name="whet-agents", daemon=True)
+        self._thread.start()
+
+    def start(self, now: Running, work: Work) -> Job:
+        """Begin the work as a task; everything inside it knows its attempt."""
+        job = Job(now, self)
+        self.jobs.add(job)
+        context = contextvars.copy_context()
+        context.run(running.set, now)
+        self._loop.call_soon_threadsafe(self._begin, job, work, context)
+        return job
+
+    def soon(self, act: Callable[[], None]) -> None:
+        """Have something done in the loop, unless it is closed."""
+        try:
+            self._loop.call_soon_threadsafe(act)
+        except RuntimeError:
+            logger.debug("the loop of agents is closed")
+
+    def blocked_by(self) -> Running | None:
+        """Whose code is running in it right now."""
+        task = asyncio.current_task(self._loop)
+        return task.owner if isinstance(task, _AgentTask) else None
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether it still turns."""
+        here, answered = asyncio.get_running_loop(), asyncio.Event()
+
+        def answer() -> None:
+            here.call_soon_threadsafe(answered.set)
+
+        self.soon(answer)
+        try:
+            async with asyncio.timeout(within_s):
+                await answered.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def retire(self) -> None:
+        """Close it once nothing runs there; an agent that blocks it for ever keeps its thread."""
+        self.soon(self._end.set)
+
+    async def close(self) -> None:
+        """Cancel what runs, wait for it, and close."""
+        for job in list(self.jobs):
+            await job.cancel()
+        self.retire()
+        await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
+
+    def _begin(self, job: Job, work: Work, context: contextvars.Context) -> None:
+        self._loop.create_task(job.run(work), context=context)
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        keeper = self._loop.create_task(self._until_retired())
+        assert isinstance(keeper, _AgentTask)
+        keeper.is_kept = True
+        while not keeper.done() and not self._loop.is_closed():
+            try:
+                self._loop.run_until_complete(keeper)
+            except BaseException as error:  # noqa: BLE001 - SystemExit of a task that an agent left
+                logger.warning("an agent's task ended the loop, which goes on error=%r", error)
+        self._loop.close()
+
+    async def _until_retired(self) -> None:
+        await self._end.wait()
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
+            if not self.jobs:
+                for task in left:
+                    task.cancel()
+            await asyncio.wait(left, timeout=CANCEL_GRACE_S)
+            if not self.jobs:
+                break
+        await self._loop.shutdown_asyncgens()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Ends by its owner only: in an agent whatever would end it raises."""
+
+    def stop(self) -> None:
+        _refuse("stops")
+        super().stop()
+
+    def close(self) -> None:
+        _refuse("closes")
+        super().close()
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        _refuse("shuts down the threads of")
+        await super().shutdown_default_executor(*args)
+
+
+def _refuse(what: str) -> None:
+    if running.get() is not None:
+        raise AgentFailed(f"the agent {what} the event loop, which it shares with other attempts")
+
+
+class _AgentTask(asyncio.Task[Any]):
+    """A task of an agent: other attempts cannot cancel it."""
+
+    owner: Running | None = None
+    is_kept = False
+    """It is the loop's own."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        asks = running.get()
+        foreign = self.is_kept or (self.owner is not None and self.owner is not asks)
+        if asks is not None and foreign:
+            logger.warning("an agent cancels what is not its own attempt=%s", asks.attempt.id)
+            return False
+        return super().cancel(msg)
+
+
+def _new_task(
+    loop: asyncio.AbstractEventLoop, coro: Any, *, context: contextvars.Context | None = None
+) -> _AgentTask:
+    owner = running.get() if context is None else context.get(running)
+    task = _AgentTask(coro, loop=loop, context=context)
+    task.owner = owner
+    if owner is not None:
+        owner.tasks.add(task)
+    return task
