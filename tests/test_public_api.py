@@ -15,6 +15,8 @@ SIGNATURES = {
     "Evaluation": "(run: pathlib.Path, models: collections.abc.Mapping[str, str], "
     "comparison: whet.app.comparison.Comparison, results: pathlib.Path, picture: pathlib.Path, "
     "seconds: float) -> None",
+    "Hooks": "()",
+    "PromptTemplate": "(*, template: str) -> None",
     "Result": "(run: pathlib.Path, steps: tuple[whet.types.learned.StepRecord, ...], "
     "comparison: whet.app.comparison.Comparison | None, seconds: float) -> None",
     "Rollout": None,
@@ -22,16 +24,19 @@ SIGNATURES = {
     "WhetError": None,
     "algorithm": "(function: collections.abc.Callable[..., typing.Any]) -> "
     "whet.app.algorithm.OwnAlgorithm",
+    "emit_message": "(text: str, **attributes: JsonValue) -> None",
+    "emit_object": "(value: object, name: str = 'object', **attributes: JsonValue) -> None",
     "emit_reward": "(value: float, key: str = 'reward', *, call: str | None = None, "
     "turn: int | None = None, agent: str | None = None) -> None",
-    "evaluate": "(agent: collections.abc.Callable[..., typing.Any], "
+    "evaluate": "(agent: collections.abc.Callable[..., typing.Any] | object, "
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], "
     "models: collections.abc.Mapping[str, str] | collections.abc.Sequence[str] = (), *, "
     "endpoint: str | None = None, key_variable: str = 'OPENAI_API_KEY', "
     "results: str | pathlib.Path | None = None, resume: bool = False, quiet: bool = False, "
     "**settings: JsonValue) -> whet.app.evaluator.Evaluation",
+    "operation": "(name: Any = None, /, **attributes: JsonValue) -> Any",
     "rollout": "(agent: ~A) -> ~A",
-    "train": "(agent: collections.abc.Callable[..., typing.Any], "
+    "train": "(agent: collections.abc.Callable[..., typing.Any] | object, "
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], *, "
     "held_out: str | pathlib.Path | collections.abc.Sequence[JsonValue] | None = None, "
     "algorithm: whet.protocols.Algorithm | dict[str, JsonValue] | None = None, "

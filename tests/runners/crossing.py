@@ -1,8 +1,15 @@
-"""What a test and the agents it runs tell each other: those are in another thread."""
+"""What a test and the agents it runs tell each other: those are in another thread or process."""
 
 import threading
+from collections.abc import Callable
 
 import anyio
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Look until it is so: there is nothing that another thread or process could wake."""
+    while not is_so():  # noqa: ASYNC110 - see above
+        await anyio.sleep(0.005)
 
 
 class Flag:
@@ -10,16 +17,10 @@ class Flag:
 
     def __init__(self) -> None:
         self._event = threading.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def is_set(self) -> bool:
-        return self._event.is_set()
+        self.set = self._event.set
 
     async def wait(self) -> None:
-        while not self._event.is_set():
-            await anyio.sleep(0.005)
+        await until(self._event.is_set)
 
 
 class Count:
@@ -27,10 +28,7 @@ class Count:
 
     def __init__(self) -> None:
         self._semaphore = threading.Semaphore(0)
-
-    def release(self) -> None:
-        self._semaphore.release()
+        self.release = self._semaphore.release
 
     async def acquire(self) -> None:
-        while not self._semaphore.acquire(blocking=False):
-            await anyio.sleep(0.005)
+        await until(lambda: self._semaphore.acquire(blocking=False))

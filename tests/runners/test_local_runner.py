@@ -1,56 +1,20 @@
 import math
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import anyio
 import pytest
+from at_work import endpoint, run, why
+from crossing import Count, Flag
 
 import whet
-from crossing import Count, Flag
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
-from whet.runners.agent import Agent
-from whet.runners.collect import QueueCollector
 from whet.runners.gateways import OwnGateway
 from whet.runners.local import HANDED_BACK, LocalRunner
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, CallId, Endpoint, FailureKind, Group, Rollout, Status, Target
+from whet.types import CallId, Endpoint, FailureKind, Rollout, Status, Target
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SQLiteStore]:
-    async with SQLiteStore(tmp_path / "store.db") as store:
-        yield store
-
-
-def endpoint(attempt: Attempt) -> Endpoint:
-    return Endpoint(base_url=f"http://nowhere/{attempt.id}", api_key="key", model="policy")
-
-
-async def run(
-    agent: Agent, tasks: list[object], store: SQLiteStore, *, timeout_s: float = 30, tries: int = 1
-) -> list[Group]:
-    """The groups that come of these tasks, one rollout each."""
-    rollouts = [
-        Rollout(id=f"r{i}", group=f"r{i}", task=task, timeout_s=timeout_s, max_attempts=tries)
-        for i, task in enumerate(tasks)
-    ]
-    runner = LocalRunner(agent, RunnerConfig(), store=store, gateways=OwnGateway(endpoint))
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as tg:
-            tg.start_soon(runner.run)
-            groups = await QueueCollector(queue=store, log=store).collect(rollouts)
-            tg.cancel_scope.cancel()
-    return groups
-
-
-async def why(agent: Agent, store: SQLiteStore, **settings: float) -> str:
-    """Why the one rollout of an agent failed."""
-    assert await run(agent, ["t"], store, **settings) == [[]]
-    return (await store.failures(["r0"]))["r0"]
 
 
 async def test_async_and_sync_agents_give_their_reward(store: SQLiteStore) -> None:

@@ -118,9 +118,9 @@ async def open_execution(
         # A process is alone by itself, and says so.
         is_alone = config.concurrency == 1
         yield Execution(workplace, told, gateways, resources, is_alone=is_alone)
-        await told.on_end(name)
     finally:
         with CancelScope(shield=True):
+            await told.on_end(name)
             if workplace is not None:
                 await workplace.close()
             await room.close()

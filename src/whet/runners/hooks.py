@@ -51,16 +51,18 @@ class HookRunner:
                 )
         self._hooks = tuple(hooks)
         self._room = room
+        self._started: list[Hooks] = []
 
     async def on_start(self, runner: str) -> None:
         """Raises ConfigError if one raises."""
         for hook in self._hooks:
             with boundary(ConfigError, f"the hook {name_of(hook)}.on_start raised"):
                 await _alone(partial(hook.on_start, runner))
+            self._started.append(hook)
 
     async def on_end(self, runner: str) -> None:
-        """Tell all, whatever they raise."""
-        for hook in reversed(self._hooks):
+        """Tell all that have started, whatever they raise."""
+        for hook in reversed(self._started):
             try:
                 with boundary(WhetError, f"the hook {name_of(hook)}.on_end raised"):
                     await _alone(partial(hook.on_end, runner))
@@ -73,7 +75,7 @@ class HookRunner:
             try:
                 await self._call(now, partial(hook.before, now.attempt))
             except WhetError as error:
-                raise AgentFailed(f"the hook {name_of(hook)}.before failed: {error}") from error
+                raise AgentFailed(f"the hook {name_of(hook)}.before {_why(error)}") from error
 
     async def after(self, now: Running, outcome: Outcome) -> None:
         """Tell all, whatever they raise."""
@@ -81,7 +83,7 @@ class HookRunner:
             try:
                 await self._call(now, partial(hook.after, now.attempt, outcome))
             except WhetError as error:
-                logger.warning("the hook %s.after failed: %s", name_of(hook), error)
+                logger.warning("the hook %s.after %s", name_of(hook), _why(error))
 
     async def _call(self, now: Running, hook: Callable[[], Any]) -> None:
         async def work() -> float:
@@ -89,6 +91,10 @@ class HookRunner:
             return 0.0
 
         await self._room.run(now.aside(), work, LIMIT_S)
+
+
+def _why(error: WhetError) -> str:
+    return str(error).removeprefix("the agent ")
 
 
 def _is_async(hook: Callable[[], Any]) -> bool:

@@ -31,7 +31,7 @@ class Job:
         self.now = now
         self.home = home
         self._owner = asyncio.get_running_loop()
-        self._reward: asyncio.Future[float] = self._owner.create_future()
+        self._ended: asyncio.Future[float | Exception] = self._owner.create_future()
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
         self.is_displaced = False
@@ -39,22 +39,23 @@ class Job:
 
     async def reward(self) -> float:
         """What the agent earned. Raises AttemptError."""
-        return await asyncio.shield(self._reward)
+        earned = await asyncio.shield(self._ended)
+        if isinstance(earned, Exception):
+            raise earned
+        return earned
 
     async def cancel(self) -> bool:
         """Have the agent cancelled; whether it had ended within the grace."""
         self._is_cancelled = True
         self.home.soon(self._cancel)
-        done, _ = await asyncio.wait([self._reward], timeout=CANCEL_GRACE_S)
-        if self._reward.done():
-            self._reward.exception()  # nobody asks for it any more
-        return bool(done)
+        await asyncio.wait([self._ended], timeout=CANCEL_GRACE_S)
+        return self._ended.done()
 
-    def displace(self, error: BaseException) -> None:
+    def displace(self, error: Exception) -> None:
         """Give it up, from the runner's side."""
-        if not self._reward.done():
+        if not self._ended.done():
             self.is_displaced = True
-            self._reward.set_exception(error)
+            self._ended.set_result(error)
 
     # In the shared loop from here on.
 
@@ -64,30 +65,23 @@ class Job:
         try:
             if self._is_cancelled:
                 raise asyncio.CancelledError
-            reward, error = await work(), None
-        except asyncio.CancelledError as cancelled:
-            why = "the agent was cancelled" if self._is_cancelled else "the agent cancelled itself"
-            reward, error = 0.0, failure_of(AgentFailed(f"{why}: {type(cancelled).__name__}"))
+            earned = await work()
+        except asyncio.CancelledError:
+            why = "was cancelled" if self._is_cancelled else "cancelled itself"
+            earned = AgentFailed(f"the agent {why}")
         except BaseException as raised:  # noqa: BLE001 - also SystemExit: it is the agent's only
-            reward, error = 0.0, failure_of(raised)
+            earned = failure_of(raised)
         await self._end_leftovers()
         self.now.has_ended = True
-        self._report(self._owner.call_soon_threadsafe, reward, error)
-
-    def _report(self, soon: Callable[..., object], reward: float, error: Exception | None) -> None:
-        def settle() -> None:
-            if self._reward.done():
-                return
-            if error is None:
-                self._reward.set_result(reward)
-            else:
-                self._reward.set_exception(error)
-
+        self.home.jobs.discard(self)
         try:
-            soon(settle)
+            self._owner.call_soon_threadsafe(self._settle, earned)
         except RuntimeError:
             logger.debug("the runner is gone attempt=%s", self.now.attempt.id)
-        self.home.jobs.discard(self)
+
+    def _settle(self, earned: float | Exception) -> None:
+        if not self._ended.done():
+            self._ended.set_result(earned)
 
     def _cancel(self) -> None:
         if self._task is not None:

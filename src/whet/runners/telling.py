@@ -11,7 +11,8 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, TypeVar, cast, overload
 
-from pydantic import BaseModel, JsonValue, TypeAdapter
+from pydantic import JsonValue
+from pydantic_core import to_json
 
 from whet.errors import ConfigError
 from whet.runners.running import Running, inside, running
@@ -25,8 +26,6 @@ LONGEST = 8192
 
 _open: ContextVar[str | None] = ContextVar("open_operation", default=None)
 """The span inside which others are made."""
-
-_PLAIN: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 
 
 def emit_message(text: str, **attributes: JsonValue) -> None:
@@ -50,8 +49,7 @@ def emit_object(value: object, name: str = "object", **attributes: JsonValue) ->
 def as_json(value: object) -> JsonValue:
     """A value as JSON. Raises ConfigError if it is none."""
     try:
-        text = TypeAdapter(type(value)).dump_json(value)
-        return cast(JsonValue, json.loads(text))
+        return cast(JsonValue, json.loads(to_json(value, inf_nan_mode="null")))
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"emit_object takes what can be written as JSON; found {type(value).__name__}: "
@@ -197,12 +195,10 @@ def _emit(what: str, name: str, attributes: dict[str, JsonValue]) -> None:
 
 def _said(value: object) -> JsonValue:
     """A value as it is kept: JSON as it is, anything else as it shows itself, and not too long."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
     try:
-        plain = _PLAIN.validate_python(value)
-        if len(json.dumps(plain)) <= LONGEST:
-            return plain
+        text = to_json(value, inf_nan_mode="null", fallback=repr)
+        if len(text) <= LONGEST:
+            return cast(JsonValue, json.loads(text))
     except (ValueError, TypeError, RecursionError):
         pass
     return repr(value)[:LONGEST]
