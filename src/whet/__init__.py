@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from whet.app.api import train
     from whet.app.eval_command import evaluate
     from whet.app.evaluator import Evaluation
+    from whet.app.trainer import Trainer
     from whet.app.training import Result
     from whet.config import RunConfig
     from whet.errors import ConfigError, WhetError
@@ -30,6 +31,7 @@ __all__ = [
     "Result",
     "Rollout",
     "RunConfig",
+    "Trainer",
     "WhetError",
     "algorithm",
     "emit_message",
@@ -52,6 +54,7 @@ _HOME = {
     "Result": "whet.app.training",
     "Rollout": "whet.types",
     "RunConfig": "whet.config",
+    "Trainer": "whet.app.trainer",
     "WhetError": "whet.errors",
     "algorithm": "whet.app.algorithm",
     "emit_message": "whet.runners.telling",

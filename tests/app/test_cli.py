@@ -27,7 +27,7 @@ async def solve(task, llm):
     text = reply.json()["choices"][0]["message"]["content"] or ""
     return len(text) / 8
 
-def one_argument(task):
+def asks_too_much(task, llm, judge):
     return 0.0
 
 not_a_function = 3
@@ -109,7 +109,10 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("train :solve --tasks tasks.jsonl", "cannot import the agent ':solve'"),
         ("train broken.py:solve --tasks tasks.jsonl", "ZeroDivisionError: division by zero"),
         ("train garbled.py:solve --tasks tasks.jsonl", "SyntaxError"),
-        ("train agent.py:one_argument --tasks tasks.jsonl", "an agent takes (task, llm)"),
+        (
+            "train agent.py:asks_too_much --tasks tasks.jsonl",
+            "asks for 'judge'; there are task, llm",
+        ),
         ("train agent.py:not_a_function --tasks tasks.jsonl", "an agent is a function"),
         ("train agent.py:solve --tasks absent.jsonl", "cannot read the tasks 'absent.jsonl'"),
         ("train agent.py:solve --tasks bad.jsonl", "'bad.jsonl' line 2 is not JSON"),

@@ -102,4 +102,6 @@ async def test_what_is_no_hook_is_refused(store: SQLiteStore) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         await why(agent, store, hooks=[object()])
     assert isinstance(raised.value.exceptions[0], ConfigError)
-    assert "let 'object' be a subclass of whet.Hooks" in str(raised.value.exceptions[0])
+    assert "a hook is an object of a subclass of whet.Hooks; found <object" in str(
+        raised.value.exceptions[0]
+    )

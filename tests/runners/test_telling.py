@@ -15,7 +15,7 @@ import whet
 from whet.errors import ConfigError
 from whet.runners.agent import Agent
 from whet.store.sqlite import SQLiteStore
-from whet.types import AttemptId, Span
+from whet.types import AttemptId, Endpoint, Span
 
 pytestmark = pytest.mark.anyio
 
@@ -78,6 +78,23 @@ async def test_operations_nest_and_what_is_emitted_in_one_is_below_it(store: SQL
     assert ranked.attributes["stage"] == 2
     assert all(span.status == "ok" for span in (answer, inner, ranked))
     assert answer.start <= inner.start <= inner.end <= answer.end
+
+
+async def test_an_operation_keeps_no_keys(store: SQLiteStore) -> None:
+    @whet.operation
+    def ask(llm: Endpoint, llms: dict[str, Endpoint], unknown: object) -> None:
+        pass
+
+    async def one(task: str, llm: Endpoint, llms: dict[str, Endpoint]) -> float:
+        ask(llm, llms=llms, unknown=threading)
+        return 1.0
+
+    (span,) = await spans_of(one, store)
+    assert "key-r0.1" not in span.model_dump_json()
+    given = span.attributes["whet.operation.input"]
+    assert isinstance(given, dict)
+    assert given["0"] == {"base_url": "http://nowhere/r0.1", "api_key": "...", "model": "p"}
+    assert str(given["unknown"]).startswith("<module 'threading'")
 
 
 async def test_an_operation_that_raises_says_why_and_passes_it_on(store: SQLiteStore) -> None:

@@ -13,6 +13,7 @@ from whet.app.addresses import STORE_VARIABLE
 from whet.app.algorithm import OwnAlgorithm
 from whet.app.console import new_run
 from whet.app.folder import RunFolder
+from whet.app.given import published
 from whet.app.places import Place, find_place, joined
 from whet.app.published import announce_model
 from whet.app.signals import run_async
@@ -21,9 +22,9 @@ from whet.app.training_process import attended, joint_folder
 from whet.app.wire import open_run, open_training
 from whet.app.working import Gateway
 from whet.config import resolve
-from whet.errors import ConfigError, NotFound
+from whet.errors import ConfigError
 from whet.gateway import keys
-from whet.protocols import Resources, Store
+from whet.protocols import Store
 from whet.runners.agent import Agent, awaited, check_agent
 from whet.runners.gateways import RemoteGateways
 from whet.types import Attempt, Endpoint, Outcome
@@ -85,7 +86,7 @@ async def _run_alone(
         parts = {
             **data,
             "store": run.store,
-            "resources": await _published(run.store, resources),
+            "resources": await published(run.store, resources),
             "gateway": run.gateway,
             "trainer": run.trainer,
             "config": run.config,
@@ -111,7 +112,7 @@ async def _run_joint(
             parts["trainer"] = (await stack.enter_async_context(training)).trainer
         else:
             await announce_model(store, folder.config())
-        parts["resources"] = await _published(store, resources)
+        parts["resources"] = await published(store, resources)
         await stack.enter_async_context(attended(store, say))
         if "gateway" in algorithm.names:
             parts["gateway"] = await _gateway(store, place)
@@ -120,20 +121,6 @@ async def _run_joint(
 
 async def _call(algorithm: OwnAlgorithm, parts: Mapping[str, object]) -> Any:
     return await awaited(algorithm(**{name: parts[name] for name in algorithm.names}))
-
-
-async def _published(store: Resources, wanted: Mapping[str, JsonValue]) -> dict[str, int]:
-    """The versions of the resources, published unless they are the newest already."""
-    versions: dict[str, int] = {}
-    for name, value in wanted.items():
-        try:
-            newest = await store.latest(name)
-        except NotFound:
-            versions[name] = await store.publish(name, value)
-        else:
-            same = newest.value == value
-            versions[name] = newest.version if same else await store.publish(name, value)
-    return versions
 
 
 async def _gateway(store: Store, place: Place) -> Endpoint:

@@ -17,6 +17,7 @@ from whet.app.console import new_run, work
 from whet.app.credit import check_named, check_own, name_of
 from whet.app.display import stopped
 from whet.app.folder import RunFolder
+from whet.app.given import Given, Surroundings, as_resources, check_given
 from whet.app.loading import load_function
 from whet.app.tasks import Tasks, load_tasks
 from whet.app.training import Result
@@ -25,6 +26,8 @@ from whet.config import resolve
 from whet.errors import ConfigError
 from whet.protocols import Algorithm
 from whet.runners.agent import Agent, check_agent
+from whet.runners.execution import check_runnable
+from whet.runners.hooks import Hooks
 
 
 def train(
@@ -33,6 +36,8 @@ def train(
     *,
     held_out: Tasks | None = None,
     algorithm: Algorithm | dict[str, JsonValue] | None = None,
+    resources: Given | None = None,
+    hooks: Sequence[Hooks] = (),
     resume: bool = False,
     store: str | None = None,
     quiet: bool = False,
@@ -41,8 +46,9 @@ def train(
     """Train the model behind an agent on tasks; `settings` are keys of the config.
 
     With `held_out` tasks the base and the trained model are compared on them. `algorithm` is one
-    of your own, or keys of the config like all others. `resume` continues the run that `name`
-    names, or the newest. With a `store`, or WHET_STORE in the environment, this process only
+    of your own, or keys of the config like all others. `resources` are given to every rollout, and
+    `hooks` called around each attempt. `resume` continues the run that `name` names, or the
+    newest. With a `store`, or WHET_STORE in the environment, this process only
     trains: `whet serve` and `whet runner` at that store do the rest, and the same call goes on
     with a run that was begun.
 
@@ -53,6 +59,8 @@ def train(
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []
     console = Console(quiet=quiet)
+    surroundings = Surroundings(as_resources(resources), tuple(hooks))
+    check_given(agent, surroundings.resources)
     own = None
     if isinstance(algorithm, dict):
         settings |= {"algorithm": algorithm}
@@ -60,12 +68,22 @@ def train(
         own = check_own(algorithm)
         settings |= {"algorithm": {"name": name_of(own)}}
     if (address := store or os.environ.get(STORE_VARIABLE)) is not None:
-        joint = joint_folder(settings, console)
-        return train_joint(train_on, compare_on, joint, console, address=address, algorithm=own)
+        if hooks:
+            raise ConfigError("hooks are called where agents run: give them to `whet runner`")
+        return train_joint(
+            train_on,
+            compare_on,
+            joint_folder(settings, console),
+            console,
+            address=address,
+            algorithm=own,
+            surroundings=surroundings,
+        )
+    check_runnable(agent, resolve(settings).runner)
     if own is None:
         check_named(resolve(settings))
     folder = _folder(settings, console, resume=resume)
-    return work(agent, train_on, compare_on, folder, console, own)
+    return work(agent, train_on, compare_on, folder, console, own, surroundings)
 
 
 def train_command(
@@ -80,6 +98,8 @@ def train_command(
         values = values | {"name": args.resume}
     console = Console(quiet=args.quiet, stderr=args.json)
     check_named(resolve(values))
+    check_runnable(agent, resolve(values).runner)
+    check_given(agent, {})
     folder = _folder(values, console, resume=args.resume is not None)
     try:
         result = work(agent, tasks, held_out, folder, console)

@@ -17,7 +17,7 @@ from whet.app.flags import (
     split_after,
 )
 from whet.app.loading import load_function, with_extra
-from whet.app.process_cli import add_process_commands
+from whet.app.process_cli import Commands, add_process_commands
 from whet.app.signals import follow_supervisor, interrupt_on_sigterm
 from whet.app.tasks import load_tasks
 from whet.config import merge, read_toml, resolve
@@ -69,11 +69,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="train only: `whet serve` and `whet runner` work at the store there [WHET_STORE]",
     )
     train.add_argument("--algorithm", default=None, metavar="FUNCTION", help="of yours, to run")
+    train.add_argument(
+        "--debug", action="store_true", help="do not train: do what `whet dev` does instead"
+    )
+    _add_samples_flag(train)
     train.add_argument("--run", dest=PREFIX + "name", metavar="NAME", help="the same as --name")
     _add_output_flags(train)
     add_config_flags(train)
     train.set_defaults(run=_train)
     add_process_commands(commands)
+
+    _add_dev(commands)
 
     evaluate = commands.add_parser("eval", help="compare models on the tasks of your own agent")
     _add_eval_flags(evaluate)
@@ -102,8 +108,25 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_dev(commands: Commands) -> None:
+    dev = commands.add_parser("dev", help="run your agent on a few tasks, and show what happened")
+    dev.add_argument("agent", help="module:function, or file.py:function")
+    dev.add_argument("--tasks", required=True, help="tasks, one JSON value a line")
+    dev.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
+    _add_samples_flag(dev)
+    _add_output_flags(dev)
+    add_config_flags(dev)
+    dev.set_defaults(run=_dev)
+
+
 def _add_resume_flag(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--resume", nargs="?", const="", default=None, metavar="RUN", help=help)
+
+
+def _add_samples_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="how many tasks a dry run takes [3]"
+    )
 
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +172,8 @@ def _train(args: argparse.Namespace) -> int:
     resolve(values)
     tasks = load_tasks(args.tasks)
     held_out = load_tasks(args.held_out) if args.held_out else []
+    if args.debug:
+        return _dev(args)
     if args.algorithm is not None:
         return with_extra("whet.app.api", "algorithm_command")(tasks, held_out, values, args)
     if args.store is not None:
@@ -163,6 +188,17 @@ def _train(args: argparse.Namespace) -> int:
     check_agent(agent)
     train_command = with_extra("whet.app.api", "train_command")
     return train_command(agent, tasks, held_out, values, args)
+
+
+def _dev(args: argparse.Namespace) -> int:
+    values = merge(read_toml(Path(args.config)) if args.config else {}, config_values(args))
+    resolve(values)
+    if args.agent is None:
+        raise ConfigError("name the agent to run: module:function, or file.py:function")
+    agent = load_function(args.agent)
+    check_agent(agent)
+    tasks = load_tasks(args.tasks)
+    return with_extra("whet.app.dry_run", "dry_run_command")(agent, tasks, values, args)
 
 
 def _eval(args: argparse.Namespace) -> int:

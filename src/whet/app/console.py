@@ -9,8 +9,10 @@ from rich.console import Console
 from whet.algorithms import check_algorithm
 from whet.app.display import ConsoleDisplay
 from whet.app.folder import RunFolder
+from whet.app.given import Surroundings
 from whet.app.report import draw_picture, print_report
 from whet.app.training import Result, run_training
+from whet.app.wire import NOTHING
 from whet.config import RunConfig
 from whet.policies.catalogue import resolve_model
 from whet.protocols import Algorithm
@@ -33,10 +35,13 @@ def work(
     folder: RunFolder,
     console: Console,
     algorithm: Algorithm | None = None,
+    surroundings: Surroundings = NOTHING,
 ) -> Result:
     """Do what is left of a run, and say what it came to."""
     with ConsoleDisplay(console) as display:
-        result = anyio.run(run_training, agent, tasks, held_out, folder, display, algorithm)
+        result = anyio.run(
+            run_training, agent, tasks, held_out, folder, display, algorithm, surroundings
+        )
     draw_picture(result, folder.picture)
     print_report(console, result)
     return result

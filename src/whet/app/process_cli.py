@@ -11,7 +11,8 @@ from whet.app.loading import load_function, with_extra
 from whet.app.signals import follow_supervisor
 from whet.config import RunConfig, merge, read_toml, resolve
 from whet.errors import ConfigError
-from whet.runners.agent import check_agent
+from whet.runners.execution import check_runnable
+from whet.runners.hooks import load_hooks
 
 GRACE_S = 20.0
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
@@ -127,6 +128,12 @@ def _add_runner(commands: Commands) -> None:
     add_place_flags(runner, DEFAULT_STORE)
     runner.add_argument("--concurrency", type=int, default=64, help="attempts at once [64]")
     runner.add_argument(
+        "--processes", type=int, default=0, metavar="N", help="one attempt in each; 0 uses none [0]"
+    )
+    runner.add_argument(
+        "--hooks", action="append", default=[], metavar="NAME", help="module:Class, to be called"
+    )
+    runner.add_argument(
         "--lease", type=float, default=30.0, metavar="S", help="silent so long, it is dead [30]"
     )
     runner.add_argument(
@@ -139,11 +146,12 @@ def _add_runner(commands: Commands) -> None:
 
 def _runner(args: argparse.Namespace) -> int:
     follow_supervisor()
-    config = resolve({"runner": {"concurrency": args.concurrency, "lease_s": args.lease}})
+    flags = {"concurrency": args.concurrency, "processes": args.processes, "lease_s": args.lease}
+    config = resolve({"runner": flags})
     agent = load_function(args.agent)
-    check_agent(agent)
+    check_runnable(agent, config.runner)
     return with_extra("whet.app.runner_command", "runner_command", "runner")(
-        agent, config.runner, args
+        agent, config.runner, load_hooks(args.hooks), args
     )
 
 

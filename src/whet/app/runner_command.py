@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -17,6 +18,7 @@ from whet.config import RunnerConfig
 from whet.gateway import keys
 from whet.runners.agent import Agent
 from whet.runners.gateways import Address, RemoteGateways
+from whet.runners.hooks import Hooks
 from whet.runners.local import LocalRunner
 from whet.types import Attempt, Outcome
 
@@ -25,17 +27,21 @@ TELL_S = 10.0
 """How often it is said how far it came, if it came further."""
 
 
-def runner_command(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> int:
+def runner_command(
+    agent: Agent, config: RunnerConfig, hooks: Sequence[Hooks], args: argparse.Namespace
+) -> int:
     """Run rollouts until told to stop."""
     allow_many_files()
-    run_async(_run, agent, config, args)
+    run_async(_run, agent, config, hooks, args)
     # A sync agent that was left alone may still be in its thread, which would keep the process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-async def _run(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> None:
+async def _run(
+    agent: Agent, config: RunnerConfig, hooks: Sequence[Hooks], args: argparse.Namespace
+) -> None:
     given = Address(args.gateway.removesuffix("/v1"), POLICY) if args.gateway else None
     counts = Counter[str]()
 
@@ -58,7 +64,13 @@ async def _run(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> 
         key = partial(keys.mint, secret=place.secret)
         gateways = RemoteGateways(store, key, given=given, say=say)
         runner = LocalRunner(
-            agent, config, store=store, gateways=gateways, name=args.name, on_outcome=on_outcome
+            agent,
+            config,
+            store=store,
+            gateways=gateways,
+            name=args.name,
+            hooks=hooks,
+            on_outcome=on_outcome,
         )
         say(f"runner {runner.name} joined run {place.run} of {place.address}")
 

@@ -15,10 +15,11 @@ from whet.app.comparison import Comparison, compare
 from whet.app.display import Display
 from whet.app.evaluation import evaluate, plan_trials, read_scores
 from whet.app.folder import RunFolder
+from whet.app.given import Surroundings
 from whet.app.scores import Interval, Scores
 from whet.app.tasks import training_plan
 from whet.app.tracked import comparison_metrics, tracked
-from whet.app.wire import Run, open_run
+from whet.app.wire import NOTHING, Run, open_run
 from whet.protocols import Algorithm
 from whet.runners.agent import Agent
 from whet.tracking.tracking import Tracking
@@ -96,6 +97,7 @@ async def run_training(
     folder: RunFolder,
     display: Display,
     algorithm: Algorithm | None = None,
+    surroundings: Surroundings = NOTHING,
 ) -> Result:
     """Do what is left of a run in this process.
 
@@ -107,7 +109,12 @@ async def run_training(
         display.ended(1)
 
     parts = open_run(
-        agent, folder, algorithm=algorithm, on_outcome=on_outcome, progress=display.note
+        agent,
+        folder,
+        algorithm=algorithm,
+        surroundings=surroundings,
+        on_outcome=on_outcome,
+        progress=display.note,
     )
     async with parts as run:
         return await train_and_compare(run, tasks, held_out, display)

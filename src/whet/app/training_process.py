@@ -13,11 +13,12 @@ from rich.console import Console
 from whet.app.console import new_run
 from whet.app.display import ConsoleDisplay, Display
 from whet.app.folder import RunFolder
+from whet.app.given import Surroundings
 from whet.app.places import find_place, joined
 from whet.app.report import draw_picture, print_report
 from whet.app.signals import run_async
 from whet.app.training import Result, train_and_compare
-from whet.app.wire import open_training
+from whet.app.wire import NOTHING, open_training
 from whet.config import resolve
 from whet.protocols import Algorithm, Directory
 from whet.store.sql import DEFAULT_RUN
@@ -47,10 +48,13 @@ def train_joint(
     *,
     address: str,
     algorithm: Algorithm | None = None,
+    surroundings: Surroundings = NOTHING,
 ) -> Result:
     """Do what is left of a run whose rollouts other processes run, and say what it came to."""
     with ConsoleDisplay(console) as display:
-        result = run_async(_train, tasks, held_out, folder, display, address, algorithm)
+        result = run_async(
+            _train, tasks, held_out, folder, display, address, algorithm, surroundings
+        )
     draw_picture(result, folder.picture)
     print_report(console, result)
     return result
@@ -63,6 +67,7 @@ async def _train(
     display: Display,
     address: str,
     algorithm: Algorithm | None,
+    surroundings: Surroundings,
 ) -> Result:
     directory = folder.path.parent.parent
     place = await find_place(address, folder.path.name, directory)
@@ -70,7 +75,12 @@ async def _train(
     async with (
         joined(place) as store,
         open_training(
-            folder, store, algorithm=algorithm, on_ended=display.ended, progress=display.note
+            folder,
+            store,
+            algorithm=algorithm,
+            surroundings=surroundings,
+            on_ended=display.ended,
+            progress=display.note,
         ) as parts,
         attended(store, display.note),
     ):

@@ -5,9 +5,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from whet.app.credit import open_algorithm
 from whet.app.folder import RunFolder
+from whet.app.given import Surroundings, published
 from whet.app.local_sampler import local_sampler
 from whet.app.published import PolicyFollower, PublishingTrainer, read_policy
 from whet.app.sampler import serve, served_sampler
@@ -16,11 +18,14 @@ from whet.config import RunConfig
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
 from whet.protocols import Algorithm, Collector, StepLog, Store, Trainer
-from whet.runners.agent import Agent, check_agent
+from whet.runners.agent import Agent
 from whet.runners.collect import QueueCollector
+from whet.runners.execution import check_runnable
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import Attempt, Endpoint, Outcome
+
+NOTHING = Surroundings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +48,17 @@ async def open_run(
     folder: RunFolder,
     *,
     algorithm: Algorithm | None = None,
+    surroundings: Surroundings = NOTHING,
     on_outcome: Callable[[Attempt, Outcome], None],
     progress: Callable[[str], None],
 ) -> AsyncGenerator[Run]:
     """Start store, engine, gateway and runner; stop them in turn when done.
 
-    An `algorithm` that is given stands for the one the config names.
+    An `algorithm` that is given stands for the one the config names. Resources are published
+    first, and given to every rollout.
     """
-    check_agent(agent)
     config = folder.config()
+    check_runnable(agent, config.runner)
     model = resolve_model(config.model, progress=progress)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     async with AsyncExitStack() as stack:
@@ -72,19 +79,21 @@ async def open_run(
         else:
             serving = _serve_here(policy, config, store, folder)
         gateway = await stack.enter_async_context(serving)
+        given = await published(store, surroundings.resources)
         # Servers have copies of the weights: rollouts say which they are to be sampled from.
+        sampled_from: dict[str, Literal["latest"]] = {POLICY: "latest"} if is_served else {}
         run = Run(
             config=config,
             folder=folder,
             store=store,
-            collector=QueueCollector(
-                queue=store, log=store, resources={POLICY: "latest"} if is_served else None
-            ),
+            collector=QueueCollector(queue=store, log=store, resources={**sampled_from, **given}),
             algorithm=algorithm,
             trainer=trainer,
             gateway=gateway.own_endpoint,
         )
-        async with agents_at_work(agent, config.runner, store, gateway.endpoint, on_outcome):
+        async with agents_at_work(
+            agent, config.runner, store, gateway.endpoint, on_outcome, hooks=surroundings.hooks
+        ):
             yield run
 
 
@@ -94,6 +103,7 @@ async def open_training(
     store: Store,
     *,
     algorithm: Algorithm | None = None,
+    surroundings: Surroundings = NOTHING,
     on_ended: Callable[[int], None],
     progress: Callable[[str], None],
 ) -> AsyncGenerator[Run]:
@@ -107,12 +117,13 @@ async def open_training(
         trainer = _publishing(local, policy, folder, model, store)
         await _restore_last(trainer, folder, store)
         await trainer.publish()
+        given = await published(store, surroundings.resources)
         yield Run(
             config=config,
             folder=folder,
             store=store,
             collector=QueueCollector(
-                queue=store, log=store, resources={POLICY: "latest"}, on_ended=on_ended
+                queue=store, log=store, resources={POLICY: "latest", **given}, on_ended=on_ended
             ),
             algorithm=algorithm,
             trainer=trainer,

@@ -1,6 +1,6 @@
 """Agents at work on a queue, and where they reach their model."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from whet.config import RunnerConfig
 from whet.gateway import keys
 from whet.runners.agent import Agent
 from whet.runners.gateways import OwnGateway
+from whet.runners.hooks import Hooks
 from whet.runners.local import LocalRunner, Work
 from whet.types import Attempt, Endpoint, Outcome
 
@@ -54,10 +55,17 @@ async def agents_at_work(
     store: Work,
     endpoint: Callable[[Attempt], Endpoint],
     on_outcome: Callable[[Attempt, Outcome], None],
+    *,
+    hooks: Sequence[Hooks] = (),
 ) -> AsyncGenerator[None]:
     """Claim and run rollouts until the block ends; a failure of either is raised as it is."""
     runner = LocalRunner(
-        agent, config, store=store, gateways=OwnGateway(endpoint), on_outcome=on_outcome
+        agent,
+        config,
+        store=store,
+        gateways=OwnGateway(endpoint),
+        hooks=hooks,
+        on_outcome=on_outcome,
     )
     try:
         async with create_task_group() as tasks:

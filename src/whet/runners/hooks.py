@@ -12,6 +12,7 @@ from anyio import to_thread
 from whet.errors import AgentFailed, ConfigError, WhetError, boundary
 from whet.runners.agent import awaited, name_of
 from whet.runners.in_process import Room
+from whet.runners.loading import load_function
 from whet.runners.running import Running
 from whet.types import Attempt, Outcome
 
@@ -19,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
 """Of one hook."""
-
-NAMES = ("on_start", "before", "after", "on_end")
 
 
 class Hooks:
@@ -39,17 +38,34 @@ class Hooks:
         """The runner ends. What it raises is logged."""
 
 
+def load_hooks(specs: Sequence[str]) -> list[Hooks]:
+    """Those that `module:Class`, or `module:object`, name.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found: list[Hooks] = []
+    for spec in specs:
+        hook = load_function(spec, "hook")
+        if isinstance(hook, type):
+            with boundary(ConfigError, f"cannot make the hook {spec!r} without arguments"):
+                hook = hook()
+        found.append(check_hook(hook))
+    return found
+
+
+def check_hook(hook: object) -> Hooks:
+    """Refuse what is no hook. Raises ConfigError."""
+    if not isinstance(hook, Hooks):
+        raise ConfigError(f"a hook is an object of a subclass of whet.Hooks; found {hook!r:.80}")
+    return hook
+
+
 class HookRunner:
     """Calls hooks: before an attempt in their order, after it in the opposite one."""
 
     def __init__(self, hooks: Sequence[Hooks], room: Room) -> None:
-        for hook in hooks:
-            if not all(callable(getattr(hook, name, None)) for name in NAMES):
-                raise ConfigError(
-                    f"a hook has the methods {', '.join(NAMES)}: let {name_of(hook)!r} be a "
-                    "subclass of whet.Hooks"
-                )
-        self._hooks = tuple(hooks)
+        self._hooks = tuple(check_hook(hook) for hook in hooks)
         self._room = room
         self._started: list[Hooks] = []
 

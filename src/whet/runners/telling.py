@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, TypeVar, cast, overload
@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from whet.errors import ConfigError
 from whet.runners.running import Running, inside, running
-from whet.types import Span, SpanEvent
+from whet.types import Endpoint, Span, SpanEvent
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -195,13 +195,20 @@ def _emit(what: str, name: str, attributes: dict[str, JsonValue]) -> None:
 
 def _said(value: object) -> JsonValue:
     """A value as it is kept: JSON as it is, anything else as it shows itself, and not too long."""
+    if isinstance(value, Mapping):
+        value = {key: _keyless(held) for key, held in cast(Mapping[Any, object], value).items()}
     try:
-        text = to_json(value, inf_nan_mode="null", fallback=repr)
+        text = to_json(_keyless(value), inf_nan_mode="null", fallback=repr)
         if len(text) <= LONGEST:
             return cast(JsonValue, json.loads(text))
     except (ValueError, TypeError, RecursionError):
         pass
     return repr(value)[:LONGEST]
+
+
+def _keyless(value: object) -> object:
+    """An endpoint without its key, which is no one's to read."""
+    return value.model_copy(update={"api_key": "..."}) if isinstance(value, Endpoint) else value
 
 
 def _blame(error: BaseException | None) -> dict[str, JsonValue]:

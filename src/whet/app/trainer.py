@@ -1,0 +1,97 @@
+"""`whet.Trainer`: what `whet.train` takes, in two steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import JsonValue
+
+from whet.app.algorithm import OwnAlgorithm
+from whet.app.api import train
+from whet.app.dry_run import DryRun, dry_run
+from whet.app.given import Given, as_resources
+from whet.app.tasks import Tasks
+from whet.config import merge
+from whet.errors import ConfigError
+from whet.protocols import Algorithm
+from whet.runners.agent import Agent
+from whet.runners.hooks import Hooks
+
+
+class Trainer:
+    """Settings first, then `fit` or `dev`; each is one call of `whet.train` or `whet dev`."""
+
+    def __init__(
+        self,
+        *,
+        algorithm: Algorithm | OwnAlgorithm | dict[str, JsonValue] | str | None = None,
+        n_workers: int | None = None,
+        resources: Given | None = None,
+        hooks: Sequence[Hooks] = (),
+        store: str | None = None,
+        quiet: bool = False,
+        **settings: JsonValue,
+    ) -> None:
+        """`n_workers` attempts run at once, which is `runner.concurrency`. `algorithm` is one of
+        your own, a function marked with `@whet.algorithm`, the name of one, or keys of the config;
+        `settings` are further keys of it.
+
+        Raises:
+            ConfigError: something the caller can mend.
+        """
+        if n_workers is not None:
+            runner = settings.get("runner", {})
+            if isinstance(runner, dict) and "concurrency" in runner:
+                raise ConfigError("n_workers is runner.concurrency: give one of them")
+            settings = merge(settings, {"runner": {"concurrency": n_workers}})
+        self._algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
+        self._resources = resources
+        self._hooks = tuple(hooks)
+        self._store = store
+        self._quiet = quiet
+        self._settings = settings
+
+    def fit(
+        self,
+        agent: Agent,
+        train_data: Tasks,
+        *,
+        val_data: Tasks | None = None,
+        resume: bool = False,
+    ) -> Any:  # Any: a Result, or what a function marked with @whet.algorithm returns
+        """Train the model behind the agent, and compare it with the base on `val_data`."""
+        if isinstance(self._algorithm, OwnAlgorithm):
+            if self._hooks or resume:
+                raise ConfigError("a function marked with @whet.algorithm takes no hooks or resume")
+            return self._algorithm.run(
+                agent,
+                train_data,
+                held_out=val_data or (),
+                resources=as_resources(self._resources),
+                store=self._store,
+                quiet=self._quiet,
+                **self._settings,
+            )
+        return train(
+            agent,
+            train_data,
+            held_out=val_data,
+            algorithm=self._algorithm,
+            resources=self._resources,
+            hooks=self._hooks,
+            resume=resume,
+            store=self._store,
+            quiet=self._quiet,
+            **self._settings,
+        )
+
+    def dev(self, agent: Agent, tasks: Tasks, *, samples: int = 3) -> DryRun:
+        """Run the agent on the first tasks without training, and show what happened."""
+        return dry_run(
+            agent,
+            tasks,
+            samples=samples,
+            resources=self._resources,
+            hooks=self._hooks,
+            quiet=self._quiet,
+            **self._settings,
+        )
