@@ -23,7 +23,7 @@ SIGNATURES = {
     "RunConfig": None,
     "Trainer": "(*, algorithm: whet.protocols.Algorithm | whet.app.algorithm.OwnAlgorithm | "
     "dict[str, JsonValue] | str | None = None, n_workers: int | None = None, "
-    "resources: collections.abc.Mapping[str, JsonValue | pydantic.main.BaseModel] | None = None, "
+    "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), store: str | None = None, "
     "quiet: bool = False, **settings: JsonValue) -> None",
     "WhetError": None,
@@ -45,7 +45,7 @@ SIGNATURES = {
     "tasks: str | pathlib.Path | collections.abc.Sequence[JsonValue], *, "
     "held_out: str | pathlib.Path | collections.abc.Sequence[JsonValue] | None = None, "
     "algorithm: whet.protocols.Algorithm | dict[str, JsonValue] | None = None, "
-    "resources: collections.abc.Mapping[str, JsonValue | pydantic.main.BaseModel] | None = None, "
+    "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), "
     "resume: bool = False, store: str | None = None, quiet: bool = False, "
     "**settings: JsonValue) -> whet.app.training.Result",

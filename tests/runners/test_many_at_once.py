@@ -39,7 +39,12 @@ class Echo(Engine):
         self._template = template
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str | None = None,
     ) -> AsyncGenerator[Piece]:
         await anyio.sleep(0.01)
         marker = MARKER.findall(self._template.decode(prompt))[-1]

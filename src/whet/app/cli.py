@@ -56,27 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_flags(demo)
     demo.set_defaults(run=_demo)
 
-    train = commands.add_parser("train", help="train the model behind your own agent")
-    train.add_argument("agent", nargs="?", help="module:function, or file.py:function")
-    train.add_argument("--tasks", required=True, help="training tasks, one JSON value a line")
-    train.add_argument("--held-out", default=None, help="tasks to evaluate on before and after")
-    train.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
-    _add_resume_flag(train, "continue the newest run of `whet train`, or the named one")
-    train.add_argument(
-        "--store",
-        default=os.environ.get(STORE_VARIABLE),
-        metavar="URL",
-        help="train only: `whet serve` and `whet runner` work at the store there [WHET_STORE]",
-    )
-    train.add_argument("--algorithm", default=None, metavar="FUNCTION", help="of yours, to run")
-    train.add_argument(
-        "--debug", action="store_true", help="do not train: do what `whet dev` does instead"
-    )
-    _add_samples_flag(train)
-    train.add_argument("--run", dest=PREFIX + "name", metavar="NAME", help="the same as --name")
-    _add_output_flags(train)
-    add_config_flags(train)
-    train.set_defaults(run=_train)
+    _add_train(commands)
     add_process_commands(commands)
 
     _add_dev(commands)
@@ -106,6 +86,30 @@ def build_parser() -> argparse.ArgumentParser:
     merge.set_defaults(run=_merge_model)
     models.set_defaults(run=_list_models)
     return parser
+
+
+def _add_train(commands: Commands) -> None:
+    train = commands.add_parser("train", help="train the model behind your own agent")
+    train.add_argument("agent", nargs="?", help="module:function, or file.py:function")
+    train.add_argument("--tasks", required=True, help="training tasks, one JSON value a line")
+    train.add_argument("--held-out", default=None, help="tasks to evaluate on before and after")
+    train.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
+    _add_resume_flag(train, "continue the newest run of `whet train`, or the named one")
+    train.add_argument(
+        "--store",
+        default=os.environ.get(STORE_VARIABLE),
+        metavar="URL",
+        help="train only: `whet serve` and `whet runner` work at the store there [WHET_STORE]",
+    )
+    train.add_argument("--algorithm", default=None, metavar="FUNCTION", help="of yours, to run")
+    train.add_argument(
+        "--debug", action="store_true", help="do not train: do what `whet dev` does instead"
+    )
+    _add_samples_flag(train)
+    train.add_argument("--run", dest=PREFIX + "name", metavar="NAME", help="the same as --name")
+    _add_output_flags(train)
+    add_config_flags(train)
+    train.set_defaults(run=_train)
 
 
 def _add_dev(commands: Commands) -> None:

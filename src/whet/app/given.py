@@ -14,8 +14,9 @@ from whet.runners.given import check_resources
 from whet.runners.hooks import Hooks
 from whet.types import Name
 
-Given = Mapping[str, JsonValue | BaseModel]
-"""JSON by name; a `PromptTemplate` or an `Endpoint` is written as its JSON."""
+Given = Mapping[str, object]
+"""JSON by name; a `PromptTemplate`, an `Endpoint` or another model of pydantic is written as its
+JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Surroundings:
 
 
 _NAME: TypeAdapter[str] = TypeAdapter(Name)
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 
 
 def as_resources(given: Given | None) -> dict[str, JsonValue]:
@@ -43,7 +45,12 @@ def as_resources(given: Given | None) -> dict[str, JsonValue]:
             raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
         if name == POLICY or name.startswith(PREFIX):
             raise ConfigError(f"a resource cannot be called {name!r}: whet has one of that name")
-        found[name] = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+        plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+        try:
+            found[name] = _JSON.validate_python(plain)
+        except ValidationError as error:
+            kind = type(value).__name__
+            raise ConfigError(f"the resource {name!r} is {kind}, and no JSON value") from error
     return found
 
 

@@ -11,8 +11,7 @@ from whet.app.loading import load_function, with_extra
 from whet.app.signals import follow_supervisor
 from whet.config import RunConfig, merge, read_toml, resolve
 from whet.errors import ConfigError
-from whet.runners.execution import check_runnable
-from whet.runners.hooks import load_hooks
+from whet.runners.agent import check_agent
 
 GRACE_S = 20.0
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
@@ -149,9 +148,9 @@ def _runner(args: argparse.Namespace) -> int:
     flags = {"concurrency": args.concurrency, "processes": args.processes, "lease_s": args.lease}
     config = resolve({"runner": flags})
     agent = load_function(args.agent)
-    check_runnable(agent, config.runner)
+    check_agent(agent)
     return with_extra("whet.app.runner_command", "runner_command", "runner")(
-        agent, config.runner, load_hooks(args.hooks), args
+        agent, config.runner, args
     )
 
 

@@ -17,8 +17,9 @@ from whet.app.working import POLICY
 from whet.config import RunnerConfig
 from whet.gateway import keys
 from whet.runners.agent import Agent
+from whet.runners.execution import check_runnable
 from whet.runners.gateways import Address, RemoteGateways
-from whet.runners.hooks import Hooks
+from whet.runners.hooks import Hooks, load_hooks
 from whet.runners.local import LocalRunner
 from whet.types import Attempt, Outcome
 
@@ -27,10 +28,10 @@ TELL_S = 10.0
 """How often it is said how far it came, if it came further."""
 
 
-def runner_command(
-    agent: Agent, config: RunnerConfig, hooks: Sequence[Hooks], args: argparse.Namespace
-) -> int:
+def runner_command(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> int:
     """Run rollouts until told to stop."""
+    check_runnable(agent, config)
+    hooks = load_hooks(args.hooks)
     allow_many_files()
     run_async(_run, agent, config, hooks, args)
     # A sync agent that was left alone may still be in its thread, which would keep the process.
