@@ -44,7 +44,7 @@ class Echo(Engine):
         sampling: Sampling,
         *,
         stream: bool = False,
-        affinity: str | None = None,
+        affinity: str = "",
     ) -> AsyncGenerator[Piece]:
         await anyio.sleep(0.01)
         marker = MARKER.findall(self._template.decode(prompt))[-1]

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -14,17 +13,16 @@ from rich.console import Console
 from whet.app.console import new_run
 from whet.app.dry_run_tree import draw
 from whet.app.folder import RunFolder
-from whet.app.given import Given, Surroundings, as_resources, check_given
+from whet.app.given import Surroundings, check_given
 from whet.app.signals import run_async
 from whet.app.tasks import Tasks, load_tasks, training_plan
 from whet.app.tried import Tried
-from whet.app.wire import open_run
+from whet.app.wire import NOTHING, open_run
 from whet.config import resolve
 from whet.errors import ConfigError
 from whet.protocols import Store
 from whet.runners.agent import Agent, check_agent
 from whet.runners.execution import check_runnable
-from whet.runners.hooks import Hooks
 from whet.types import Attempt, Outcome, Rollout
 
 KIND = "dev"
@@ -45,13 +43,11 @@ class DryRun:
 def dry_run(
     agent: Agent,
     tasks: Tasks,
+    settings: dict[str, JsonValue],
+    console: Console,
     *,
-    samples: int = 3,
-    resources: Given | None = None,
-    hooks: Sequence[Hooks] = (),
-    quiet: bool = False,
-    console: Console | None = None,
-    **settings: JsonValue,
+    samples: int,
+    surroundings: Surroundings = NOTHING,
 ) -> DryRun:
     """Run the agent on the first tasks, as training would, and show what happened.
 
@@ -62,13 +58,11 @@ def dry_run(
     if samples < 1:
         raise ConfigError(f"a dry run takes at least one sample; found {samples}")
     chosen = load_tasks(tasks)[:samples]
-    surroundings = Surroundings(as_resources(resources), tuple(hooks))
     check_given(agent, surroundings.resources)
     config = resolve(settings)
     check_runnable(agent, config.runner)
-    console = console or Console(quiet=quiet)
     folder = new_run(config, KIND, console)
-    tried = run_async(partial(_run, agent, chosen, folder, surroundings, console))
+    tried = run_async(_run, agent, chosen, folder, surroundings, console)
     for one in tried:
         console.print(draw(one))
     console.print(f"nothing was trained; all of it: {folder.path}", highlight=False)
@@ -80,7 +74,7 @@ def dry_run_command(
 ) -> int:
     """`whet dev`, and `whet train --debug`."""
     console = Console(quiet=args.quiet, stderr=args.json)
-    done = dry_run(agent, list(tasks), samples=args.samples, console=console, **values)
+    done = dry_run(agent, tasks, values, console, samples=args.samples)
     if args.json:
         sys.stdout.write(json.dumps(done.as_json()) + "\n")
     return 0

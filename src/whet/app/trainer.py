@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import JsonValue
+from rich.console import Console
 
 from whet.app.algorithm import OwnAlgorithm
 from whet.app.api import train
 from whet.app.dry_run import DryRun, dry_run
-from whet.app.given import Given, as_resources
+from whet.app.given import Given, Surroundings, as_resources
 from whet.app.tasks import Tasks
 from whet.config import merge
 from whet.errors import ConfigError
@@ -43,7 +44,8 @@ class Trainer:
             if isinstance(runner, dict) and "concurrency" in runner:
                 raise ConfigError("n_workers is runner.concurrency: give one of them")
             settings = merge(settings, {"runner": {"concurrency": n_workers}})
-        self._algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm
+        named: dict[str, JsonValue] = {"name": algorithm} if isinstance(algorithm, str) else {}
+        self._algorithm = named if isinstance(algorithm, str) else algorithm
         self._resources = resources
         self._hooks = tuple(hooks)
         self._store = store
@@ -86,12 +88,15 @@ class Trainer:
 
     def dev(self, agent: Agent, tasks: Tasks, *, samples: int = 3) -> DryRun:
         """Run the agent on the first tasks without training, and show what happened."""
+        if isinstance(self._algorithm, dict):
+            settings = self._settings | {"algorithm": self._algorithm}
+        else:
+            settings = self._settings
         return dry_run(
             agent,
             tasks,
+            settings,
+            Console(quiet=self._quiet),
             samples=samples,
-            resources=self._resources,
-            hooks=self._hooks,
-            quiet=self._quiet,
-            **self._settings,
+            surroundings=Surroundings(as_resources(self._resources), self._hooks),
         )
