@@ -250,6 +250,9 @@ class GatewayConfig(Section):
     """0 takes any free port."""
     models: tuple[str, ...] = ()
     """Further model names that agents may ask for; the same policy answers."""
+    endpoints: tuple[str, ...] = ()
+    """Models elsewhere that agents may ask for, each `NAME=MODEL@URL` of an OpenAI-compatible API:
+    text only, never recorded, never trained. `WHET_NAME_KEY`, else `OPENAI_API_KEY`, is the key."""
     trace_header: str = "trace_id"
     """The request header that may name the attempt, besides the URL and the API key."""
     allow_unattributed: bool = False

@@ -165,3 +165,41 @@ def test_what_cannot_be_passed_on_is_a_clear_refusal(tmp_path: Path, upstream: U
     )
     assert done.comparison.scores["big"].greedy == (1.0,)
     assert seen == {"no key": 401, "no json": 400, "no object": 400, "other attempt": 401}
+
+
+def test_a_partner_elsewhere_is_asked_by_name_and_never_trained(
+    tmp_path: Path, upstream: Upstream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def with_partner(task: str, llm: whet.Endpoint) -> float:
+        async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+            messages: Any = [{"role": "user", "content": task}]
+            said = await client.chat.completions.create(
+                model="judge", messages=messages, temperature=0
+            )
+            mine = await client.chat.completions.create(
+                model=llm.model, messages=messages, max_tokens=4
+            )
+        assert said.choices[0].message.content == task.upper()
+        return float("e" in (mine.choices[0].message.content or ""))
+
+    result = whet.train(
+        with_partner,
+        ["one", "two"],
+        dir=str(tmp_path),
+        steps=1,
+        tasks_per_step=2,
+        group_size=4,
+        gateway={"endpoints": [f"judge=big/model@{upstream.url}"]},
+        runner={"temperature": 1.0},
+    )
+    told = " ".join("".join(capsys.readouterr()).split())
+    assert "calls to 'judge' go to" in told
+    assert "they are never trained" in told
+    assert result.total("failed_rollouts") == 0
+    assert result.total("calls") == len(upstream.asked) == 8, "only the model's own are calls"
+    assert {body["temperature"] for body in upstream.asked} == {0}
+
+
+def test_an_endpoint_is_named_as_it_should_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of the form NAME=MODEL@URL; found 'judge=big'"):
+        whet.train(shout, ["a"], dir=str(tmp_path), gateway={"endpoints": ["judge=big"]})

@@ -35,7 +35,18 @@ PROBE_S = 20.0
 class Relay:
     """One model of an endpoint, for the attempts of one log."""
 
-    def __init__(self, url: str, model: str, key: str, *, log: AttemptLog, secret: bytes) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        key: str,
+        *,
+        log: AttemptLog,
+        secret: bytes,
+        forces_sampling: bool = True,
+    ) -> None:
+        """With `forces_sampling` a rollout's own sampling is that of this model too."""
+        self._forces_sampling = forces_sampling
         self._url = url.rstrip("/")
         self._model = model
         self._headers = _headers(key)
@@ -80,7 +91,9 @@ class Relay:
             raise RequestError(f"the body is not JSON: {error}") from error
         if not isinstance(asked, dict):
             raise RequestError("the body is no JSON object")
-        forced = attempt.rollout.sampling.model_dump(exclude_none=True)
+        forced: dict[str, Any] = {}
+        if self._forces_sampling:
+            forced = attempt.rollout.sampling.model_dump(exclude_none=True)
         return json.dumps({**cast(dict[str, Any], asked), "model": self._model, **forced}).encode()
 
     async def _answer(self, sent: httpx.Request) -> Response:

@@ -1,9 +1,13 @@
 """What samples for a gateway, and a gateway at work with it. No torch, and no client of servers."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
 
 from whet.app.published import PublishedPolicy, ServedPolicy
 from whet.app.working import POLICY, Gateway
@@ -13,9 +17,14 @@ from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
 from whet.gateway.service import Log, Service
 from whet.gateway.template import ChatTemplate
-from whet.protocols import Engine
+from whet.protocols import AttemptLog, Engine
 from whet.serving import AppServer
 from whet.types import Attempt
+
+if TYPE_CHECKING:
+    from whet.app.elsewhere import Elsewhere
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ async def serve(
     secret: bytes,
     *,
     prepare: Callable[[Attempt], Awaitable[None]] | None = None,
+    say: Callable[[str], None] = logger.info,
 ) -> AsyncGenerator[Gateway]:
     """A gateway at work. The sampler's engine is closed when it ends."""
     async with AsyncExitStack() as stack:
@@ -53,17 +63,37 @@ async def serve(
             context_length=sampler.context_length,
             prepare=prepare,
         )
+        elsewhere = None
+        app: ASGIApp = build_app(service, secret, config.gateway)
+        if config.gateway.endpoints:
+            app = elsewhere = _elsewhere(app, config.gateway.endpoints, log, secret, say)
         server = AppServer(
-            build_app(service, secret, config.gateway),
+            app,
             host=config.gateway.host,
             port=config.gateway.port,
             name="gateway",
             port_flag="--gateway.port",
         )
         stack.callback(server.close)
+        if elsewhere is not None:
+            stack.callback(elsewhere.close)
         # Ahead of the server, which waits for its requests: none is left without an answer.
         stack.push_async_callback(sampler.engine.close)
         yield Gateway(server.url, secret, POLICY)
+
+
+def _elsewhere(
+    app: ASGIApp,
+    endpoints: Sequence[str],
+    log: AttemptLog,
+    secret: bytes,
+    say: Callable[[str], None],
+) -> "Elsewhere":
+    try:
+        from whet.app.elsewhere import Elsewhere, relays_of  # noqa: PLC0415 - only if needed
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(f"gateway.endpoints ({error})", "eval") from error
+    return Elsewhere(app, relays_of(endpoints, log, secret, say))
 
 
 @asynccontextmanager

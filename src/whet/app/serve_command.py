@@ -52,7 +52,7 @@ async def _serve_run(store: Store, place: Place, config: RunConfig, args: Argume
     async with _sampler(model, published, config, args) as sampler:
         follower = PolicyFollower(sampler.weights, published, store)
         await follower.load_newest()
-        serving = serve(sampler, config, store, place.secret, prepare=follower.prepare)
+        serving = serve(sampler, config, store, place.secret, prepare=follower.prepare, say=say)
         async with serving as gateway, _known(store, args.url or gateway.url):
             say(
                 f"gateway listens at {gateway.url} for run {place.run}: "

@@ -77,7 +77,7 @@ async def open_run(
             await trainer.publish()
             serving = _serve_elsewhere(model, config, store, folder, progress)
         else:
-            serving = _serve_here(policy, config, store, folder)
+            serving = _serve_here(policy, config, store, folder, progress)
         gateway = await stack.enter_async_context(serving)
         given = await published(store, surroundings.resources)
         # Servers have copies of the weights: rollouts say which they are to be sampled from.
@@ -145,11 +145,15 @@ def _publishing(
 
 @asynccontextmanager
 async def _serve_here(
-    policy: LocalPolicy, config: RunConfig, store: Store, folder: RunFolder
+    policy: LocalPolicy,
+    config: RunConfig,
+    store: Store,
+    folder: RunFolder,
+    progress: Callable[[str], None],
 ) -> AsyncGenerator[Gateway]:
     async with (
         local_sampler(policy, config) as sampler,
-        serve(sampler, config, store, folder.secret()) as gateway,
+        serve(sampler, config, store, folder.secret(), say=progress) as gateway,
     ):
         yield gateway
 
@@ -167,6 +171,8 @@ async def _serve_elsewhere(
     async with serving as sampler:
         follower = PolicyFollower(sampler.weights, published, store)
         await follower.load_newest()
-        prepared = serve(sampler, config, store, folder.secret(), prepare=follower.prepare)
+        prepared = serve(
+            sampler, config, store, folder.secret(), prepare=follower.prepare, say=progress
+        )
         async with prepared as gateway:
             yield gateway
