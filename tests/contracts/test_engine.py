@@ -102,7 +102,7 @@ async def test_it_is_one_piece_unless_a_stream_is_asked_for(engine: Engine) -> N
     whole = await ask(engine, PROMPT, seed=1, max_tokens=7)
     streamed = await ask(engine, PROMPT, seed=1, max_tokens=7, stream=True)
     assert whole.pieces == 1
-    assert streamed.pieces == 7
+    assert 1 < streamed.pieces <= 7, "what is sampled while nobody looks may come together"
     assert streamed.tokens == whole.tokens
     assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
 
@@ -198,7 +198,7 @@ async def test_closing_the_generator_stops_that_request_alone(engine: Engine) ->
     await anext(other)
     await left.aclose()
     pieces = [piece async for piece in other]
-    assert len(pieces) == 29
+    assert sum(len(piece.tokens) for piece in pieces) == 29
     assert pieces[-1].stop == "length"
 
 
