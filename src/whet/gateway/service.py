@@ -185,7 +185,7 @@ class Service:
             parent=place.turn.id if place.turn else None,
             messages=tuple(place.messages),
             context=context,
-            origin=Origin(
+            origin=Origin.unchecked(
                 dialect=source.dialect,
                 model=source.model,
                 agent=source.agent,

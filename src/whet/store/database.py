@@ -68,12 +68,12 @@ class Database(Protocol):
         """The same from any thread."""
         ...
 
-    def read(self, read: Callable[[Db], T]) -> Future[T]:
+    def read(self, read: Callable[[Db], T]) -> asyncio.Future[T]:
         """Read from a snapshot that has everything whose write has returned."""
         ...
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
-        """The same beside all other reads, for what takes long."""
+        """The same beside all other reads, for what takes long, and from any thread."""
         ...
 
     def vacuum(self) -> Future[None]:

@@ -173,8 +173,8 @@ class PostgresDatabase(Database):
     def submit(self, change: Change[T]) -> Future[T]:
         return self._writer.submit(change)
 
-    def read(self, read: Callable[[Db], T]) -> Future[T]:
-        return self._submit(self._readers, read)
+    def read(self, read: Callable[[Db], T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(self._submit(self._readers, read))
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
         return self._submit(self._long, read)

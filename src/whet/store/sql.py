@@ -332,7 +332,7 @@ class SQLStore(Store):
         return await self._database.write(Bulk(act, self.run, argument))
 
     async def _read(self, read: Callable[[Db], T]) -> T:
-        return await asyncio.wrap_future(self._database.read(read))
+        return await self._database.read(read)
 
     async def _claim_now(self, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
         claim = Claim(worker, lease_s, wait_s, self._ticket)

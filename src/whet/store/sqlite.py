@@ -14,6 +14,7 @@ from whet.store.bell import Bell
 from whet.store.database import Change, Database, Db
 from whet.store.failures import named
 from whet.store.queue import Queue
+from whet.store.reader import Reader
 from whet.store.schema import connect, open_file
 from whet.store.sql import DEFAULT_RUN, SQLStore
 from whet.store.writer import Writer
@@ -28,7 +29,6 @@ class SQLiteDatabase(Database):
         """Raises StoreError if the file cannot be opened or made."""
         self._path = path
         writes = open_file(path)
-        self._reads = _reading(path)
         self.bell = Bell()
         self.queue = Queue(clock, self.bell)
         self._writer = Writer(
@@ -37,7 +37,7 @@ class SQLiteDatabase(Database):
             committed=self.bell.ring_marked,
             guard=lambda: named(path),
         )
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
+        self._reader = Reader(_reading(path), lambda: named(path))
         self._long = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
 
     def write(self, change: Change[T]) -> asyncio.Future[T]:
@@ -46,32 +46,27 @@ class SQLiteDatabase(Database):
     def submit(self, change: Change[T]) -> Future[T]:
         return self._writer.submit(change)
 
-    def read(self, read: Callable[[Db], T]) -> Future[T]:
-        return _submit(self._reader, lambda: self._snapshot(self._reads, read))
+    def read(self, read: Callable[[Db], T]) -> asyncio.Future[T]:
+        return self._reader.read(read)
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
         def beside() -> T:
-            with closing(_reading(self._path)) as db:
-                return self._snapshot(db, read)
+            with named(self._path), closing(_reading(self._path)) as db:
+                db.execute("BEGIN")
+                return read(db)
 
-        return _submit(self._long, beside)
+        try:
+            return self._long.submit(beside)
+        except RuntimeError as error:
+            raise StoreClosed("the store is closed") from error
 
     def vacuum(self) -> Future[None]:
         return self._writer.submit(_vacuum, alone=True)
 
-    def _snapshot(self, db: sqlite3.Connection, read: Callable[[Db], T]) -> T:
-        with named(self._path):
-            db.execute("BEGIN")
-            try:
-                return read(db)
-            finally:
-                db.execute("ROLLBACK")
-
     def close(self) -> None:
         self._writer.close()
-        self._reader.shutdown()
+        self._reader.close()
         self._long.shutdown()
-        self._reads.close()
         self.bell.ring()
 
 
@@ -97,13 +92,6 @@ def _reading(path: Path) -> sqlite3.Connection:
     db = connect(path)
     db.execute("PRAGMA query_only = ON")
     return db
-
-
-def _submit(threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
-    try:
-        return threads.submit(work)
-    except RuntimeError as error:
-        raise StoreClosed("the store is closed") from error
 
 
 def _vacuum(db: Db) -> None:

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
 from whet.errors import StoreClosed, StoreError, WhetError, boundary
 from whet.store.database import Bulk, Change, Db
+from whet.store.jobs import Inbox, Job, Reply, deliver
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +28,12 @@ MAX_TRIES = 10
 """How often a transaction is begun again that another process got in the way of."""
 
 
-class _Job(NamedTuple):
-    change: Change[Any]  # Any: jobs of all results share one queue
-    future: Future[Any] | asyncio.Future[Any]
-    loop: asyncio.AbstractEventLoop | None
-    """Where the future belongs, if to an event loop."""
+class _Work(NamedTuple):
+    change: Change[Any]  # Any: changes of all results share one queue
     alone: bool
 
-    def begin(self) -> bool:
-        """Whether somebody still wants it."""
-        if isinstance(self.future, asyncio.Future):
-            return not self.future.cancelled()
-        return self.future.set_running_or_notify_cancel()
 
-
-_Reply = tuple[_Job, Any]
-"""What came of a job; an error of ours is raised for who waits."""
+_Job = Job[_Work]
 
 
 class _Refused(WhetError):
@@ -81,10 +71,8 @@ class Writer:
         self._guard = guard
         self._transient = transient
         self._nap_s: float | None = None
-        self._jobs = SimpleQueue[_Job | None]()
+        self._inbox = Inbox[_Work]()
         self._begun: list[_Job] = []
-        self._closing = threading.Lock()
-        self._closed = False
         self._thread = threading.Thread(target=self._run, name="whet-store-writer", daemon=True)
         self._thread.start()
 
@@ -93,29 +81,17 @@ class Writer:
 
         Cancelling the future stops a change that has not begun.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._put(_Job(change, future, loop, alone=False))
-        return future
+        return self._inbox.ask(_Work(change, alone=False))
 
     def submit(self, change: Change[T], *, alone: bool = False) -> Future[T]:
         """The same from any thread. One that runs `alone` is in no transaction."""
         future = Future[T]()
-        self._put(_Job(change, future, None, alone))
+        self._inbox.put(Job(_Work(change, alone), future))
         return future
-
-    def _put(self, job: _Job) -> None:
-        with self._closing:
-            if self._closed:
-                raise StoreClosed("the store is closed")
-            self._jobs.put(job)
 
     def close(self) -> None:
         """Commit what was submitted, and end the thread. Idempotent."""
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self._jobs.put(None)
+        self._inbox.close()
         self._thread.join()
 
     def _run(self) -> None:
@@ -123,37 +99,20 @@ class Writer:
             self._work()
         finally:
             # However the thread ends, nobody waits for it in vain.
-            with self._closing:
-                self._closed = True
             stopped = StoreClosed("the store's writer has stopped")
-            _deliver((job, stopped) for job in [*self._begun, *self._take_now()] if job)
+            deliver((job, stopped) for job in self._begun)
+            self._inbox.refuse(stopped)
             self._db.close()
 
     def _work(self) -> None:
         more = True
         while more:
-            jobs = self._take()
-            more = None not in jobs
-            self._begun = [job for job in jobs if job and job.begin()]
-            self._transact([job for job in self._begun if not job.alone])
+            jobs, more = self._inbox.take(self._nap_s)
+            self._begun = [job for job in jobs if job.begin()]
+            self._transact([job for job in self._begun if not job.work.alone])
             for job in self._begun:
-                if job.alone:
+                if job.work.alone:
                     self._run_alone(job)
-
-    def _take(self) -> list[_Job | None]:
-        """All that is waiting; empty when upkeep is due instead."""
-        try:
-            jobs = [self._jobs.get(timeout=self._nap_s)]
-        except Empty:
-            return []
-        return [*jobs, *self._take_now()]
-
-    def _take_now(self) -> list[_Job | None]:
-        jobs: list[_Job | None] = []
-        with suppress(Empty):
-            for _ in range(self._jobs.qsize()):
-                jobs.append(self._jobs.get_nowait())
-        return jobs
 
     def _transact(self, jobs: Sequence[_Job]) -> None:
         tries, careful = 0, False
@@ -170,20 +129,20 @@ class Writer:
                     continue
                 logger.error("transaction failed changes=%d error=%s", len(jobs), error)
                 self._nap_s = MAX_NAP_S
-                _deliver((job, _again(error)) for job in jobs)
+                deliver((job, _again(error)) for job in jobs)
                 return
             else:
                 self._committed()
-                _deliver(replies)
+                deliver(replies)
                 return
 
     def _undo(self) -> None:
         with suppress(StoreError), boundary(StoreError, "it was undone already"):
             self._db.execute("ROLLBACK")
 
-    def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[_Reply]:
+    def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[Reply]:
         """Do all in one transaction; only if `careful` can one be refused without the others."""
-        replies: list[_Reply] = []
+        replies: list[Reply] = []
         with self._guard():
             self._db.execute("BEGIN IMMEDIATE")
             if careful:
@@ -202,14 +161,14 @@ class Writer:
                 [result] = self._do([job])
         except WhetError as error:
             result = error
-        _deliver([(job, result)])
+        deliver([(job, result)])
 
     def _do(self, jobs: Sequence[_Job]) -> Sequence[Any]:
         """What came of changes of one kind."""
-        change = jobs[0].change
+        change = jobs[0].work.change
         if not isinstance(change, Bulk):
             return [change(self._db)]
-        bulk = cast(list[Bulk[Any, Any]], [job.change for job in jobs])
+        bulk = cast(list[Bulk[Any, Any]], [job.work.change for job in jobs])
         return bulk[0].act(self._db, bulk[0].run, [one.argument for one in bulk])
 
     def _change(self, jobs: Sequence[_Job]) -> Sequence[Any]:
@@ -252,29 +211,6 @@ def _by_kind(jobs: Sequence[_Job]) -> Iterable[list[_Job]]:
     """
     kinds = defaultdict[object, list[_Job]](list)
     for place, job in enumerate(jobs):
-        change = job.change
+        change = job.work.change
         kinds[(change.act, change.run) if isinstance(change, Bulk) else place].append(job)
     return kinds.values()
-
-
-def _deliver(replies: Iterable[_Reply]) -> None:
-    """Tell everybody what came of their changes: an event loop is woken once for all of its own."""
-    by_loop = defaultdict[asyncio.AbstractEventLoop | None, list[_Reply]](list)
-    for job, result in replies:
-        by_loop[job.loop].append((job, result))
-    for loop, mine in by_loop.items():
-        if loop is None:
-            _settle(mine)
-        else:
-            with suppress(RuntimeError):  # it was closed, with all who waited in it
-                loop.call_soon_threadsafe(_settle, mine)
-
-
-def _settle(replies: Iterable[_Reply]) -> None:
-    for job, result in replies:
-        if job.future.done():
-            continue
-        if isinstance(result, WhetError):
-            job.future.set_exception(result)
-        else:
-            job.future.set_result(result)

@@ -49,16 +49,18 @@ class Sampled(Wire):
         seed: int | None = None,
         top_logprobs: int = 0,
     ) -> Sampling:
-        """As the engine takes it."""
+        """As the engine takes it; the request was checked, and nothing is checked again."""
         stops = [stop] if isinstance(stop, str) else stop or []
-        return Sampling(
+        return Sampling.unchecked(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
             top_k=max(0, self.top_k or 0),
             max_tokens=max_tokens,
             stop=tuple(text for text in stops if text),
+            stop_ids=(),
             seed=seed,
             top_logprobs=top_logprobs,
+            grammar=None,
         )
 
 

@@ -1,0 +1,107 @@
+"""Work for the threads of a database, handed over many at a time, and its results handed back."""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from whet.errors import StoreClosed, WhetError
+
+W = TypeVar("W")
+
+
+class Job(NamedTuple, Generic[W]):
+    """Something to do, and who waits for it."""
+
+    work: W
+    future: Future[Any] | asyncio.Future[Any]  # Any: jobs of all results share one queue
+    loop: asyncio.AbstractEventLoop | None = None
+    """Where the future belongs, if to an event loop."""
+
+    def begin(self) -> bool:
+        """Whether somebody still wants it."""
+        if isinstance(self.future, asyncio.Future):
+            return not self.future.cancelled()
+        return self.future.set_running_or_notify_cancel()
+
+
+class Inbox(Generic[W]):
+    """What waits for a thread, which takes all of it at once."""
+
+    def __init__(self) -> None:
+        self._jobs = SimpleQueue[Job[W] | None]()
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def ask(self, work: W) -> asyncio.Future[Any]:
+        """Have it done; the future is of the running event loop. Raises StoreClosed."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self.put(Job(work, future, loop))
+        return future
+
+    def put(self, job: Job[W]) -> None:
+        """Raises StoreClosed."""
+        with self._closing:
+            if self._closed:
+                raise StoreClosed("the store is closed")
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        """Take no more, and wake who takes. Idempotent."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+
+    def take(self, timeout_s: float | None = None) -> tuple[list[Job[W]], bool]:
+        """All that waits, or nothing in time; and whether there may be more."""
+        try:
+            taken = [self._jobs.get(timeout=timeout_s)]
+        except Empty:
+            return [], True
+        taken += self._take_now()
+        return [job for job in taken if job], None not in taken
+
+    def refuse(self, error: WhetError) -> None:
+        """Close, and tell this to all who wait."""
+        self.close()
+        deliver((job, error) for job in self._take_now() if job)
+
+    def _take_now(self) -> list[Job[W] | None]:
+        jobs: list[Job[W] | None] = []
+        with suppress(Empty):
+            for _ in range(self._jobs.qsize()):
+                jobs.append(self._jobs.get_nowait())
+        return jobs
+
+
+Reply = tuple[Job[Any], Any]
+"""What came of a job; an error of ours is raised for who waits."""
+
+
+def deliver(replies: Iterable[Reply]) -> None:
+    """Tell everybody what came of their jobs: an event loop is woken once for all of its own."""
+    by_loop = defaultdict[asyncio.AbstractEventLoop | None, list[Reply]](list)
+    for job, result in replies:
+        by_loop[job.loop].append((job, result))
+    for loop, mine in by_loop.items():
+        if loop is None:
+            _settle(mine)
+        else:
+            with suppress(RuntimeError):  # it was closed, with all who waited in it
+                loop.call_soon_threadsafe(_settle, mine)
+
+
+def _settle(replies: Iterable[Reply]) -> None:
+    for job, result in replies:
+        if job.future.done():
+            continue
+        if isinstance(result, WhetError):
+            job.future.set_exception(result)
+        else:
+            job.future.set_result(result)
