@@ -28,7 +28,7 @@ class SQLiteDatabase(Database):
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         """Raises StoreError if the file cannot be opened or made."""
         self._path = path
-        writes = open_file(path)
+        writes, reads = open_file(path), _reading(path)
         self.bell = Bell()
         self.queue = Queue(clock, self.bell)
         self._writer = Writer(
@@ -37,7 +37,7 @@ class SQLiteDatabase(Database):
             committed=self.bell.ring_marked,
             guard=lambda: named(path),
         )
-        self._reader = Reader(_reading(path), lambda: named(path))
+        self._reader = Reader(reads, lambda: named(path))
         self._long = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
 
     def write(self, change: Change[T]) -> asyncio.Future[T]:
