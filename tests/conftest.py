@@ -2,8 +2,17 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from clock import Clock
+
+settings.register_profile("whet", deadline=None)  # a busy machine is slow, not wrong
+settings.load_profile("whet")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

@@ -39,11 +39,6 @@ STANDING = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def plan(group: int) -> list[Rollout]:
     return [
         Rollout(id=f"g{group:02d}-{index}", task=index, group=f"g{group:02d}")

@@ -26,11 +26,6 @@ pytestmark = pytest.mark.anyio
 SIZE = 2
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def config(staleness: int = 2, refill: int = 1, steps: int = 5) -> RunConfig:
     return resolve(
         {
@@ -198,7 +193,7 @@ async def test_rollouts_go_on_while_a_step_is_trained(tmp_path: Path) -> None:
         assert [r.metrics["off_policy_tokens"] for r in records] == [0, 1, 1, 1, 1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     staleness=st.integers(1, 4),
     refill=st.integers(1, 3),

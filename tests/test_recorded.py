@@ -14,11 +14,6 @@ from whet.types import AttemptId, Credit, Span, Trajectory
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Counting(Scorer):
     """The log-probability of a token is its place, counted down from -1."""
 

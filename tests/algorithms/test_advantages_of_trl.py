@@ -26,11 +26,6 @@ TRL_EPSILON = 1e-4
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def trained(tmp_path: Path) -> Any:  # Any: TRL is imported by name
     """One step of a TRL trainer on a tiny model; gives the advantages it used."""
     trl = pytest.importorskip("trl")

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.anyio
 CONFIG = AlgorithmConfig(name="distillation", teacher="x")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Ruler(Scorer):
     """Thinks of a token as minus its place in the sequence."""
 

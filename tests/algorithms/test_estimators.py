@@ -18,11 +18,6 @@ pytestmark = pytest.mark.anyio
 CONFIG = AlgorithmConfig()
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_grpo_subtracts_the_groups_mean() -> None:
     # Means: 1/4 and 7/2.
     assert await advantages(GRPO(CONFIG), [(1, 0, 0, 0), (2, 5)]) == [

@@ -19,11 +19,6 @@ pytestmark = pytest.mark.anyio
 BY_TURN = AlgorithmConfig(credit="turn")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def talk_of(turns: int, rollout: str = "r") -> tuple[Conversation, list[GenerationId]]:
     """A conversation of so many answers, one after the other."""
     talk = Conversation(rollout)

@@ -29,11 +29,6 @@ from whet.types import (
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 SOLVER = Origin(agent="solver")
 
 

@@ -40,11 +40,6 @@ def fake(folder: Path) -> Engine:
     return FakeEngine(decode=decode, vocabulary=VOCABULARY, context_length=CONTEXT)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def served(
     kind: Literal["vllm", "sglang"], app: Callable[[ServerState], Starlette], **settings: bool

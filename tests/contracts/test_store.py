@@ -55,11 +55,6 @@ WON = Outcome(reward=1.0)
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def sqlite(tmp_path: Path, clock: Clock) -> AsyncGenerator[Store]:
     async with SQLiteStore(tmp_path / "store.db", clock=clock) as store:
         yield store

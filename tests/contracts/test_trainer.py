@@ -28,11 +28,6 @@ def fake(folder: Path) -> Trainer:
     return FakeTrainer()
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(params=[local, fake])
 def build(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[], Trainer]:
     return lambda: request.param(tiny_folder)

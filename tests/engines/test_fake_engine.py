@@ -9,11 +9,6 @@ from whet.engines.fake import FakeEngine
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_a_script_is_followed_answer_by_answer_then_it_is_on_its_own() -> None:
     engine = FakeEngine([b"hello", b"you"])
     first = await ask(engine, b"ab", top_k=1, temperature=0)

@@ -38,11 +38,6 @@ EXACT = 1e-4
 """The sampler's log-probabilities against a forward pass without a cache, in fp32."""
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 Ways = Callable[[LocalPolicy, int], Forward]
 WAYS: dict[LocalPolicy, Ways] = {}
 """How the models of some policies are run; the others as they are."""

@@ -14,11 +14,6 @@ from whet.policies.local import LocalPolicy
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def policy(tiny_folder: Path) -> LocalPolicy:
     return LocalPolicy(tiny_folder, TrainerConfig(weights="full"), device="cpu", seed=0)

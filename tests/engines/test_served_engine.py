@@ -22,11 +22,6 @@ pytestmark = pytest.mark.anyio
 PROMPT = prompt_of(20)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Bench:
     """Servers and an engine of them."""

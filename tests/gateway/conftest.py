@@ -196,11 +196,6 @@ def read_events(text: str) -> list[Json]:
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def renderer() -> Renderer:
     return Renderer(ChatTemplate(TINY))

@@ -394,7 +394,6 @@ async def test_no_mutated_body_is_more_than_refused_by_its_dialect(cases: int) -
 
 @settings(
     max_examples=500,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     database=None,
 )
@@ -411,7 +410,6 @@ async def test_no_mutated_body_makes_the_gateway_fail(
 
 @settings(
     max_examples=300,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     database=None,
 )

@@ -347,7 +347,6 @@ def store() -> Iterator[SQLiteStore]:
 
 
 MANY = settings(
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     print_blob=True,
 )

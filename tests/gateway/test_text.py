@@ -164,7 +164,7 @@ RAW = st.lists(st.integers(0, 1279), max_size=20)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "tiny"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     pieces=PIECES,
     raw=RAW,

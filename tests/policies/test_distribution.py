@@ -67,7 +67,7 @@ settings_of_a_row = st.tuples(
 
 
 @given(st.lists(settings_of_a_row, min_size=1, max_size=6), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_row_is_a_distribution_of_its_own(
     rows: list[tuple[float, float, int]], seed: int
 ) -> None:

@@ -88,7 +88,7 @@ def call(attempt: Attempt, n: int, parts: tuple[Generation, list[int], JsonValue
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     planned=st.lists(rollouts(), max_size=5, unique_by=lambda rollout: rollout.id),
     lived=st.lists(st.tuples(st.lists(calls(), max_size=2), FINITE, OUTCOMES), max_size=6),

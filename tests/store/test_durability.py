@@ -27,11 +27,6 @@ PAGE = 4096
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 

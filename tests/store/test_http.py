@@ -42,11 +42,6 @@ WON = Outcome(reward=1.0)
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def served(tmp_path: Path) -> AsyncGenerator[SQLiteStore]:
     async with SQLiteStore(tmp_path / "store.db") as store:
         yield store

@@ -94,7 +94,7 @@ def test_whatever_is_sent_is_answered_as_described(
 ) -> None:
     """What the document allows, and what it does not: never a 5xx, never another schema."""
 
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(case=document[row.path][row.method].as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         for asked in (case.query, case.body):

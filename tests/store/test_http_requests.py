@@ -35,11 +35,6 @@ RUN = "/v1/runs/default"
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def store(tmp_path: Path, clock: Clock) -> AsyncGenerator[SQLiteStore]:
     async with SQLiteStore(tmp_path / "store.db", clock=clock) as store:
         yield store
@@ -312,9 +307,7 @@ async def test_a_wrong_head_is_named(
     assert field in message(response)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_sent_as_a_frame_never_breaks_the_server(data: st.DataObject) -> None:
     from pydantic import ValidationError

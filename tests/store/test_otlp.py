@@ -50,11 +50,6 @@ def mint(attempt: AttemptId, run: str = "default") -> str:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def store(tmp_path: Path) -> AsyncGenerator[SQLiteStore]:
     async with SQLiteStore(tmp_path / "store.db") as store:
         yield store
@@ -392,7 +387,7 @@ SPANS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(SPANS, max_size=4))
 def test_both_encodings_are_read_as_the_same(spans: list[Json]) -> None:
     request = export(*spans)
@@ -401,7 +396,7 @@ def test_both_encodings_are_read_as_the_same(spans: list[Json]) -> None:
     assert len(ours.spans) == len(spans)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200))
 def test_whatever_the_bytes_they_are_read_or_refused(body: bytes) -> None:
     for encoding in Encoding:

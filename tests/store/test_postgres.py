@@ -28,11 +28,6 @@ class Clock:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def schema(postgres_url: str) -> Generator[str]:
     with own_schema(postgres_url) as schema:
         yield schema

@@ -395,7 +395,6 @@ def check(open_: Open, examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=30,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -43,11 +43,6 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
@@ -358,7 +353,6 @@ def test_runs_are_unpacked_as_they_were_packed(values: list[int]) -> None:
 
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

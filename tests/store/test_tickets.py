@@ -20,11 +20,6 @@ BROKEN = Outcome(failure=Failure(kind=FailureKind.AGENT, message="it broke"))
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def sqlite(tmp_path: Path, clock: Clock) -> AsyncGenerator[SQLStore]:
     async with SQLiteStore(tmp_path / "store.db", clock=clock) as store:
         yield store

@@ -45,11 +45,6 @@ PLAIN = LossConfig(name="importance_sampling")
 ADAM = AdamConfig(lr=1e-2)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 # --------------------------------------------------------------------------- by hand
 
 
@@ -285,7 +280,7 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     st.booleans(),
     st.sampled_from([PPO, LossConfig(kl=0.3, entropy=0.1)]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_packed_gradients_are_those_of_padded_rows(
     tiny_folder: Path, rows: list[Row], most: int, weights: str, again: bool, loss: LossConfig
 ) -> None:
@@ -326,7 +321,7 @@ def by_loop(
 
 
 @given(families())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_branches_see_what_a_mask_shows(tiny_folder: Path, rows: list[Row]) -> None:
     policy = load(tiny_folder)
     [tree] = pack(rows, 10_000, enough=10_000)

@@ -51,7 +51,7 @@ settings_of_a_token = st.tuples(
     st.booleans(),
     st.sampled_from([{}, {"final_logit_softcapping": 2.0}, {"logits_scaling": 3.0}]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_chunks_change_nothing(
     tokens: list[tuple[float, float, int]],
     at_once: int,

@@ -55,8 +55,3 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Generator[Launch]:
 def replicas(launch: Launch) -> list[LaunchedVLLM]:
     """Two servers of the tiny model; they start while others are waited for."""
     return [launch(TINY), launch(TINY)]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
