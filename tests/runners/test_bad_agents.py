@@ -156,19 +156,25 @@ async def test_an_agent_that_will_not_be_cancelled_is_left_behind(store: SQLiteS
 async def test_an_agent_that_blocks_the_loop_fails_alone_and_the_others_run_again(
     store: SQLiteStore,
 ) -> None:
-    let_go = threading.Event()
+    let_go, cancelled = threading.Event(), threading.Semaphore(0)
 
     async def one(task: int, rollout: whet.Rollout) -> float:
         if task == 0:
             await asyncio.sleep(0.1)
             let_go.wait(30)  # blocks every other agent of the process
-        await asyncio.sleep(0.3)
+        try:
+            await asyncio.sleep(0.3)
+        except asyncio.CancelledError:
+            cancelled.release()
+            raise
         return 1.0
 
     try:
         groups = await run(one, [0, 1, 2], store, timeout_s=1, tries=1)
     finally:
         let_go.set()
+    for _ in range(3):  # none of them goes on once it could
+        assert await anyio.to_thread.run_sync(cancelled.acquire, True, 10)
     assert [len(group) for group in groups] == [0, 1, 1]
     reason = (await store.failures(["r0"]))["r0"]
     assert reason.startswith("timeout: the attempt ran longer than 1 s and blocks its event loop")

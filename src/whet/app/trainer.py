@@ -88,14 +88,11 @@ class Trainer:
 
     def dev(self, agent: Agent, tasks: Tasks, *, samples: int = 3) -> DryRun:
         """Run the agent on the first tasks without training, and show what happened."""
-        if isinstance(self._algorithm, dict):
-            settings = self._settings | {"algorithm": self._algorithm}
-        else:
-            settings = self._settings
+        keys = {"algorithm": self._algorithm} if isinstance(self._algorithm, dict) else {}
         return dry_run(
             agent,
             tasks,
-            settings,
+            merge(self._settings, keys),
             Console(quiet=self._quiet),
             samples=samples,
             surroundings=Surroundings(as_resources(self._resources), self._hooks),

@@ -52,7 +52,7 @@ class Pool(Workplace):
     async def reward(self, now: Running, resources: Mapping[str, JsonValue]) -> float:
         limit = now.attempt.rollout.timeout_s
         async with self._places:
-            worker = self._free.pop() if self._free else await self._hire()
+            worker = await self._take()
             is_free = False
             try:
                 with move_on_after(limit):
@@ -75,7 +75,12 @@ class Pool(Workplace):
         for worker in self._free:
             await worker.kill()
 
-    async def _hire(self) -> "_Worker":
+    async def _take(self) -> "_Worker":
+        while self._free:
+            worker = self._free.pop()
+            if worker.is_alive:
+                return worker
+            await worker.kill()  # it died while it had nothing to do
         try:
             return await _Worker.start(self._spec)
         except ConfigError as error:

@@ -37,6 +37,7 @@ class Running:
         """The same attempt for code beside its agent: what it tells is told together."""
         other = Running(self.attempt, self.llm, is_alone=self.is_alone)
         other.rewards, other.spans = self.rewards, self.spans
+        other.environment = self.environment
         return other
 
     def add_reward(self, reward: Reward) -> None:

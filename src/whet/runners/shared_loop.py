@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from anyio import create_task_group
+
 from whet.errors import AgentFailed
 from whet.runners.running import Running, failure_of, running
 
@@ -52,10 +54,11 @@ class Job:
         return self._ended.done()
 
     def displace(self, error: Exception) -> None:
-        """Give it up, from the runner's side."""
+        """Give it up; it is cancelled as soon as its loop turns again."""
         if not self._ended.done():
-            self.is_displaced = True
+            self.is_displaced = self._is_cancelled = True
             self._ended.set_result(error)
+            self.home.soon(self._cancel)
 
     # In the shared loop from here on.
 
@@ -161,8 +164,9 @@ class SharedLoop:
 
     async def close(self) -> None:
         """Cancel what runs, wait for it, and close."""
-        for job in list(self.jobs):
-            await job.cancel()
+        async with create_task_group() as ending:
+            for job in list(self.jobs):
+                ending.start_soon(job.cancel)
         self.retire()
         await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
 
@@ -230,11 +234,11 @@ class _AgentTask(asyncio.Task[Any]):
         return super().cancel(msg)
 
 
-def _new_task(
-    loop: asyncio.AbstractEventLoop, coro: Any, *, context: contextvars.Context | None = None
-) -> _AgentTask:
+def _new_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> _AgentTask:
+    # Any: what a Task takes, which is more in later versions of Python.
+    context: contextvars.Context | None = options.get("context")
     owner = running.get() if context is None else context.get(running)
-    task = _AgentTask(coro, loop=loop, context=context)
+    task = _AgentTask(coro, loop=loop, **options)
     task.owner = owner
     if owner is not None:
         owner.tasks.add(task)
