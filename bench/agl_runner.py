@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import resource
 import socket
 import sys
 import time
@@ -42,6 +41,7 @@ class Enqueue(agl.Algorithm):
         store = self.get_store()
         await store.add_resources({"llm": agl.LLM(endpoint="http://127.0.0.1:1/v1", model="m")})
         await asyncio.sleep(SETTLE_S)
+        cpu = time.process_time()
         ids = [
             (await store.enqueue_rollout(input={"n": n}, mode="train")).rollout_id
             for n in range(self._rollouts)
@@ -53,11 +53,14 @@ class Enqueue(agl.Algorithm):
                 left.discard(rollout.rollout_id)
                 done.append(rollout)
             await asyncio.sleep(0.05)
+        cpu = time.process_time() - cpu
         attempts = [a for id in ids for a in await store.query_attempts(id)]
         # From the first pick-up on: that it polls every five seconds is not held against it.
         began = min(attempt.start_time for attempt in attempts)
         ended = max(rollout.end_time for rollout in done)
         result["rollouts_per_s"] = len(done) / (ended - began)
+        if sys.argv[1] == "shm":  # else the work is done in other processes
+            result["cpu_ms"] = cpu / len(done) * 1e3
         result["failed"] = sum(rollout.status != "succeeded" for rollout in done) + len(left)
 
 
@@ -80,7 +83,6 @@ def main() -> None:
         trainer.fit(agent, train_dataset=[1])
     finally:
         result["load"] = os.getloadavg()[0]
-        result["cpu_s"] = resource.getrusage(resource.RUSAGE_SELF).ru_utime
         print(json.dumps(result), flush=True)
         os._exit(0)
 

@@ -101,7 +101,13 @@ def main() -> None:
         for how, said in THEIRS.items():
             found = theirs(python, how, 200)
             show(f"Agent Lightning, {said}", found)
-            print(f"{'':<34} {mine['rollouts_per_s'] / found['rollouts_per_s']:>8.1f} times")
+            faster = mine["rollouts_per_s"] / found["rollouts_per_s"]
+            less = (
+                f", {found['cpu_ms'] / mine['cpu_ms']:.1f} times in CPU"
+                if "cpu_ms" in found
+                else ""
+            )
+            print(f"{'':<34} {faster:>8.1f} times{less}")
     print(f"load {os.getloadavg()[0]:.1f}")
 
 

@@ -25,7 +25,7 @@ from whet.types import Attempt, AttemptId, Failure, FailureKind, Outcome
 logger = logging.getLogger(__name__)
 
 CLAIM_WAIT_S = 30.0
-CLAIMS_AT_ONCE = 8
+CLAIMS_AT_ONCE = 32
 """A store that is elsewhere takes its time to answer, and does claims of one moment together."""
 
 HANDED_BACK = Outcome(

@@ -10,11 +10,13 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from anyio import create_task_group
 
 from whet.errors import AgentFailed
+from whet.runners.mailbox import Mailbox
 from whet.runners.running import Running, failure_of, running
 
 logger = logging.getLogger(__name__)
@@ -32,8 +34,7 @@ class Job:
     def __init__(self, now: Running, home: "SharedLoop") -> None:
         self.now = now
         self.home = home
-        self._owner = asyncio.get_running_loop()
-        self._ended: asyncio.Future[float | Exception] = self._owner.create_future()
+        self._ended: asyncio.Future[float | Exception] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
         self.is_displaced = False
@@ -49,7 +50,7 @@ class Job:
     async def cancel(self) -> bool:
         """Have the agent cancelled; whether it had ended within the grace."""
         self._is_cancelled = True
-        self.home.soon(self._cancel)
+        self.home.inbox.post(self._cancel)
         await asyncio.wait([self._ended], timeout=CANCEL_GRACE_S)
         return self._ended.done()
 
@@ -58,7 +59,7 @@ class Job:
         if not self._ended.done():
             self.is_displaced = self._is_cancelled = True
             self._ended.set_result(error)
-            self.home.soon(self._cancel)
+            self.home.inbox.post(self._cancel)
 
     # In the shared loop from here on.
 
@@ -77,10 +78,7 @@ class Job:
         await self._end_leftovers()
         self.now.has_ended = True
         self.home.jobs.discard(self)
-        try:
-            self._owner.call_soon_threadsafe(self._settle, earned)
-        except RuntimeError:
-            logger.debug("the runner is gone attempt=%s", self.now.attempt.id)
+        self.home.outbox.post(partial(self._settle, earned))
 
     def _settle(self, earned: float | Exception) -> None:
         if not self._ended.done():
@@ -114,6 +112,8 @@ class SharedLoop:
         """So many threads are there for what agents give to `asyncio.to_thread`."""
         self.jobs = set[Job]()
         self._loop = _Loop()
+        self.inbox = Mailbox(self._loop)
+        self.outbox = Mailbox(asyncio.get_running_loop())
         self._loop.set_task_factory(_new_task)
         self._loop.set_default_executor(
             ThreadPoolExecutor(threads, thread_name_prefix="whet-agents")
@@ -128,15 +128,8 @@ class SharedLoop:
         self.jobs.add(job)
         context = contextvars.copy_context()
         context.run(running.set, now)
-        self._loop.call_soon_threadsafe(self._begin, job, work, context)
+        self.inbox.post(partial(self._begin, job, work, context))
         return job
-
-    def soon(self, act: Callable[[], None]) -> None:
-        """Have something done in the loop, unless it is closed."""
-        try:
-            self._loop.call_soon_threadsafe(act)
-        except RuntimeError:
-            logger.debug("the loop of agents is closed")
 
     def blocked_by(self) -> Running | None:
         """Whose code is running in it right now."""
@@ -145,12 +138,8 @@ class SharedLoop:
 
     async def answers(self, within_s: float) -> bool:
         """Whether it still turns."""
-        here, answered = asyncio.get_running_loop(), asyncio.Event()
-
-        def answer() -> None:
-            here.call_soon_threadsafe(answered.set)
-
-        self.soon(answer)
+        answered = asyncio.Event()
+        self.inbox.post(partial(self.outbox.post, answered.set))
         try:
             async with asyncio.timeout(within_s):
                 await answered.wait()
@@ -160,7 +149,7 @@ class SharedLoop:
 
     def retire(self) -> None:
         """Close it once nothing runs there; an agent that blocks it for ever keeps its thread."""
-        self.soon(self._end.set)
+        self.inbox.post(self._end.set)
 
     async def close(self) -> None:
         """Cancel what runs, wait for it, and close."""
