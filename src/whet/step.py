@@ -162,6 +162,15 @@ def _refuse_unusable(credit: Credit, name: str) -> None:
 
 def _of_rewards(drawn: Drawn, config: RunConfig) -> dict[str, float]:
     trajectories = [trajectory for group in drawn.groups for trajectory in group]
+    without = [t.attempt.rollout.id for t in trajectories if not t.calls]
+    if without:
+        logger.warning(
+            "rollouts made no model call count=%d of=%d example=%s: is something cached, or the "
+            "agent's base URL another one?",
+            len(without),
+            len(trajectories),
+            without[0],
+        )
     rewards = [trajectory.reward for trajectory in trajectories]
     keys = (*config.algorithm.reward_keys, *config.algorithm.logged_keys)
     return {
@@ -172,6 +181,7 @@ def _of_rewards(drawn: Drawn, config: RunConfig) -> dict[str, float]:
         "silent_groups": drawn.silent / len(drawn.groups),
         "rollouts": len(drawn.rollouts),
         "failed_rollouts": len(drawn.rollouts) - len(trajectories),
+        "rollouts_without_calls": len(without),
         "calls": sum(len(trajectory.calls) for trajectory in trajectories),
     }
 

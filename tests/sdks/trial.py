@@ -24,6 +24,7 @@ from whet.loop import train
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
 from whet.runners.collect import QueueCollector
+from whet.runners.preflight import warnings_in
 from whet.store.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
@@ -42,6 +43,7 @@ class Runner(NamedTuple):
     agent: str
     """`file.py:function`"""
     environment: dict[str, str]
+    concurrency: int = 6
 
 
 @dataclass
@@ -54,6 +56,8 @@ class Trial:
     """Attempts that were answered by a stream, once at least."""
     said: str
     """By the runner."""
+    warnings: list[str]
+    """Kept in the store."""
 
 
 @dataclass
@@ -110,7 +114,8 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
             )
             [step] = [record async for record in records]
         found = await store.trajectories(step.consumed)
-        return Trial(step, found, taps[0].streamed, log.read_text())
+        warnings = [*(await warnings_in(store)).values()]
+        return Trial(step, found, taps[0].streamed, log.read_text(), warnings)
 
 
 def _tasks() -> list[object]:
@@ -129,7 +134,7 @@ def _at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> 
     log = folder / "runner.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            (*command, "--concurrency", "6"),
+            (*command, "--concurrency", str(runner.concurrency)),
             cwd=folder,
             env=environment | runner.environment,
             stdout=out,

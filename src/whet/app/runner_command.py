@@ -72,6 +72,7 @@ async def _run(
             name=args.name,
             hooks=hooks,
             on_outcome=on_outcome,
+            on_warning=say,
         )
         say(f"runner {runner.name} joined run {place.run} of {place.address}")
 

@@ -20,7 +20,8 @@ from whet.app.signals import run_async
 from whet.app.training import Result, train_and_compare
 from whet.app.wire import NOTHING, open_training
 from whet.config import resolve
-from whet.protocols import Algorithm, Directory
+from whet.protocols import Algorithm, Store
+from whet.runners.preflight import warnings_in
 from whet.store.sql import DEFAULT_RUN
 
 LOOK_S = 2.0
@@ -88,20 +89,25 @@ async def _train(
 
 
 @asynccontextmanager
-async def attended(directory: Directory, note: Callable[[str], None]) -> AsyncGenerator[None]:
-    """Say who joins and who is gone while the block works."""
+async def attended(store: Store, note: Callable[[str], None]) -> AsyncGenerator[None]:
+    """Say who joins, who is gone, and what runners warn of while the block works."""
     here = set[str]()
+    warned = set[str]()
 
     async def look() -> None:
         nonlocal here
         seen = anyio.current_time()
         while True:
-            now = {worker.name for worker in await directory.workers() if worker.due > time.time()}
+            now = {worker.name for worker in await store.workers() if worker.due > time.time()}
             for name in sorted(now - here):
                 note(f"runner {name} is here")
             for name in sorted(here - now):
                 note(f"runner {name} is gone")
             here = now
+            for name, text in (await warnings_in(store)).items():
+                if name not in warned:
+                    warned.add(name)
+                    note(text)
             if here:
                 seen = anyio.current_time()
             elif anyio.current_time() > seen + LONELY_S:

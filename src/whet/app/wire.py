@@ -92,7 +92,13 @@ async def open_run(
             gateway=gateway.own_endpoint,
         )
         async with agents_at_work(
-            agent, config.runner, store, gateway.endpoint, on_outcome, hooks=surroundings.hooks
+            agent,
+            config.runner,
+            store,
+            gateway.endpoint,
+            on_outcome,
+            hooks=surroundings.hooks,
+            note=progress,
         ):
             yield run
 

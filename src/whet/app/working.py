@@ -57,8 +57,12 @@ async def agents_at_work(
     on_outcome: Callable[[Attempt, Outcome], None],
     *,
     hooks: Sequence[Hooks] = (),
+    note: Callable[[str], None] | None = None,
 ) -> AsyncGenerator[None]:
-    """Claim and run rollouts until the block ends; a failure of either is raised as it is."""
+    """Claim and run rollouts until the block ends; a failure of either is raised as it is.
+
+    `note` is told what would spoil training, where there is any.
+    """
     runner = LocalRunner(
         agent,
         config,
@@ -66,6 +70,7 @@ async def agents_at_work(
         gateways=OwnGateway(endpoint),
         hooks=hooks,
         on_outcome=on_outcome,
+        on_warning=note,
     )
     try:
         async with create_task_group() as tasks:

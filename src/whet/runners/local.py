@@ -19,6 +19,7 @@ from whet.runners.agent import Agent
 from whet.runners.execution import NO_GATEWAY, Execution, check_runnable, open_execution
 from whet.runners.gateways import Connection, Gateways
 from whet.runners.hooks import Hooks
+from whet.runners.preflight import Preflight
 from whet.runners.running import Running
 from whet.types import Attempt, AttemptId, Failure, FailureKind, Outcome
 
@@ -57,8 +58,11 @@ class LocalRunner:
         name: str | None = None,
         hooks: Sequence[Hooks] = (),
         on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
+        on_warning: Callable[[str], None] | None = None,
     ) -> None:
         """`name` is the worker's in the store; one that had it before is taken to be dead.
+
+        `on_warning` is told what would spoil the training; without it that is not looked for.
 
         Raises:
             ConfigError: the agent is none, or cannot be found by the processes asked for.
@@ -74,6 +78,7 @@ class LocalRunner:
         self._store = store
         self._gateways = gateways
         self._on_outcome = on_outcome
+        self._preflight = Preflight(store, self.name, on_warning) if on_warning else None
         self._slots = Semaphore(self._at_once)
         self._running: dict[AttemptId, CancelScope] = {}
         self._claiming = CancelScope()
@@ -171,6 +176,8 @@ class LocalRunner:
         if outcome is HANDED_BACK and not self._is_handing_back:
             logger.warning("attempt was ended from elsewhere attempt=%s", attempt.id)
             return
+        if self._preflight is not None:  # before the end, after which the process may be left
+            await self._preflight.look(attempt, outcome)
         await self._report(attempt, outcome, now)
 
     async def _report(self, attempt: Attempt, outcome: Outcome, now: Running | None = None) -> None:

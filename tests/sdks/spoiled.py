@@ -1,0 +1,47 @@
+"""Agents that look right and spoil a training run, each as its SDK does it by default."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agents"))
+
+from sums import graded
+
+
+async def dspy_with_its_cache(task, llm):
+    import dspy
+
+    lm = dspy.LM(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)
+    said = await lm.acall(messages=[{"role": "user", "content": task["question"]}])
+    return graded(said[0], task)
+
+
+async def agents_with_traces(task, llm):
+    from agents import Agent, OpenAIChatCompletionsModel, Runner
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+    model = OpenAIChatCompletionsModel(model=llm.model, openai_client=client)
+    result = await Runner.run(Agent(name="solver", model=model), task["question"])
+    return graded(result.final_output, task)
+
+
+def crewai_with_telemetry(task, llm):
+    from crewai import LLM
+
+    model = LLM(model=llm.model, provider="openai", base_url=llm.base_url, api_key=llm.api_key)
+    return graded(model.call(task["question"]), task)
+
+
+async def openai_elsewhere(task, llm):
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=os.environ["ELSEWHERE"], api_key="a key", max_retries=0)
+    question = {"role": "user", "content": task["question"]}
+    reply = await client.chat.completions.create(model=llm.model, messages=[question])
+    return graded(reply.choices[0].message.content, task)
+
+
+async def nobody_asked(task, llm):
+    return graded("It is 42.", task)
