@@ -181,6 +181,16 @@ async def test_whoever_leaves_makes_room_and_stops_the_server(stream: bool) -> N
         assert (await ask(b.engine, PROMPT, max_tokens=1)).stop == "length"
 
 
+async def test_an_engine_is_closed_by_whoever_is_told_to_stop() -> None:
+    async with bench(1) as b:
+        await ask(b.engine, PROMPT, max_tokens=1)
+        session = b.engine._http.session()  # pyright: ignore[reportPrivateUsage]
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await b.engine.close()
+        assert session.closed
+
+
 # ------------------------------------------------------------------- weights
 
 

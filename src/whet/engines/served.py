@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
 import aiohttp
+import anyio
 from anyio import to_thread
 
 from whet.engines.replicas import Replica, Replicas, ServedWeights
@@ -222,7 +223,8 @@ class ServedEngine(Engine):
             loop = watch.get_loop()
             with suppress(RuntimeError):  # its loop is closed, and it with that
                 loop.call_soon_threadsafe(watch.cancel)
-        await self._http.close()
+        with anyio.CancelScope(shield=True):  # whoever is told to stop still lets go
+            await self._http.close()
 
     # ------------------------------------------------------------- one request
 
