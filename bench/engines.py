@@ -12,6 +12,7 @@ gateway is a process of its own.
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -140,6 +141,12 @@ def start_gateway(url: str, model: str) -> tuple[subprocess.Popen[str], list[dic
     return server, json.loads(server.stdout.readline())
 
 
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed: unlike rates, it does not depend on what else is going on."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def run(args: argparse.Namespace) -> None:
     server, told = await asyncio.to_thread(start_gateway, args.url, args.model)
     through = [(endpoint["base_url"], endpoint["api_key"]) for endpoint in told]
@@ -147,27 +154,31 @@ async def run(args: argparse.Namespace) -> None:
         model = (await reply.json())["data"][0]["id"]
     straight = [(f"{args.url}/v1", "none")]
     print(f"{args.model}, {args.most} new tokens at most; medians of {args.rounds} rounds in turns")
-    print("| at once | straight tok/s | gateway tok/s | ratio | straight first | gateway first |")
-    print("|---|---|---|---|---|---|")
+    print("| at once | straight tok/s | gateway | ratio | straight first | gateway | CPU a token |")
+    print("|---|---|---|---|---|---|---|")
     try:
         for concurrency in args.concurrency:
             count = max(args.least, args.each * concurrency)
             a: list[Measured] = []
             b: list[Measured] = []
+            spent: list[float] = []
             for turn in range(args.rounds + 1):
                 # New tasks each time: nothing is in a prefix cache but what all begin with.
                 seed = 1000 * concurrency + 2 * turn
                 first = await measure(straight, model, concurrency, count, seed, args.most)
+                before = cpu_seconds(server.pid)
                 other = await measure(through, "policy", concurrency, count, seed + 1, args.most)
                 if turn:  # the first round warms up
                     a.append(first)
                     b.append(other)
+                    spent.append((cpu_seconds(server.pid) - before) / other.tokens)
             ratio = statistics.median(y.rate / x.rate for x, y in zip(a, b, strict=True))
             rates = [statistics.median(m.rate for m in side) for side in (a, b)]
             firsts = [1000 * statistics.median(m.first for m in side) for side in (a, b)]
+            cpu = 1e6 * statistics.median(spent)
             print(
                 f"| {concurrency} | {rates[0]:.1f} | {rates[1]:.1f} | {ratio:.3f} | "
-                f"{firsts[0]:.0f} ms | {firsts[1]:.0f} ms |",
+                f"{firsts[0]:.0f} ms | {firsts[1]:.0f} ms | {cpu:.0f} µs |",
                 flush=True,
             )
     finally:
