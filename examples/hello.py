@@ -6,11 +6,17 @@
     python examples/hello.py runner
     python examples/hello.py algo
 
-The identities of training and of the comparison have no number in common.
+The identities of training and of the comparison have no number in common. `--backend` says what
+trains and samples: this machine, a `whet tinker-server` (start one with `whet tinker-server --model
+tiny`), or the hosted service, whose key is in TINKER_API_KEY.
 """
 
 import argparse
+import os
 import sys
+from pathlib import Path
+
+from pydantic import JsonValue
 
 import whet
 from whet.app.addresses import DEFAULT_STORE, PORT
@@ -18,6 +24,7 @@ from whet.app.cli import main as whet_command
 from whet.demos.hello import identities, say_it
 
 RUN = "hello"
+TINKER = "http://127.0.0.1:4748"
 TEST_SEED = 1
 SETTINGS = {
     "tiny": {"steps": 16, "adam": {"lr": 5e-4}},
@@ -25,10 +32,23 @@ SETTINGS = {
 }
 
 
+def backend(args: argparse.Namespace) -> dict[str, JsonValue]:
+    """The settings that say what trains."""
+    if args.backend == "local":
+        return {}
+    service: dict[str, JsonValue] = {"base_model": args.base_model}
+    key = Path(args.dir) / "tinker.key"
+    if args.backend == "tinker-server":
+        service["base_url"] = args.tinker_url
+        if key.exists():
+            os.environ.setdefault("TINKER_API_KEY", key.read_text().strip())
+    return {"trainer": {"kind": "tinker"}, "tinker": service}
+
+
 def train(args: argparse.Namespace, store: str | None) -> None:
     tiny = args.model == "tiny"
     settings = SETTINGS["tiny" if tiny else "smollm2"]
-    settings |= {"steps": args.steps} if args.steps else {}
+    settings = settings | backend(args) | ({"steps": args.steps} if args.steps else {})
     result = whet.train(
         say_it,
         identities("train", 512, args.seed, tiny=tiny),
@@ -66,6 +86,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("part", choices=["oneclick", "store", "serve", "algo", "runner"])
     parser.add_argument("--model", default="tiny", help="tiny, smollm2 or a folder [tiny]")
+    parser.add_argument(
+        "--backend", choices=["local", "tinker-server", "hosted"], default="local", help="[local]"
+    )
+    parser.add_argument("--tinker-url", default=TINKER, help=f"of the tinker-server [{TINKER}]")
+    parser.add_argument("--base-model", default=None, help="what the service calls the model")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", default=".whet", help="where runs live [.whet]")

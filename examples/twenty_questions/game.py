@@ -1,0 +1,201 @@
+"""The rules of 20 Questions, and helpers that know every answer: no model, no network.
+
+A line of the player is one of three things:
+
+    Guess 2.          is it the second thing of the last search? Or by name: Guess owl.
+    Search.           which things fit what is known by now?
+    Is it alive?      anything else is a question
+"""
+
+import csv
+import math
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+WORDS = Path(__file__).with_name("words.csv")
+QUESTIONS = {
+    "alive": "Is it alive?",
+    "eat": "Can you eat it?",
+    "big": "Is it big?",
+    "metal": "Is it metal?",
+    "wheels": "Has it wheels?",
+    "water": "Is it about water?",
+    "fly": "Can it fly?",
+    "wear": "Do you wear it?",
+    "indoors": "Is it indoors?",
+    "soft": "Is it soft?",
+    "legs": "Has it legs?",
+    "sound": "Does it sound?",
+}
+"""What the local answerer knows of every thing, and how one may ask for it."""
+
+RULES = (
+    "You play 20 Questions. Ask: alive, eat, big, metal, wheels, water, fly, wear, indoors, soft,"
+    " legs, sound? Or say Search. Or say Guess and a number that was found."
+)
+SHOWN = 9
+"""A search shows so many things at most; if more fit, it tells how many."""
+NARROWING = 0.3
+"""What a lost game earns if it ruled out all things but one."""
+
+
+@dataclass(frozen=True)
+class Thing:
+    """Something to guess."""
+
+    noun: str
+    category: str
+    attributes: frozenset[str]
+
+
+def load_things(split: Literal["train", "test"]) -> list[Thing]:
+    """The things of one split; none is in both."""
+    with WORDS.open() as file:
+        return [
+            Thing(row["noun"], row["category"], frozenset(row["attributes"].split()))
+            for row in csv.DictReader(file)
+            if row["split"] == split
+        ]
+
+
+def tasks(split: Literal["train", "test"], turns: int) -> list[dict[str, str | int]]:
+    """One for each thing of a split."""
+    return [{"secret": thing.noun, "split": split, "turns": turns} for thing in load_things(split)]
+
+
+@dataclass
+class Fact:
+    """A question and what was answered."""
+
+    question: str
+    answer: str
+
+
+class Helper(Protocol):
+    """Whoever answers and searches."""
+
+    async def answer(self, question: str, secret: str) -> str:
+        """`yes`, `no` or anything else for a question that cannot be answered."""
+        ...
+
+    async def search(self, facts: Sequence[Fact]) -> list[str]:
+        """The nouns that fit the facts."""
+        ...
+
+
+class LocalHelper:
+    """Answers from the word list, and says what it does not understand."""
+
+    def __init__(self, things: Sequence[Thing]) -> None:
+        self.things = {thing.noun: thing for thing in things}
+
+    async def answer(self, question: str, secret: str) -> str:
+        attribute = attribute_of(question)
+        if attribute is None:
+            return "unclear"
+        return "yes" if attribute in self.things[secret].attributes else "no"
+
+    async def search(self, facts: Sequence[Fact]) -> list[str]:
+        return fitting(facts, list(self.things.values()))
+
+
+def fitting(facts: Sequence[Fact], things: Sequence[Thing]) -> list[str]:
+    """The nouns that no fact rules out."""
+    known = {attribute_of(fact.question): fact.answer for fact in facts}
+    return [
+        thing.noun
+        for thing in things
+        if all(
+            answer == ("yes" if attribute in thing.attributes else "no")
+            for attribute, answer in known.items()
+            if attribute is not None
+        )
+    ]
+
+
+def attribute_of(question: str) -> str | None:
+    """The one attribute a question names, if it names exactly one and asks."""
+    named = [word for word in re.findall("[a-z]+", question.lower()) if word in QUESTIONS]
+    return named[0] if len(named) == 1 and question.strip().endswith("?") else None
+
+
+Answer = Callable[[str, str], Awaitable[str]]
+Search = Callable[[list[Fact]], Awaitable[list[str]]]
+
+
+@dataclass
+class Game:
+    """What has been said so far."""
+
+    secret: str
+    turns: int
+    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    facts: list[Fact] = field(default_factory=list[Fact])
+    found: list[str] = field(default_factory=list[str])
+    """By the last search, if it found few enough to show."""
+    guesses: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.messages = self.messages or [{"role": "user", "content": self._told(RULES)}]
+
+    @property
+    def taken(self) -> int:
+        """Lines the player has said."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def won(self) -> bool:
+        return self.secret in self.guesses
+
+    @property
+    def over(self) -> bool:
+        return self.won or self.taken >= self.turns
+
+    async def turn(self, line: str, answer: Answer, search: Search) -> None:
+        """What a line of the player leads to."""
+        self.messages.append({"role": "assistant", "content": line})
+        wanted, of = read_line(line)
+        if wanted == "guess":
+            heard = self._guess(of)
+        elif wanted == "search":
+            heard = self._show(await search(self.facts))
+        else:
+            heard = await answer(of, self.secret)
+            if heard in ("yes", "no"):
+                self.facts.append(Fact(of, heard))
+        self.messages.append({"role": "user", "content": self._told(heard)})
+
+    def _guess(self, of: str) -> str:
+        place = int(of) if of.isdecimal() else 0
+        self.guesses.append(self.found[place - 1] if 0 < place <= len(self.found) else of)
+        return "right" if self.won else "wrong"
+
+    def _show(self, found: list[str]) -> str:
+        self.found = found if len(found) <= SHOWN else []
+        numbered = ", ".join(f"{place} {noun}" for place, noun in enumerate(self.found, start=1))
+        return f"found {numbered}" if numbered else f"{len(found)} things"
+
+    def _told(self, text: str) -> str:
+        return f"{text.rstrip('.')}. {self.turns - self.taken} left."
+
+
+def read_line(line: str) -> tuple[Literal["guess", "search", "ask"], str]:
+    """What the player wants, and of what."""
+    text = line.strip()
+    word, _, rest = text.partition(" ")
+    if word.lower().strip(".:") == "guess":
+        return "guess", rest.strip(" .?!").lower()
+    if text.lower().strip(".!") == "search":
+        return "search", ""
+    return "ask", text
+
+
+def score(game: Game, things: Sequence[Thing]) -> float:
+    """1 for a game that was won; else a little for what the answers ruled out, in bits."""
+    if game.won:
+        return 1.0
+    left = len(fitting(game.facts, things))
+    return NARROWING * (1 - math.log2(max(1, left)) / math.log2(len(things)))
