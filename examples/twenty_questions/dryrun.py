@@ -12,10 +12,10 @@ from pathlib import Path
 import anyio
 from game import tasks
 
-from whet.app.wire import serve
+from whet.app.local_models import serve_model
+from whet.app.sources import read_models
 from whet.config import RunConfig
 from whet.gateway import keys
-from whet.policies.local import LocalPolicy
 from whet.store.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import Rollout, Trajectory
@@ -26,12 +26,12 @@ GAMES = 4
 
 def main(args: argparse.Namespace) -> int:
     """Play, and show what was said, what it earned, and what would have been trained."""
-    return anyio.run(dry_run, Path(args.model), args.runner_python, args.turns)
+    return anyio.run(dry_run, args.model, args.runner_python, args.turns)
 
 
-async def dry_run(model: Path, runner_python: str, turns: int) -> int:
+async def dry_run(model: str, runner_python: str, turns: int) -> int:
     config = RunConfig()
-    policy = LocalPolicy(model, config.trainer, device="auto", seed=0)
+    [player] = read_models([f"player={model}"], None, print)
     rollouts = [
         Rollout(id=f"game-{number}", group=f"game-{number}", task=task)
         for number, task in enumerate(tasks("test", turns)[:GAMES])
@@ -40,7 +40,7 @@ async def dry_run(model: Path, runner_python: str, turns: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         async with (
             SQLiteStore(Path(folder) / "store.db", run=RUN) as store,
-            serve(policy, config, store, keys.secret_of(TOKEN, RUN)) as gateway,
+            serve_model(player, config, store, keys.secret_of(TOKEN, RUN), Path(folder)) as gateway,
         ):
             await store.enqueue(rollouts)
             with at_work(runner_python, store, gateway.url):

@@ -27,7 +27,7 @@ async def serve(model: str, port: int) -> None:
         async with (
             stoppable() as stop,
             SQLiteStore(Path(folder) / "store.db") as store,
-            serve_model(found, config, store, secrets.token_bytes(16)) as gateway,
+            serve_model(found, config, store, secrets.token_bytes(16), Path(folder)) as gateway,
         ):
             own = gateway.own_endpoint
             print(f"export OPENAI_BASE_URL={own.base_url} OPENAI_API_KEY={own.api_key}")

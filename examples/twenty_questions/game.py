@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -38,8 +39,8 @@ RULES = (
 )
 SHOWN = 9
 """A search shows so many things at most; if more fit, it tells how many."""
-NARROWING = 0.3
-"""What a lost game earns if it ruled out all things but one."""
+NARROWING, USEFUL = 0.2, 0.2
+"""What a lost game earns if it ruled out all things but one, and if every turn helped in that."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,14 @@ def read_line(line: str) -> tuple[Literal["guess", "search", "ask"], str]:
 
 
 def score(game: Game, things: Sequence[Thing]) -> float:
-    """1 for a game that was won; else a little for what the answers ruled out, in bits."""
+    """1 for a game that was won; else a little for what the answers ruled out.
+
+    A part of it is for how much that was, in bits, and a part for how many turns did it: a
+    question that is unclear or was asked before, a search in vain and a wild guess do not.
+    """
     if game.won:
         return 1.0
-    left = len(fitting(game.facts, things))
-    return NARROWING * (1 - math.log2(max(1, left)) / math.log2(len(things)))
+    left = [len(fitting(game.facts[:count], things)) for count in range(len(game.facts) + 1)]
+    bits = 1 - math.log2(max(1, left[-1])) / math.log2(len(things))
+    useful = sum(after < before for before, after in pairwise(left)) / game.turns
+    return NARROWING * bits + USEFUL * useful
