@@ -120,6 +120,7 @@ def run(model: Path, args: argparse.Namespace, *, steps: int, name: str) -> whet
         trainer={"weights": "full"},
         adam={"lr": args.rate},
         runner={"concurrency": args.concurrency},
+        loop={"name": args.loop},
     )
 
 
@@ -136,6 +137,7 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=300)
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--kv-tokens", type=int, default=524_288)
+    parser.add_argument("--loop", choices=["on_policy", "overlapped"], default="on_policy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="smollm2")

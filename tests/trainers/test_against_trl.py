@@ -104,7 +104,7 @@ def ours(logp_BT: Tensor, old_BT: Tensor, ref_BT: Tensor, ent_BT: Tensor, **own:
         credits.append(Credit(trajectory, {trajectory.calls[0].generation_id(0): advantage}))
     rows = normalise(build_rows(credits).rows, loss)
     [tree] = pack(rows, 1000)
-    batch = Batch.of(tree, torch.device("cpu"))
+    batch = Batch.of(tree)
 
     def flat(x_BT: Tensor) -> Tensor:
         order = [int(row.rollout[1:]) for row, _ in tree.rows]

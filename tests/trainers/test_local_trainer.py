@@ -331,16 +331,15 @@ def test_branches_see_what_a_mask_shows(tiny_folder: Path, rows: list[Row]) -> N
         "position_ids": torch.from_numpy(tree.depth)[None],
         "use_cache": False,
     }
-    with torch.no_grad():
-        masked = policy.body(**given, attention_mask=tree.mask(cpu)[None, None])
-        branched = policy.body(
-            **given,
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            branches=tree.branches(cpu),
-            kernel=by_loop,
-        )
-    gap = (masked.last_hidden_state - branched.last_hidden_state).abs().max()
-    assert gap < 1e-5
+    masked = policy.body(**given, attention_mask=tree.mask(cpu)[None, None]).last_hidden_state
+    branched = policy.body(
+        **given,
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+        branches=tree.branches(cpu),
+        kernel=by_loop,
+    ).last_hidden_state
+    assert (masked - branched).abs().max() < 1e-5
+    assert_close(*(gradients_of(policy, hidden.square().mean()) for hidden in (masked, branched)))
 
 
 async def sampled(policy: LocalPolicy, **sampling: object) -> list[Row]:

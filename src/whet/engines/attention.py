@@ -4,7 +4,7 @@ transformers calls it in every layer of a twin of the policy's model: other modu
 attention, around the very same weights.
 """
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from whet.errors import EngineError
 from whet.policies import local
+from whet.policies.norms import fuse_norms
+from whet.policies.rotary import fuse_rotary
 
 try:
     from whet.engines import kernel
@@ -23,9 +25,6 @@ NAME = "whet_slots"
 
 UNKNOWN = ("softcap", "s_aux", "position_bias", "sliding_window")
 """What some models' attention does besides."""
-
-ULP = 2.0**-7
-"""How far two results in bf16 may be apart that differ in one rounding."""
 
 
 class Slots(NamedTuple):
@@ -70,8 +69,8 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     copy = local.twin(model)
     # The public way refuses names it does not know.
     copy.config._attn_implementation = NAME  # pyright: ignore[reportPrivateUsage]
-    if next(copy.parameters()).is_cuda:
-        _fuse_norms(copy)
+    fuse_norms(copy)
+    fuse_rotary(copy)
     return copy
 
 
@@ -91,36 +90,3 @@ def _attend_slowly(
         query_BHTD, key_BHLD, value_BHLD, attn_mask=mask_B1TL, scale=scale
     )
     return out_BHTD.transpose(1, 2)
-
-
-class _FusedNorm(nn.Module):
-    """An RMS norm in one kernel instead of six, rounding where transformers' rounds."""
-
-    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self._epsilon = epsilon
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        assert kernel is not None
-        return kernel.rms_norm(hidden, self.weight, self._epsilon)
-
-
-def _fuse_norms(model: nn.Module) -> None:
-    """Replace every norm that is proven to be a plain one."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            epsilon = cast(object, getattr(child, "variance_epsilon", None))
-            weight = cast(object, getattr(child, "weight", None))
-            if isinstance(epsilon, float) and isinstance(weight, nn.Parameter):
-                fused = _FusedNorm(weight, epsilon)
-                if _same(child, fused, weight):
-                    setattr(module, name, fused)
-
-
-@torch.inference_mode()
-def _same(norm: nn.Module, fused: nn.Module, weight: nn.Parameter) -> bool:
-    hidden = torch.randn(64, len(weight), device=weight.device).to(weight.dtype)
-    expected, found = norm(hidden), fused(hidden)
-    mostly = (expected == found).float().mean().item() > 0.9
-    return mostly and torch.allclose(expected, found, rtol=ULP, atol=ULP / 2**7)

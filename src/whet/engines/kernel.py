@@ -103,27 +103,3 @@ def attend(
         TILE_M=tile_m, TILE_N=64, EXACT=query_BHTD.dtype == torch.float32,
     )  # fmt: skip
     return out_BTHD
-
-
-@triton.jit
-def _rms_norm(hidden, weight, out, width, epsilon, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, TILE)
-    inside = d < width
-    x = tl.load(hidden + row * width + d, mask=inside, other=0.0).to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / width + epsilon)
-    # transformers rounds before it multiplies by the weight, and once more after.
-    x = x.to(out.dtype.element_ty).to(tl.float32)
-    x = x * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + d, x.to(out.dtype.element_ty), mask=inside)
-
-
-def rms_norm(hidden: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Each vector over the root of its mean square, times the weight."""
-    hidden = hidden.contiguous()
-    out = torch.empty_like(hidden)
-    width = hidden.shape[-1]
-    _rms_norm[(hidden.numel() // width,)](
-        hidden, weight_D, out, width, epsilon, TILE=triton.next_power_of_2(width)
-    )
-    return out

@@ -221,6 +221,7 @@ class LocalEngine(Engine):
             fresh = np.full((len(self._waiting), longest), NOTHING, np.int32)
         admitted = 0
         placed: dict[bytes, tuple[int, int]] = {}
+        waiting: set[bytes] = set()
         longest = self._lanes.longest
         while admitted < len(fresh) and (request := self._next_waiting()):
             later.append(request)
@@ -231,17 +232,21 @@ class LocalEngine(Engine):
                 break
             self._make_room(len(self._lanes) + 1, longest)
             # The rest of a group is known from the first of it, without another search.
-            if equal := placed.get(tokens.tobytes()):
+            key = tokens.tobytes()
+            if key in waiting:
+                continue
+            if equal := placed.get(key):
                 (source, shared), coming = equal, len(tokens) - 1
             else:
                 source, shared = self._cache.longest_prefix(tokens)
                 coming = longest_prefix(fresh[:admitted], tokens)[1]
             if coming >= shared + WORTH_WAITING_FOR:
+                waiting.add(key)
                 continue
             shared = min(shared, len(tokens) - 1)
             self._place(request, source, shared)
             later.pop()
-            placed.setdefault(tokens.tobytes(), (len(self._lanes) - 1, shared))
+            placed.setdefault(key, (len(self._lanes) - 1, shared))
             fresh[admitted, : len(tokens)] = tokens
             admitted += 1
 

@@ -7,11 +7,13 @@ with the rows' lengths, not with the square of the pack's.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, masking_utils
 from transformers.integrations import sdpa_attention
@@ -20,6 +22,11 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # before torch 2.10: trees get a mask
     varlen_attn = None
+
+try:
+    from whet.policies import kernels
+except ModuleNotFoundError:  # Triton comes only with a torch that has a GPU
+    kernels = None
 
 NAME = "whet"
 """Of this attention, for transformers."""
@@ -46,6 +53,57 @@ class Branches:
     """The node of every key, branch by branch."""
     most_queries: int
     most_keys: int
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> "Branches":
+        """From the number of nodes each branch adds, and the nodes of the row it ends."""
+        queries, keys = [n for n, _ in runs], [len(nodes) for _, nodes in runs]
+
+        def ends(lengths: list[int]) -> Tensor:
+            return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+
+        return cls(
+            query_ends=ends(queries),
+            key_ends=ends(keys),
+            keys=torch.from_numpy(np.concatenate([nodes for _, nodes in runs])).to(device),
+            # Powers of two: compiled code is for one value of each.
+            most_queries=1 << (max(queries) - 1).bit_length(),
+            most_keys=1 << (max(keys) - 1).bit_length(),
+        )
+
+    def gather(self, nodes_LHD: Tensor) -> Tensor:
+        """Of every key what its node has."""
+        if torch.compiler.is_compiling():
+            return nodes_LHD[self.keys]
+        return cast(Tensor, _Gather.apply(nodes_LHD, self.keys))
+
+
+class _Gather(torch.autograd.Function):
+    """Indexing whose gradient is added up in fp32, all at once.
+
+    PyTorch's own sorts the index first, and adds one by one what many rows want of one node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, nodes_LHD: Tensor, keys_M: Tensor) -> Tensor:
+        # Any: torch gives the context of a function no useful type.
+        ctx.save_for_backward(keys_M)
+        ctx.nodes = len(nodes_LHD)
+        return nodes_LHD[keys_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [keys_M] = ctx.saved_tensors
+        [grad_MHD] = grads
+        sums_LW = _add_at(grad_MHD.flatten(1), keys_M, ctx.nodes)
+        return sums_LW.to(grad_MHD.dtype).view(-1, *grad_MHD.shape[1:]), None
+
+
+def _add_at(values_MW: Tensor, index_M: Tensor, rows: int) -> Tensor:
+    if values_MW.is_cuda and kernels is not None:
+        return kernels.add_at(values_MW, index_M, rows)
+    sums_LW = values_MW.new_zeros(rows, values_MW.shape[1], dtype=torch.float32)
+    return sums_LW.index_add_(0, index_M, values_MW.float())
 
 
 def flash(
@@ -88,7 +146,7 @@ def attend(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
     query_LHD, key_LHD, value_LHD = (x[0].transpose(0, 1) for x in (query, key, value))
-    key_MHD, value_MHD = key_LHD[branches.keys], value_LHD[branches.keys]
+    key_MHD, value_MHD = branches.gather(key_LHD), branches.gather(value_LHD)
     out_LHD = kernel(query_LHD, key_MHD, value_MHD, branches, scaling)
     return out_LHD[None], None
 

@@ -1,7 +1,7 @@
 """The distribution tokens are sampled from: one definition for the sampler and the trainer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ class Shaping:
             self.top_k_N[which],
             self.scales,
             self.truncates,
+        )
+
+    def to(self, device: torch.device) -> "Shaping":
+        """The same in a device's memory."""
+        return replace(
+            self,
+            temperature_N=self.temperature_N.to(device),
+            top_p_N=self.top_p_N.to(device),
+            top_k_N=self.top_k_N.to(device),
         )
 
 

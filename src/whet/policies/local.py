@@ -28,6 +28,8 @@ from whet.config import TrainerConfig
 from whet.errors import ConfigError, EngineError, TrainerError, boundary
 from whet.policies import attention
 from whet.policies.head import Head
+from whet.policies.norms import fuse_norms
+from whet.policies.rotary import fuse_rotary
 
 
 class TurnLock:
@@ -103,6 +105,9 @@ class LocalPolicy:
         elif config.weights == "lora":
             self.wrapped = _with_lora(model, config, seed)
         self.model.to(self.device).eval()
+        if not config.compile:  # the compiler fuses more than that
+            fuse_norms(self.model)
+            fuse_rotary(self.model)
         self.body = model.base_model
         """All but the head: gives hidden states."""
         self.head = Head(cast(nn.Linear, model.get_output_embeddings()), hf_config)

@@ -119,7 +119,7 @@ class DatumTrainer:
 
     def _one_tree(self, tree: Tree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
         batch = _batch(tree, self._policy.device)
-        logp_N = self._passes.score(tree, batch).logp_N
+        logp_N = self._passes.score(self._passes.hidden(tree), batch).logp_N
         loss_N = LOSSES[config.name](logp_N, ratios(logp_N, batch, config), batch, config)
         value = loss_N.sum()
         loss = value.item()

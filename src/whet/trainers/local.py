@@ -70,9 +70,11 @@ class LocalTrainer(Trainer):
 
     def _one_tree(self, tree: Tree[Row], loss: LossConfig) -> dict[str, float]:
         """Add a tree's gradient, all of it or nothing."""
-        batch = Batch.of(tree, self._policy.device)
-        reference_N = self._reference(tree, batch) if loss.kl else None
-        scores = self._passes.score(tree, batch, entropy_slope=bool(loss.entropy))
+        reference_N = self._reference(tree) if loss.kl else None
+        hidden_LD = self._passes.hidden(tree)
+        # A GPU is still at work on those; moving things there waits for it.
+        batch = Batch.of(tree).to(self._policy.device)
+        scores = self._passes.score(hidden_LD, batch, entropy_slope=bool(loss.entropy))
         ratio_N = ratios(scores.logp_N, batch, loss)
         value = total(scores, ratio_N, reference_N, batch, loss)
         gradient = self._passes.weights.gradient(value)
@@ -82,10 +84,11 @@ class LocalTrainer(Trainer):
         self._passes.weights.add(gradient)
         return {**sums, "computed_tokens": float(tree.size)}
 
-    def _reference(self, tree: Tree[Row], batch: Batch) -> Tensor:
+    def _reference(self, tree: Tree[Row]) -> Tensor:
         """Log-probabilities of the sampled tokens before training."""
         with torch.no_grad(), self._policy.reference():
-            return self._passes.score(tree, batch).logp_N
+            batch = Batch.of(tree).to(self._policy.device)
+            return self._passes.score(self._passes.hidden(tree), batch).logp_N
 
     @torch.no_grad()
     def _measure(

@@ -62,8 +62,8 @@ class Passes:
             self.weights.drop_gradient()
             raise
 
-    def score(self, tree: Tree[R], batch: Batch, *, entropy_slope: bool = False) -> Scores:
-        """Scores of a batch's tokens; no other logits are computed."""
+    def hidden(self, tree: Tree[R]) -> Tensor:
+        """The last hidden state of each node."""
         device = self._policy.device
         if self._flash:
             # The mask is not looked at, but there has to be one: transformers would make its own.
@@ -78,9 +78,12 @@ class Passes:
             use_cache=False,
             **shape,
         )
-        hidden_ND = cast(Tensor, output.last_hidden_state)[0, batch.source_N]
+        return cast(Tensor, output.last_hidden_state)[0]
+
+    def score(self, hidden_LD: Tensor, batch: Batch, *, entropy_slope: bool = False) -> Scores:
+        """Scores of a batch's tokens; no other logits are computed."""
         return score(
-            hidden_ND,
+            hidden_LD.index_select(0, batch.source_N),
             self._policy.head,
             batch.target_N,
             batch.shaping,

@@ -7,6 +7,7 @@ trained, the logits of each chunk are computed once more.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +15,11 @@ from torch import Tensor
 
 from whet.policies.distribution import Shaping, log_probs
 from whet.policies.head import Head
+
+try:
+    from whet.trainers import kernels
+except ModuleNotFoundError:  # Triton comes only with a torch that has a GPU
+    kernels = None
 
 CHUNK = 2**26
 """Logits that exist at once: 256 MB, a few times over."""
@@ -86,6 +92,42 @@ class _Chunk:
         return slope_CV.div_(self._shaping.divisor_N1) if self._shaping.scales else slope_CV
 
 
+class _FusedChunk:
+    """The same on a GPU where nothing is cut off: of large tensors there are only the logits."""
+
+    def __init__(self, job: _Job, part: slice, logits_CV: Tensor) -> None:
+        assert kernels is not None
+        self._plain = partial(_Chunk, job, part, logits_CV)
+        self._logits_CV = logits_CV
+        self._target_C = job.target_N[part].contiguous()
+        self._divisor_C = job.shaping.part(part).divisor_N1[:, 0].contiguous()
+        self.logp_C, self._entropy_C, self._normaliser_C = kernels.score(
+            logits_CV, self._target_C, self._divisor_C
+        )
+
+    def entropy(self) -> Tensor:
+        return self._entropy_C
+
+    def entropy_slope(self, times_C1: Tensor) -> Tensor:
+        return self._plain().entropy_slope(times_C1)
+
+    def logp_slope(self, times_C1: Tensor) -> Tensor:
+        assert kernels is not None
+        return kernels.slope_into(
+            self._logits_CV,
+            self._target_C,
+            self._divisor_C,
+            self._normaliser_C,
+            times_C1[:, 0].contiguous(),
+        )
+
+
+def _chunk(job: _Job, part: slice, logits_CV: Tensor) -> _Chunk | _FusedChunk:
+    if kernels is None or job.shaping.truncates or not logits_CV.is_cuda:
+        return _Chunk(job, part, logits_CV)
+    return _FusedChunk(job, part, logits_CV.contiguous())
+
+
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, hidden_ND: Tensor, *trained: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +142,7 @@ class _Score(torch.autograd.Function):
             hidden_CD = hidden_ND[part].detach().requires_grad_(slopes)
             with torch.set_grad_enabled(slopes):
                 logits_CV = job.head(hidden_CD)
-            chunk = _Chunk(job, part, logits_CV.detach())
+            chunk = _chunk(job, part, logits_CV.detach())
             logp.append(chunk.logp_C)
             entropy.append(chunk.entropy())
             if slopes:
@@ -144,7 +186,7 @@ def _recomputed(
         hidden_CD = hidden_ND[part].detach().requires_grad_()
         with torch.enable_grad():
             logits_CV = job.head(hidden_CD)
-        chunk = _Chunk(job, part, logits_CV.detach())
+        chunk = _chunk(job, part, logits_CV.detach())
         of_entropy_CV = chunk.entropy_slope(of_entropy_N1[part]) if job.entropy_slope else None
         slope_CV = chunk.logp_slope(of_logp_N1[part])
         if of_entropy_CV is not None:

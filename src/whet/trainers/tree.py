@@ -97,19 +97,7 @@ class Tree(Generic[R]):
     def branches(self, device: torch.device) -> Branches:
         """The same without a square: each run of fresh nodes with the row it ends."""
         runs = [(n, nodes) for n, (_, nodes) in zip(self._added, self.rows, strict=True) if n]
-        queries, keys = [n for n, _ in runs], [len(nodes) for _, nodes in runs]
-
-        def ends(lengths: list[int]) -> Tensor:
-            return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
-
-        return Branches(
-            query_ends=ends(queries),
-            key_ends=ends(keys),
-            keys=torch.from_numpy(np.concatenate([nodes for _, nodes in runs])).to(device),
-            # Powers of two: compiled code is for one value of each.
-            most_queries=1 << (max(queries) - 1).bit_length(),
-            most_keys=1 << (max(keys) - 1).bit_length(),
-        )
+        return Branches.of(runs, device)
 
     def _fresh(self, values: Sequence[NDArray[np.int64]]) -> Nodes:
         last = [one[len(one) - n :] for one, n in zip(values, self._added, strict=True)]
@@ -122,8 +110,10 @@ def pack(rows: Sequence[R], most_tokens: int, *, enough: int = ENOUGH) -> Iterab
     Strangers share a tree only while it has fewer than `enough` nodes.
     """
     tree = Tree[R]()
-    for row in sorted(rows, key=lambda row: row.tokens):
-        tokens = np.array(row.tokens)
+    arrays = [(row, np.fromiter(row.tokens, np.int64, len(row.tokens))) for row in rows]
+    # As bytes, the highest first, long prefixes are compared at once.
+    arrays.sort(key=lambda pair: pair[1].astype(">i8").tobytes())
+    for row, tokens in arrays:
         shared = tree.shared(tokens)
         added = len(tokens) - shared
         stranger = tree.size >= enough and 2 * added > len(tokens)
