@@ -92,6 +92,13 @@ def test_a_resumed_run_may_take_another_port_or_device(tmp_path: Path) -> None:
     assert folder.config().engine.device == "cpu"
 
 
+def test_a_resumed_run_may_read_rewards_otherwise(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path), "demo")
+    folder.resume({"algorithm": {"logged_keys": ["reward"], "reward_keys": ["style"]}})
+    assert folder.config().algorithm.logged_keys == ("reward",)
+    assert folder.config().algorithm.reward_keys == ("style",)
+
+
 def test_a_resumed_run_keeps_its_tasks(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path), "demo")
     folder.keep_tasks([{"a": 1, "b": 2}], [])

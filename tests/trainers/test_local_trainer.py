@@ -2,6 +2,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -297,6 +298,23 @@ def test_packed_gradients_are_those_of_padded_rows(
     metrics = anyio.run(LocalTrainer(policy, threads=1).forward_backward, rows, loss)
     assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
     assert_close(found_gradients(policy), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler itself looks at
+async def test_compiled_layers_have_the_same_gradients(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What machine code becomes of a graph is the compiler's affair; the graph is ours.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    rows = await sampled(load(tiny_folder, weights="full"))
+    found: list[dict[str, Tensor]] = []
+    for compile in (False, True):
+        policy = load(tiny_folder, weights="full", compile=compile)
+        await LocalTrainer(policy, threads=1).forward_backward(rows, PPO)
+        found.append(found_gradients(policy))
+    assert_close(*found)
+    await sampled(policy)  # which no compiled layer takes part in
 
 
 def by_loop(

@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiny_llama import row_of
@@ -23,6 +23,7 @@ def packed(rows: list[Row], most: int) -> list[Tree]:
 
 
 @given(rows_that_share, st.integers(1, 40))
+@settings(deadline=None)
 def test_every_row_is_found_once_and_sees_exactly_itself(rows: list[Row], most: int) -> None:
     trees = packed(rows, most)
     found = [row for tree in trees for row, _ in tree.rows]
@@ -36,6 +37,7 @@ def test_every_row_is_found_once_and_sees_exactly_itself(rows: list[Row], most: 
 
 
 @given(rows_that_share)
+@settings(deadline=None)
 def test_a_shared_prefix_stands_once(rows: list[Row]) -> None:
     [tree] = packed(rows, 1000)
     prefixes = {row.tokens[:n] for row in rows for n in range(1, len(row.tokens) + 1)}
@@ -43,6 +45,7 @@ def test_a_shared_prefix_stands_once(rows: list[Row]) -> None:
 
 
 @given(rows_that_share, st.integers(1, 40))
+@settings(deadline=None)
 def test_a_tree_is_larger_than_allowed_only_for_one_row(rows: list[Row], most: int) -> None:
     for tree in packed(rows, most):
         assert tree.size <= most or len({row.tokens for row, _ in tree.rows}) == 1

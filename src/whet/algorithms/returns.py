@@ -126,7 +126,8 @@ def _along_the_tree(
         if not meant:
             raise ConfigError(
                 f"rollout {trajectory.attempt.rollout.id!r} has a reward for {reward.target}, "
-                f"but no such answer among its {len(answers)}"
+                f"but no such answer among its {len(answers)}: mend the agent; to go on, resume "
+                f"with --algorithm.logged-keys {reward.key}, and rewards of that key teach nothing"
             )
         if reward.target.call is None and reward.target.turn is None:
             agents[meant[0].slot.agent] += reward.value

@@ -17,6 +17,8 @@ from whet.errors import ConfigError
 
 MAY_CHANGE = frozenset(
     {
+        "algorithm.logged_keys",
+        "algorithm.reward_keys",
         "engine.command",
         "engine.device",
         "engine.flags",

@@ -24,9 +24,9 @@ def fuse_rotary(model: nn.Module) -> None:
     if kernels is None or not next(model.parameters()).is_cuda:
         return
     for module in model.modules():
-        forward = _own_pass(module)
+        forward = own_pass(module)
         if forward is not None and _same(forward.__globals__.get(NAME), module):
-            module.forward = MethodType(_with(forward, turn), module)
+            redirect(module, forward, turn)
 
 
 def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ class _Turn(torch.autograd.Function):
         return *kernels.turn(*grads, *ctx.saved_tensors, back=True), None, None
 
 
-def _own_pass(module: nn.Module) -> FunctionType | None:
+def own_pass(module: nn.Module) -> FunctionType | None:
     """A module's own code, if it turns and nothing is wrapped around it."""
     forward = cast(object, type(module).forward)
     if not isinstance(forward, FunctionType) or forward.__closure__ is not None:
@@ -56,12 +56,12 @@ def _own_pass(module: nn.Module) -> FunctionType | None:
     return forward if NAME in forward.__code__.co_names else None
 
 
-def _with(forward: FunctionType, function: object) -> FunctionType:
-    """The same code, which finds this function by the name of the other."""
+def redirect(module: nn.Module, forward: FunctionType, function: object) -> None:
+    """Have one module run the same code, which finds this function by the name of the other."""
     names = {**forward.__globals__, NAME: function}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
     copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+    module.forward = MethodType(copy, module)
 
 
 @torch.inference_mode()
