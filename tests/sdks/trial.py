@@ -15,7 +15,8 @@ from recipes import ROOT
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.algorithms.grpo import GRPO
-from whet.app import wire
+from whet.app import sampler
+from whet.app.local_sampler import local_sampler
 from whet.app.tasks import training_plan
 from whet.config import RunConfig, resolve
 from whet.demos.problems import problems
@@ -80,8 +81,10 @@ class Tap:
 def try_out(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Train for one step with an agent that another process runs."""
     taps: list[Tap] = []
-    build_app = wire.build_app
-    patch.setattr(wire, "build_app", lambda *given: taps.append(Tap(build_app(*given))) or taps[0])
+    build_app = sampler.build_app
+    patch.setattr(
+        sampler, "build_app", lambda *given: taps.append(Tap(build_app(*given))) or taps[0]
+    )
     config = resolve(
         {
             "steps": 1,
@@ -100,7 +103,8 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
     secret = keys.secret_of(TOKEN, RUN)
     async with (
         SQLiteStore(folder / "store.db", run=RUN) as store,
-        wire.serve(policy, config, store, secret) as gateway,
+        local_sampler(policy, config) as engine,
+        sampler.serve(engine, config, store, secret) as gateway,
     ):
         with _at_work(runner, store, gateway.url, folder) as log, anyio.fail_after(PATIENCE_S):
             records = train(
