@@ -1,10 +1,15 @@
+import warnings
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from clock import Clock
+
+if TYPE_CHECKING:
+    from tinker_serving import Server
 
 settings.register_profile("whet", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("whet")
@@ -13,6 +18,13 @@ settings.load_profile("whet")
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    # The tinker client leaves its connections to the end of the process.
+    warnings.simplefilter("ignore", ResourceWarning)
+    warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +47,24 @@ def postgres_url() -> Generator[str]:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture(scope="session")
+def tinker(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Generator["Server"]:
+    """A server for the `tinker` client with the tiny llama, which here has a tokenizer too."""
+    import os
+    import shutil
+
+    from tinker_serving import KEY, Server
+    from whet.policies.catalogue import TINY
+
+    folder = tmp_path_factory.mktemp("tinker")
+    model = folder / "model"
+    shutil.copytree(tiny_folder, model)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / file, model / file)
+    os.environ["TINKER_API_KEY"] = KEY
+    server = Server(folder / "dir", str(model))
+    yield server
+    server.stop()
+    del os.environ["TINKER_API_KEY"]

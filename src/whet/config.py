@@ -65,8 +65,10 @@ class EngineConfig(Section):
 
 
 class TrainerConfig(Section):
-    """Train the same weights in this process."""
+    """What trains: this process, or a Tinker service, which then samples too."""
 
+    kind: Literal["local", "tinker"] = "local"
+    """`tinker` trains and samples with the service of `[tinker]`. `--trainer` for short."""
     weights: Literal["lora", "full"] = "lora"
     """Train low-rank adapters, or all weights."""
     lora_rank: Annotated[int, Field(ge=1)] = 16
@@ -91,6 +93,17 @@ class TrainerConfig(Section):
     GPU and long runs."""
     keep_reference: bool = False
     """Keep a copy of the weights as they were, for `loss.kl` with full weights."""
+
+
+class TinkerConfig(Section):
+    """A service that the `tinker` client talks to: hosted, or `whet tinker-server`. Its key is in
+    `TINKER_API_KEY`."""
+
+    base_url: str | None = None
+    """Where it is; `TINKER_BASE_URL`, else the hosted one, if absent."""
+    base_model: str | None = None
+    """What it calls the model, whose tokenizer and template are in the folder `model`; `model` if
+    absent."""
 
 
 class AdamConfig(Section):
@@ -308,6 +321,7 @@ class RunConfig(Section):
     """Rollouts of each task in a step."""
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    tinker: TinkerConfig = TinkerConfig()
     adam: AdamConfig = AdamConfig()
     loss: LossConfig = LossConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -326,6 +340,37 @@ class RunConfig(Section):
                 "trainer.keep_reference to keep a copy, or trainer.weights to 'lora'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _is_for_its_trainer(self) -> Self:
+        if self.trainer.kind == "local":
+            if self.tinker != TinkerConfig():
+                raise ValueError("[tinker] is read with trainer.kind 'tinker': leave it out")
+            return self
+        given = {
+            "trainer": _changed(self.trainer) - {"kind", "lora_rank", "lora_layers"},
+            "engine": _changed(self.engine),
+            "loss": _changed(self.loss) & {"max_ratio", "kl", "entropy"},
+        }
+        for section, keys in given.items():
+            if keys:
+                raise ValueError(
+                    f"{section}.{min(keys)} has no meaning with trainer.kind 'tinker', whose "
+                    "service decides it or cannot do it: leave it out"
+                )
+        if self.loss.name == "dro":
+            raise ValueError(
+                "loss.name 'dro' of a Tinker service also pulls at tokens that were not sampled: "
+                "choose another"
+            )
+        if self.runner.temperature not in (None, 1.0):
+            raise ValueError("a Tinker service trains at runner.temperature 1 alone")
+        return self
+
+
+def _changed(section: Section) -> set[str]:
+    fields = type(section).model_fields
+    return {name for name in fields if getattr(section, name) != fields[name].default}
 
 
 def merge(base: Mapping[str, JsonValue], over: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

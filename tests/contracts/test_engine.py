@@ -11,6 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from inference_server import ServerState, serve, sglang_app, vllm_app
+from tinker_serving import MARKS, Server, open_tinker
 from tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
 from whet.config import EngineConfig
 from whet.engines.fake import FakeEngine
@@ -59,11 +60,21 @@ SERVED = {
 }
 
 
-@pytest.fixture(params=[local, static, fake, *SERVED])
+async def at_tinker(server: Server) -> Engine:
+    from whet.engines.tinker import TinkerEngine
+
+    policy = await open_tinker(server)
+    await policy.publish()
+    return TinkerEngine(policy, decode)
+
+
+@pytest.fixture(params=[local, static, fake, *SERVED, pytest.param("tinker", marks=MARKS)])
 async def engine(request: pytest.FixtureRequest, tiny_folder: Path) -> AsyncGenerator[Engine]:
     async with AsyncExitStack() as stack:
         if request.param in SERVED:
             engine = await stack.enter_async_context(SERVED[request.param]())
+        elif request.param == "tinker":
+            engine = await at_tinker(request.getfixturevalue("tinker"))
         else:
             engine = request.param(tiny_folder)
         with anyio.fail_after(30):

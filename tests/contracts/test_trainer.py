@@ -1,11 +1,12 @@
 """What every trainer promises. A new trainer is done when it passes this file."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from tinker_serving import MARKS, open_tinker
 from tiny_llama import load, row_of
 from whet.config import AdamConfig, LossConfig
 from whet.errors import TrainerError
@@ -28,14 +29,24 @@ def fake(folder: Path) -> Trainer:
     return FakeTrainer()
 
 
-@pytest.fixture(params=[local, fake])
-def build(request: pytest.FixtureRequest, tiny_folder: Path) -> Callable[[], Trainer]:
-    return lambda: request.param(tiny_folder)
+Build = Callable[[], Awaitable[Trainer]]
+
+
+@pytest.fixture(params=[local, fake, pytest.param("tinker", marks=MARKS)])
+def build(request: pytest.FixtureRequest, tiny_folder: Path) -> Build:
+    async def made() -> Trainer:
+        if request.param == "tinker":
+            from whet.trainers.tinker import TinkerTrainer
+
+            return TinkerTrainer(await open_tinker(request.getfixturevalue("tinker")))
+        return request.param(tiny_folder)
+
+    return made
 
 
 @pytest.fixture
-def trainer(build: Callable[[], Trainer]) -> Trainer:
-    return build()
+async def trainer(build: Build) -> Trainer:
+    return await build()
 
 
 def rows(advantage: float = 1.0, *, logprob: float = -5.0, weight: float = 0.25) -> list[Row]:
@@ -89,8 +100,8 @@ async def test_numbers_that_are_none_are_refused(trainer: Trainer, bad: dict[str
     assert await trainer.publish() == 0
 
 
-async def test_what_is_saved_is_restored(build: Callable[[], Trainer], tmp_path: Path) -> None:
-    first, second = build(), build()
+async def test_what_is_saved_is_restored(build: Build, tmp_path: Path) -> None:
+    first, second = await build(), await build()
     await first.forward_backward(rows(), LOSS)
     await first.optim_step(ADAM)
     await first.save(tmp_path / "deep" / "one")
@@ -99,8 +110,8 @@ async def test_what_is_saved_is_restored(build: Callable[[], Trainer], tmp_path:
     assert names(tmp_path / "deep") == ["one"]
 
 
-async def test_a_folder_is_saved_over(build: Callable[[], Trainer], tmp_path: Path) -> None:
-    trainer, other = build(), build()
+async def test_a_folder_is_saved_over(build: Build, tmp_path: Path) -> None:
+    trainer, other = await build(), await build()
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "of another time").touch()
     await trainer.save(tmp_path / "one")

@@ -54,6 +54,9 @@ def add_config_flags(parser: argparse.ArgumentParser, only: Container[str] | Non
     if only is None or "engine" in only:
         same = "the same as --engine.kind"
         group.add_argument("--engine", dest=f"{PREFIX}engine.kind", metavar="KIND", help=same)
+    if only is None:
+        same = "the same as --trainer.kind"
+        group.add_argument("--trainer", dest=f"{PREFIX}trainer.kind", metavar="KIND", help=same)
 
 
 def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from whet.app.published import PolicyFollower, PublishingTrainer, read_policy
 from whet.app.sampler import serve, served_sampler
 from whet.app.working import POLICY, Gateway, agents_at_work
 from whet.config import RunConfig
+from whet.errors import ConfigError, MissingExtra
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
 from whet.protocols import Algorithm, Collector, StepLog, Store, Trainer
@@ -66,18 +67,21 @@ async def open_run(
         store = await stack.enter_async_context(SQLiteStore(folder.store))
         # This process owns the run, so whoever held a lease before is dead.
         await store.release_workers()
-        policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
-        trainer: Trainer = LocalTrainer(policy, threads=os.cpu_count())
         is_served = config.engine.kind != "local"
-        if is_served:
-            trainer = _publishing(trainer, policy, folder, model, store)
+        if config.trainer.kind == "tinker":
+            serving, trainer = await _at_tinker(model, config, store, folder)
+        else:
+            policy = LocalPolicy(
+                model, config.trainer, device=config.engine.device, seed=config.seed
+            )
+            trainer = LocalTrainer(policy, threads=os.cpu_count())
+            serving = _serve_here(policy, config, store, folder, progress)
+            if is_served:
+                trainer = _publishing(trainer, policy, folder, model, store)
+                serving = _serve_elsewhere(model, config, store, folder, progress)
         # Before anybody samples: what a kill left in the queue runs as soon as there is a runner.
         await _restore_last(trainer, folder, store)
-        if is_served:
-            await trainer.publish()
-            serving = _serve_elsewhere(model, config, store, folder, progress)
-        else:
-            serving = _serve_here(policy, config, store, folder, progress)
+        await trainer.publish()
         gateway = await stack.enter_async_context(serving)
         given = await published(store, surroundings.resources)
         # Servers have copies of the weights: rollouts say which they are to be sampled from.
@@ -115,6 +119,10 @@ async def open_training(
 ) -> AsyncGenerator[Run]:
     """The part of a run that trains; gateways and runners are other processes of the store."""
     config = folder.config()
+    if config.trainer.kind != "local":
+        raise ConfigError(
+            "with a store elsewhere the trainer is 'local' so far: leave out --store or --trainer"
+        )
     model = resolve_model(config.model, progress=progress)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     with folder.owned():
@@ -134,6 +142,17 @@ async def open_training(
             algorithm=algorithm,
             trainer=trainer,
         )
+
+
+async def _at_tinker(
+    model: Path, config: RunConfig, store: Store, folder: RunFolder
+) -> tuple[AbstractAsyncContextManager[Gateway], Trainer]:
+    try:
+        from whet.app.tinker_sampler import tinker_parts  # noqa: PLC0415 - only if needed
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(f"trainer.kind 'tinker' ({error})", "tinker") from error
+    sampler, trainer = await tinker_parts(model, config)
+    return serve(sampler, config, store, folder.secret()), trainer
 
 
 async def _restore_last(trainer: Trainer, folder: RunFolder, log: StepLog) -> None:

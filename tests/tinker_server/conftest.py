@@ -1,20 +1,12 @@
 import urllib.request
-import warnings
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from serving import Server
-
 import tinker
+
+from tinker_serving import Server
 from whet.policies.catalogue import resolve_model
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_unconfigure() -> None:
-    # The client leaves its connections to the end of the process.
-    warnings.simplefilter("ignore", ResourceWarning)
-    warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ import urllib.request
 from typing import Any
 
 import pytest
-from conformance import CLIENTS, PAGE, lines, methods, refuses, table
-from serving import KEY, MARKS, Server
-
 import tinker
+from conformance import CLIENTS, PAGE, lines, methods, refuses, table
 from tinker import types
+
+from tinker_serving import KEY, MARKS, Server
 
 pytestmark = MARKS
 

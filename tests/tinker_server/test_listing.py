@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from conformance import shows
-from serving import MARKS
-
 import tinker
+from conformance import shows
+
+from tinker_serving import MARKS
 
 pytestmark = MARKS
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 import torch
 from conformance import shows
 from reference import Reference
-from serving import MARKS, Server
-
-import tinker
 from tinker import types
+
+from tinker_serving import MARKS, Server
 
 pytestmark = MARKS
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinker.lib.public_interfaces.rest_client import RestClient
-
 import tinker
+from tinker.lib.public_interfaces.rest_client import RestClient
 
 PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
 MODULES = ("test_training", "test_sampling", "test_listing", "test_restart", "test_refusals")

@@ -8,10 +8,15 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-import tinker
+if TYPE_CHECKING:  # the client takes seconds to import
+    import tinker
+
+    from whet.policies.tinker import TinkerPolicy
+
 
 MARKS = [
     pytest.mark.slow,
@@ -21,6 +26,16 @@ MARKS = [
 ]
 KEY = "tml-of-the-tests"
 SERVER = [sys.executable, "-m", "whet.app.cli", "tinker-server"]
+
+
+async def open_tinker(server: "Server") -> "TinkerPolicy":
+    """A policy at a server, with adapters like those of the tiny llama."""
+    from whet.config import resolve
+    from whet.policies.tinker import TinkerPolicy
+
+    settings = {"kind": "tinker", "lora_rank": 4}
+    service = {"base_url": server.url, "base_model": server.model}
+    return await TinkerPolicy.open(resolve({"trainer": settings, "tinker": service}))
 
 
 class Server:
@@ -58,10 +73,14 @@ class Server:
         self.process.terminate()
         self.process.wait(60)
 
-    def client(self) -> tinker.ServiceClient:
+    def client(self) -> "tinker.ServiceClient":
+        import tinker
+
         return tinker.ServiceClient(base_url=self.url, api_key=KEY)
 
-    def rest(self) -> tinker.RestClient:
+    def rest(self) -> "tinker.RestClient":
+        import tinker
+
         return tinker.RestClient(base_url=self.url, api_key=KEY)
 
     def _answers(self) -> bool:

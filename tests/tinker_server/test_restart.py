@@ -4,10 +4,10 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from serving import KEY, MARKS, Server
-
 import tinker
 from tinker import types
+
+from tinker_serving import KEY, MARKS, Server
 
 pytestmark = MARKS
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinker
 from conformance import shows
 from reference import Reference
-from serving import KEY, MARKS
-
-import tinker
 from tinker import types
+
+from tinker_serving import KEY, MARKS
 
 pytestmark = MARKS
 

@@ -1,0 +1,70 @@
+"""Samples at a Tinker service."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from whet.engines.request import Drawn, Request
+from whet.errors import EngineError, PromptTooLong, RequestError
+from whet.policies.tinker import Sampled, TinkerPolicy
+from whet.protocols import Engine
+from whet.types import Piece, Sampling
+
+
+class TinkerEngine(Engine):
+    """Asks for one continuation at a time; the service samples those of many requests together.
+
+    It gives no tokens before the last: a stream comes at once, token by token.
+    """
+
+    def __init__(self, policy: TinkerPolicy, decode: Callable[[Sequence[int]], str]) -> None:
+        """`decode` turns ids into text, for stop strings alone."""
+        self._policy = policy
+        self._decode = decode
+        self._closed = False
+        self.context_length = policy.context_length
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        affinity: str = "",
+    ) -> AsyncGenerator[Piece]:
+        room = self.context_length - len(prompt)
+        if room < 1 or not prompt:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt)} tokens; the context holds "
+                f"1 to {self.context_length - 1} and room for an answer"
+            )
+        if sampling.grammar is not None:
+            raise RequestError("this engine cannot hold its samples to a grammar")
+        if min(prompt) < 0:
+            raise RequestError("the prompt has an id below 0")
+        if self._closed:
+            raise EngineError("the engine is closed")
+        limit = min(sampling.max_tokens or room, room)
+        tokens = list(prompt)
+        sampled = await self._policy.sample(tokens, sampling, limit)
+        request = Request(tokens=tokens, sampling=sampling, limit=limit, stream=stream, seed=0)
+        for piece in _pieces(request, sampled, self._decode):
+            if self._closed:
+                raise EngineError("the engine is closed")
+            yield piece
+
+    async def close(self) -> None:
+        self._closed = True
+
+
+def _pieces(
+    request: Request, sampled: Sampled, decode: Callable[[Sequence[int]], str]
+) -> list[Piece]:
+    """What was sampled, up to the first end that was asked for."""
+    pieces: list[Piece] = []
+    for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
+        drawn = Drawn([token], [logprob], sampled.tops[place : place + 1])
+        piece = request.take(drawn, sampled.version, decode)
+        if piece is not None:
+            pieces.append(piece)
+            if piece.stop:
+                return pieces
+    raise EngineError("the Tinker service ended an answer where nothing asked it to")
