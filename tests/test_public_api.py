@@ -21,6 +21,9 @@ SIGNATURES = {
     "comparison: whet.app.comparison.Comparison | None, seconds: float) -> None",
     "Rollout": None,
     "RunConfig": None,
+    "Service": "(url: str = '', *, reward: collections.abc.Callable[[JsonValue, typing.Any], "
+    "float | collections.abc.Awaitable[float]] | None = None, max_turns: int = 10, "
+    "concurrency: int | None = None, patience_s: float = 60.0) -> None",
     "Trainer": "(*, algorithm: whet.protocols.Algorithm | whet.app.algorithm.OwnAlgorithm | "
     "dict[str, JsonValue] | str | None = None, n_workers: int | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
@@ -29,6 +32,8 @@ SIGNATURES = {
     "WhetError": None,
     "algorithm": "(function: collections.abc.Callable[..., typing.Any]) -> "
     "whet.app.algorithm.OwnAlgorithm",
+    "command": "(arguments: collections.abc.Sequence[str], *, "
+    "reward: Literal['output', 'exit'] = 'output') -> whet.runners.command.Command",
     "emit_message": "(text: str, **attributes: JsonValue) -> None",
     "emit_object": "(value: object, name: str = 'object', **attributes: JsonValue) -> None",
     "emit_reward": "(value: float, key: str = 'reward', *, call: str | None = None, "

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from whet.config import RunConfig
     from whet.errors import ConfigError, WhetError
     from whet.runners.agent import rollout
+    from whet.runners.command import command
     from whet.runners.hooks import Hooks
     from whet.runners.running import emit_reward
+    from whet.runners.service import Service
     from whet.runners.telling import emit_message, emit_object, operation
     from whet.types import Endpoint, PromptTemplate, Rollout
 
@@ -31,9 +33,11 @@ __all__ = [
     "Result",
     "Rollout",
     "RunConfig",
+    "Service",
     "Trainer",
     "WhetError",
     "algorithm",
+    "command",
     "emit_message",
     "emit_object",
     "emit_reward",
@@ -54,9 +58,11 @@ _HOME = {
     "Result": "whet.app.training",
     "Rollout": "whet.types",
     "RunConfig": "whet.config",
+    "Service": "whet.runners.service",
     "Trainer": "whet.app.trainer",
     "WhetError": "whet.errors",
     "algorithm": "whet.app.algorithm",
+    "command": "whet.runners.command",
     "emit_message": "whet.runners.telling",
     "emit_object": "whet.runners.telling",
     "emit_reward": "whet.runners.running",

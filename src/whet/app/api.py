@@ -105,7 +105,7 @@ def train_command(
         result = work(agent, tasks, held_out, folder, console)
     except KeyboardInterrupt:
         given = f" --held-out {args.held_out}" if args.held_out else ""
-        return stopped(f"whet train {args.agent} --tasks {args.tasks}{given}", folder)
+        return stopped(f"whet train {args.agent or '...'} --tasks {args.tasks}{given}", folder)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     return 0

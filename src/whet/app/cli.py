@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from whet.app.addresses import STORE_VARIABLE
+from whet.app.agents import add_agent_flags, has_agent, load_agent
 from whet.app.flags import (
     AFTER,
     PREFIX,
@@ -16,13 +17,12 @@ from whet.app.flags import (
     config_values,
     split_after,
 )
-from whet.app.loading import load_function, with_extra
+from whet.app.loading import with_extra
 from whet.app.process_cli import Commands, add_process_commands
 from whet.app.signals import follow_supervisor, interrupt_on_sigterm
 from whet.app.tasks import load_tasks
 from whet.config import merge, read_toml, resolve
 from whet.errors import ConfigError, WhetError
-from whet.runners.agent import check_agent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_train(commands: Commands) -> None:
     train = commands.add_parser("train", help="train the model behind your own agent")
-    train.add_argument("agent", nargs="?", help="module:function, or file.py:function")
+    add_agent_flags(train)
     train.add_argument("--tasks", required=True, help="training tasks, one JSON value a line")
     train.add_argument("--held-out", default=None, help="tasks to evaluate on before and after")
     train.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
@@ -114,7 +114,7 @@ def _add_train(commands: Commands) -> None:
 
 def _add_dev(commands: Commands) -> None:
     dev = commands.add_parser("dev", help="run your agent on a few tasks, and show what happened")
-    dev.add_argument("agent", help="module:function, or file.py:function")
+    add_agent_flags(dev)
     dev.add_argument("--tasks", required=True, help="tasks, one JSON value a line")
     dev.add_argument("--config", default=None, metavar="FILE", help="a TOML file")
     _add_samples_flag(dev)
@@ -141,7 +141,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_eval_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("agent", help="module:function, or file.py:function")
+    add_agent_flags(parser)
     parser.add_argument("--tasks", required=True, help="tasks, one JSON value a line")
     parser.add_argument(
         "--model",
@@ -186,10 +186,9 @@ def _train(args: argparse.Namespace) -> int:
         follow_supervisor()
         interrupt_on_sigterm()
         return with_extra("whet.app.api", "train_joint_command")(tasks, held_out, values, args)
-    if args.agent is None:
+    if not has_agent(args):
         raise ConfigError("name the agent to run, or with --store the processes that run it")
-    agent = load_function(args.agent)
-    check_agent(agent)
+    agent = load_agent(args)
     train_command = with_extra("whet.app.api", "train_command")
     return train_command(agent, tasks, held_out, values, args)
 
@@ -197,10 +196,7 @@ def _train(args: argparse.Namespace) -> int:
 def _dev(args: argparse.Namespace) -> int:
     values = merge(read_toml(Path(args.config)) if args.config else {}, config_values(args))
     resolve(values)
-    if args.agent is None:
-        raise ConfigError("name the agent to run: module:function, or file.py:function")
-    agent = load_function(args.agent)
-    check_agent(agent)
+    agent = load_agent(args)
     tasks = load_tasks(args.tasks)
     return with_extra("whet.app.dry_run", "dry_run_command")(agent, tasks, values, args)
 
@@ -208,8 +204,7 @@ def _dev(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     values = merge(read_toml(Path(args.config)) if args.config else {}, config_values(args))
     resolve(values)
-    agent = load_function(args.agent)
-    check_agent(agent)
+    agent = load_agent(args)
     tasks = load_tasks(args.tasks)
     return with_extra("whet.app.eval_command", "eval_command", "eval")(agent, tasks, values, args)
 

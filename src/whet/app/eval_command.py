@@ -82,7 +82,9 @@ def eval_command(
         evaluation = _work(agent, tasks, prepared, args.results, console)
     except KeyboardInterrupt:
         given = f" --results {args.results}" if args.results else ""
-        return stopped(f"whet eval {args.agent} --tasks {args.tasks}{given}", prepared.folder)
+        return stopped(
+            f"whet eval {args.agent or '...'} --tasks {args.tasks}{given}", prepared.folder
+        )
     if args.json:
         sys.stdout.write(json.dumps(evaluation.as_json()) + "\n")
     return 0

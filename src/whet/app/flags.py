@@ -69,9 +69,15 @@ def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
                 nested = {part: nested}
             assert isinstance(nested, dict)
             values = merge(values, nested)
-    if after := getattr(args, AFTER, ()):
+    if (after := getattr(args, AFTER, ())) and not command_in(args):
         values = merge(values, {"engine": {"flags": list(after)}})
     return values
+
+
+def command_in(args: argparse.Namespace) -> list[str]:
+    """The agent's command after `--`: what begins with a dash are flags of an engine's server."""
+    after: list[str] = getattr(args, AFTER, [])
+    return [] if not after or after[0].startswith("-") else after
 
 
 def split_after(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from whet.app.addresses import DEFAULT_STORE, PORT, STORE_VARIABLE
+from whet.app.agents import add_agent_flags, load_agent
 from whet.app.flags import OneLineParser, add_config_flags, config_values
-from whet.app.loading import load_function, with_extra
+from whet.app.loading import with_extra
 from whet.app.signals import follow_supervisor
 from whet.config import RunConfig, merge, read_toml, resolve
 from whet.errors import ConfigError
-from whet.runners.agent import check_agent
 
 GRACE_S = 20.0
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
@@ -123,7 +123,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _add_runner(commands: Commands) -> None:
     runner = commands.add_parser("runner", help="run your agent on what a run has queued")
-    runner.add_argument("agent", help="module:function, or file.py:function")
+    add_agent_flags(runner)
     add_place_flags(runner, DEFAULT_STORE)
     runner.add_argument("--concurrency", type=int, default=64, help="attempts at once [64]")
     runner.add_argument(
@@ -147,8 +147,7 @@ def _runner(args: argparse.Namespace) -> int:
     follow_supervisor()
     flags = {"concurrency": args.concurrency, "processes": args.processes, "lease_s": args.lease}
     config = resolve({"runner": flags})
-    agent = load_function(args.agent)
-    check_agent(agent)
+    agent = load_agent(args)
     return with_extra("whet.app.runner_command", "runner_command", "runner")(
         agent, config.runner, args
     )

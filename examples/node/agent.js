@@ -1,0 +1,33 @@
+// An agent in JavaScript: whet runs `node agent.js` once for each attempt.
+//
+//     whet train --tasks examples/node/tasks.jsonl --model tiny -- node examples/node/agent.js
+//
+// Its task is on stdin, its model in the variables that clients for OpenAI's API read, and its
+// reward is the last line it prints.
+
+const { readFileSync } = require("node:fs");
+
+async function main() {
+  const task = JSON.parse(readFileSync(0, "utf8"));
+  const reply = await fetch(`${process.env.OPENAI_BASE_URL}/chat/completions`, {
+    method: "POST",
+    headers: {
+      "content-type": "application/json",
+      authorization: `Bearer ${process.env.OPENAI_API_KEY}`,
+    },
+    body: JSON.stringify({
+      model: process.env.OPENAI_MODEL,
+      messages: [{ role: "user", content: task.question }],
+      max_tokens: 8,
+    }),
+  });
+  if (!reply.ok) throw new Error(`${reply.status}: ${await reply.text()}`);
+  const answer = (await reply.json()).choices[0].message.content ?? "";
+  console.error(`answered ${JSON.stringify(answer)}`);
+  console.log(JSON.stringify({ reward: answer.includes(task.answer) ? 1 : answer.length / 1000 }));
+}
+
+main().catch((error) => {
+  console.error(error.message);
+  process.exit(2);
+});

@@ -1,0 +1,209 @@
+"""Agents that are commands: what they are told, what they may say, and that nothing stays."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+from pydantic import JsonValue
+
+from whet.errors import AgentFailed, BadReward, ConfigError
+from whet.runners.command import RewardBy, command
+from whet.types import Endpoint
+
+pytestmark = pytest.mark.anyio
+
+POSTED: dict[str, list[JsonValue]] = {}
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Says what was posted, as a gateway does."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"rewards": POSTED.get(self.path, [])}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        assert self.headers["authorization"] == "Bearer key"
+        body = self.rfile.read(int(self.headers["content-length"]))
+        POSTED.setdefault(self.path, []).append(json.loads(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def llm() -> Generator[Endpoint]:
+    POSTED.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}/rollout/r/attempt/r.1/v1"
+    yield Endpoint(base_url=url, api_key="key", model="policy")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+async def run(code: str, llm: Endpoint, task: JsonValue = None, by: RewardBy = "output") -> float:
+    with anyio.fail_after(30):
+        return await command([sys.executable, "-c", code], reward=by)(task, llm)
+
+
+async def why(code: str, llm: Endpoint, task: JsonValue = None) -> str:
+    with pytest.raises((AgentFailed, BadReward)) as error:
+        await run(code, llm, task)
+    return str(error.value)
+
+
+async def test_it_is_told_its_task_its_model_and_its_attempt(
+    llm: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHET_STORE_TOKEN", "secret")
+    told = tmp_path / "told.json"
+    code = (
+        "import json, os, sys\n"
+        "file = os.environ['WHET_TASK_FILE']\n"
+        "told = dict(os.environ, task=json.load(sys.stdin), file=json.load(open(file)))\n"
+        f"json.dump(told, open({str(told)!r}, 'w'))\n"
+        "print(1)"
+    )
+    task = {"question": "größe \ud83d"}
+    assert await run(code, llm, task) == 1.0
+    found = json.loads(told.read_text())
+    assert found["task"] == found["file"] == task
+    assert found["OPENAI_BASE_URL"] == llm.base_url
+    assert found["OPENAI_API_KEY"] == found["ANTHROPIC_API_KEY"] == "key"
+    assert found["ANTHROPIC_BASE_URL"] == llm.base_url.removesuffix("/v1")
+    assert found["OPENAI_MODEL"] == found["WHET_MODEL"] == "policy"
+    assert (found["WHET_ROLLOUT_ID"], found["WHET_ATTEMPT_ID"]) == ("r", "r.1")
+    assert "WHET_STORE_TOKEN" not in found
+    assert is_gone(found["WHET_TASK_FILE"])
+
+
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [
+        ("print('thinking'); print(0.5)", 0.5),
+        ('print(\'{"reward": 2, "why": "x"}\')', 2.0),
+        ("print(-1, end='')", -1.0),
+        ("print(1); print(); print('  ')", 1.0),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\xfe\\n0.25')", 0.25),
+        ("import sys; sys.stdin.close(); print(1)", 1.0),
+        ("for _ in range(300): print('x' * 10_000)\nprint(3)", 3.0),
+    ],
+)
+async def test_the_last_line_it_prints_is_its_reward(
+    llm: Endpoint, code: str, reward: float
+) -> None:
+    assert await run(code, llm, task={"long": "x" * 500_000}) == reward
+
+
+async def test_a_reward_may_be_posted(llm: Endpoint) -> None:
+    code = (
+        "import json, os, urllib.request as r\n"
+        "for value in (0.1, 0.75):\n"
+        "    body = json.dumps({'value': value}).encode()\n"
+        "    ask = r.Request(os.environ['WHET_REWARD_URL'], body,\n"
+        "        {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})\n"
+        "    r.urlopen(ask)\n"
+        "print('done')"
+    )
+    assert await run(code, llm) == 0.75
+
+
+async def test_the_exit_code_may_be_the_reward(llm: Endpoint) -> None:
+    assert await run("print('ok')", llm, by="exit") == 1.0
+    assert await run("raise SystemExit(1)", llm, by="exit") == 0.0
+    with pytest.raises(AgentFailed, match="exit code 2"):
+        await run("raise SystemExit(2)", llm, by="exit")
+
+
+async def test_what_went_wrong_is_said_in_one_line(llm: Endpoint) -> None:
+    assert "exit code 3; it said: a b" in await why(
+        "import sys; print('a\\nb', file=sys.stderr); sys.exit(3)", llm
+    )
+    assert "was ended by SIGKILL" in await why("import os; os.kill(os.getpid(), 9)", llm)
+    assert "no reward: end stdout" in await why("print('done')", llm)
+    assert "it said nothing" in await why("raise SystemExit(4)", llm)
+    assert "finite" in await why("print('NaN')", llm)
+    assert "a reward is a number" in await why('print(\'{"reward": "much"}\')', llm)
+    long = await why("import sys; print('x' * 10**6, file=sys.stderr); sys.exit(1)", llm)
+    assert len(long) < 1000
+
+
+def is_gone(file: str) -> bool:
+    return not Path(file).exists()
+
+
+def has_ended(pid: int) -> bool:
+    """Soon: the dead are gone when the system has noticed."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+CHILD = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "open({file!r}, 'w').write(str(child.pid))\n"
+)
+
+
+async def test_a_child_that_outlives_it_is_ended_with_it(llm: Endpoint, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    assert await run(CHILD.format(file=str(file)) + "print(1)", llm) == 1.0
+    assert has_ended(int(file.read_text()))
+
+
+async def test_when_it_is_cancelled_nothing_of_it_stays(llm: Endpoint, tmp_path: Path) -> None:
+    file, own = tmp_path / "pid", tmp_path / "own"
+    code = f"import os; open({str(own)!r}, 'w').write(str(os.getpid()))\n"
+    code += CHILD.format(file=str(file)) + "import time; time.sleep(60)"
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run, code, llm)
+            await to_thread.run_sync(wait_for, file)
+            tasks.cancel_scope.cancel()
+    assert has_ended(int(own.read_text()))
+    assert has_ended(int(file.read_text()))
+
+
+async def test_no_file_handles_or_processes_are_left(llm: Endpoint) -> None:
+    await run("print(1)", llm)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        await run("print(1)", llm)
+        await why("raise SystemExit(1)", llm)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("arguments", [[], "node agent.js", ["no-such-command-here"]])
+def test_what_is_no_command_is_refused_at_once(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"command"):
+        command(arguments)
