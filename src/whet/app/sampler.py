@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
+from whet.app.notify import notified
 from whet.app.published import PublishedPolicy, ServedPolicy
 from whet.app.working import POLICY, Gateway
 from whet.config import RunConfig
@@ -79,7 +80,8 @@ async def serve(
             stack.callback(elsewhere.close)
         # Ahead of the server, which waits for its requests: none is left without an answer.
         stack.push_async_callback(sampler.engine.close)
-        yield Gateway(server.url, secret, POLICY)
+        with notified(server.url):
+            yield Gateway(server.url, secret, POLICY)
 
 
 def _elsewhere(
