@@ -4,11 +4,9 @@ import argparse
 from typing import cast
 
 from whet.app.flags import command_in
-from whet.app.loading import load_function
+from whet.app.loading import load_function, with_extra
 from whet.errors import ConfigError, boundary
 from whet.runners.agent import Agent, check_agent
-from whet.runners.command import command
-from whet.runners.service import Service
 
 
 def add_agent_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +41,9 @@ def load_agent(args: argparse.Namespace) -> Agent:
             f"; found {len(named)}"
         )
     if after := command_in(args):
-        return command(after, reward=args.reward)
+        return with_extra("whet.runners.command", "command")(after, reward=args.reward)
     if args.service and "://" in args.service:
-        return Service(args.service)
+        return with_extra("whet.runners.service", "Service")(args.service)
     agent = load_function(args.service or args.agent)
     if args.service and isinstance(agent, type):
         with boundary(ConfigError, f"cannot make the service {args.service!r}"):
