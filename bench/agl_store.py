@@ -1,6 +1,6 @@
 """Agent Lightning's stores at the work of `bench/store.py`, in an environment of their own.
 
-    python bench/agl_store.py memory|http CYCLES WORKERS
+    python bench/agl_store.py memory|http CYCLES WORKERS whole|cycles
 
 Imports nothing of whet. Prints one JSON object.
 """
@@ -59,7 +59,7 @@ def span(rollout: str, attempt: str, number: int) -> Span:
 
 
 async def measure(
-    stores: list[LightningStore], cycles: int, workers: int, *, many: bool
+    stores: list[LightningStore], cycles: int, workers: int, *, whole: bool, many: bool
 ) -> dict[str, float]:
     store, result, before = stores[0], {}, rss_mb()
     began = time.perf_counter()
@@ -82,6 +82,8 @@ async def measure(
     await asyncio.gather(*(work(stores[n % len(stores)]) for n in range(workers)))
     result["cycles_per_s"] = len(done) / (time.perf_counter() - began)
     result["cpu_ms_per_cycle"] = (time.process_time() - cpu) / len(done) * 1e3
+    if not whole:
+        return result
     batch = done[:512]
     began = time.perf_counter()
     for rollout in batch:
@@ -89,20 +91,25 @@ async def measure(
     result["batch_s"] = (time.perf_counter() - began) * 512 / len(batch)
     result["kb_per_rollout"] = (rss_mb() - before) * 1024 / len(done)
     if many:
-        known = cycles
-        for size in (1000, 10_000, 100_000):
-            for _ in range((size - known) // 500):
-                await store.enqueue_many_rollouts(
-                    [EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(500)]
-                )
-            known = max(known, size)
-            took = []
-            for _ in range(10):
-                began = time.perf_counter()
-                await store.query_rollouts(status_in=["succeeded"], limit=100)
-                took.append(time.perf_counter() - began)
-            result[f"query_ms_at_{size}"] = percentile(took, 0.5) * 1e3
+        result |= await listing(store, cycles)
     result["rss_mb"] = rss_mb()
+    return result
+
+
+async def listing(store: LightningStore, known: int) -> dict[str, float]:
+    result = {}
+    for size in (1000, 10_000, 100_000):
+        for _ in range((size - known) // 500):
+            await store.enqueue_many_rollouts(
+                [EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(500)]
+            )
+        known = max(known, size)
+        took = []
+        for _ in range(10):
+            began = time.perf_counter()
+            await store.query_rollouts(status_in=["succeeded"], limit=100)
+            took.append(time.perf_counter() - began)
+        result[f"query_ms_at_{size}"] = percentile(took, 0.5) * 1e3
     return result
 
 
@@ -122,7 +129,7 @@ def wait_until_up(url: str) -> None:
             return
 
 
-async def over_http(cycles: int, workers: int) -> dict[str, float]:
+async def over_http(cycles: int, workers: int, whole: bool) -> dict[str, float]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -130,7 +137,7 @@ async def over_http(cycles: int, workers: int) -> dict[str, float]:
     try:
         await asyncio.to_thread(wait_until_up, f"http://127.0.0.1:{port}/v1/agl/health")
         clients = [agl.LightningStoreClient(f"http://127.0.0.1:{port}") for _ in range(workers)]
-        result = await measure(clients, cycles, workers, many=False)
+        result = await measure(clients, cycles, workers, whole=whole, many=False)
         for client in clients:
             await client.close()
         return result
@@ -139,17 +146,18 @@ async def over_http(cycles: int, workers: int) -> dict[str, float]:
         server.wait()
 
 
-async def in_memory(cycles: int, workers: int) -> dict[str, float]:
-    return await measure([agl.InMemoryLightningStore()], cycles, workers, many=True)
+async def in_memory(cycles: int, workers: int, whole: bool) -> dict[str, float]:
+    store = agl.InMemoryLightningStore()
+    return await measure([store], cycles, workers, whole=whole, many=True)
 
 
 def main() -> None:
-    if len(sys.argv) != 4:
+    if len(sys.argv) != 5:
         print("run by bench/store.py, with AGL_PYTHON")
         return
     logging.disable(logging.WARNING)
     how = {"memory": in_memory, "http": over_http}[sys.argv[1]]
-    result = asyncio.run(how(int(sys.argv[2]), int(sys.argv[3])))
+    result = asyncio.run(how(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "whole"))
     print(json.dumps({**result, "load": os.getloadavg()[0]}))
 
 

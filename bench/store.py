@@ -1,12 +1,14 @@
 """The store at work, beside Agent Lightning's where that is installed.
 
-    python bench/store.py [--cycles 1000] [--workers 32] [--million] [--no-postgres]
+    python bench/store.py [--cycles 1000] [--workers 32] [--rounds 3] [--million] [--no-postgres]
     AGL_PYTHON=/path/to/python bench/store.py       # of an environment with agentlightning 0.3
 
 The same work on each: enqueue in batches of 100; workers that claim a rollout, record 5 calls of
 500 sampled tokens after 500 of context, and finish it; a training batch of 512 rollouts read
 back; the first 100 succeeded rollouts listed in a store of 1k, 10k and 100k. Ours is durable on
-disk when a call returns; theirs is in memory. `--million` also times claims in a file of a million.
+disk when a call returns; theirs is in memory. All take turns at the cycles, several rounds of them,
+and the medians are compared: a machine is not as fast at one minute as at the next. `--million`
+also times claims in a file of a million.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -49,6 +52,8 @@ MESSAGE = {"role": "assistant", "content": "y" * 400}
 PROMPT = {"role": "user", "content": "x" * 400}
 
 Numbers = dict[str, float]
+IN_TURNS = ("cycles_per_s", "cpu_ms_per_cycle")
+"""What is measured in every round; the rest in the first."""
 
 
 def rss_mb() -> float:
@@ -147,13 +152,17 @@ async def wake_ms(store: Store) -> float:
     return statistics.median(took) * 1e3
 
 
-async def measure(store: Store, count: int, workers: int, bytes_used: Callable[[], int]) -> Numbers:
-    result: Numbers = {"wake_ms": await wake_ms(store)}
+async def measure(
+    store: Store, count: int, workers: int, whole: bool, bytes_used: Callable[[], int]
+) -> Numbers:
+    result: Numbers = {"wake_ms": await wake_ms(store)} if whole else {}
     used, memory = bytes_used(), rss_mb()
     result["enqueue_per_s"] = await enqueue(store, 0, count, 100)
     cpu = time.process_time()
     result["cycles_per_s"], done = await cycles(store, workers)
     result["cpu_ms_per_cycle"] = (time.process_time() - cpu) / len(done) * 1e3
+    if not whole:
+        return result
     await store.vacuum()
     result["kb_per_rollout"] = (bytes_used() - used) / 1024 / len(done)
     result["rss_growth_mb"] = rss_mb() - memory
@@ -176,13 +185,13 @@ async def measure(store: Store, count: int, workers: int, bytes_used: Callable[[
     return result
 
 
-async def on_sqlite(count: int, workers: int) -> Numbers:
+async def on_sqlite(count: int, workers: int, whole: bool) -> Numbers:
     with tempfile.TemporaryDirectory() as name:
         async with SQLiteStore(Path(name) / "store.db") as store:
-            return await measure(store, count, workers, lambda: size_of(Path(name)))
+            return await measure(store, count, workers, whole, lambda: size_of(Path(name)))
 
 
-async def on_postgres(count: int, workers: int) -> Numbers:
+async def on_postgres(count: int, workers: int, whole: bool) -> Numbers:
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     from postgres_server import postgres_server  # noqa: PLC0415 - of the tests, if they are there
     from whet.store.postgres import PostgresStore  # noqa: PLC0415 - needs the extra
@@ -191,7 +200,7 @@ async def on_postgres(count: int, workers: int) -> Numbers:
         url = stack.enter_context(postgres_server("fsync=on"))
         data = Path(url.split("host=")[1]) / "base"
         async with PostgresStore(url) as store:
-            return await measure(store, count, workers, lambda: size_of(data))
+            return await measure(store, count, workers, whole, lambda: size_of(data))
 
 
 SERVE = """
@@ -206,7 +215,7 @@ server.close()
 """
 
 
-def over_http(count: int, workers: int) -> Numbers:
+def over_http(count: int, workers: int, whole: bool) -> Numbers:
     """The server is a process of its own, and the workers share one client."""
     pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as name:
@@ -215,14 +224,16 @@ def over_http(count: int, workers: int) -> Numbers:
             assert server.stdout is not None
             assert server.stdin is not None
             url = server.stdout.readline().strip()
-            numbers = anyio.run(at, url, count, workers, lambda: size_of(Path(name)))
+            numbers = anyio.run(at, url, count, workers, whole, lambda: size_of(Path(name)))
             server.stdin.close()
             return numbers
 
 
-async def at(url: str, count: int, workers: int, bytes_used: Callable[[], int]) -> Numbers:
+async def at(
+    url: str, count: int, workers: int, whole: bool, bytes_used: Callable[[], int]
+) -> Numbers:
     async with HTTPStore.connect(url, token="bench") as store:
-        return await measure(store, count, workers, bytes_used)
+        return await measure(store, count, workers, whole, bytes_used)
 
 
 async def on_a_million() -> Numbers:
@@ -235,13 +246,23 @@ async def on_a_million() -> Numbers:
             return result
 
 
-def theirs(how: str, count: int, workers: int) -> Numbers | None:
-    python = os.environ.get("AGL_PYTHON")
-    if not python:
-        return None
-    command = [python, str(Path(__file__).with_name("agl_store.py")), how, str(count), str(workers)]
+def theirs(how: str, python: str, count: int, workers: int, whole: bool) -> Numbers:
+    work = (how, str(count), str(workers), "whole" if whole else "cycles")
+    command = [python, str(Path(__file__).with_name("agl_store.py")), *work]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.strip().splitlines()[-1])
+
+
+def in_turns(sides: dict[str, Callable[[bool], Numbers]], rounds: int) -> dict[str, Numbers]:
+    """Everything of each side once, and of what is compared the median of its rounds."""
+    found: dict[str, list[Numbers]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name, side in sides.items():
+            found[name].append(side(number == 0))
+    return {
+        name: numbers[0] | {key: statistics.median(n[key] for n in numbers) for key in IN_TURNS}
+        for name, numbers in found.items()
+    }
 
 
 def show(results: dict[str, Numbers]) -> None:
@@ -263,21 +284,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--million", action="store_true")
     parser.add_argument("--postgres", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    results: dict[str, Numbers] = {}
+    work = (args.cycles, args.workers)
+    sides: dict[str, Callable[[bool], Numbers]] = {
+        "sqlite": partial(anyio.run, on_sqlite, *work),
+        "http": partial(over_http, *work),
+    }
+    if args.postgres:
+        sides["postgres"] = partial(anyio.run, on_postgres, *work)
+    if python := os.environ.get("AGL_PYTHON"):
+        sides["agl memory"] = partial(theirs, "memory", python, *work)
+        sides["agl http"] = partial(theirs, "http", python, min(args.cycles, 200), args.workers)
+    results = in_turns(sides, args.rounds)
     if args.million:
         results["sqlite, 1M"] = anyio.run(on_a_million)
-    results["sqlite"] = anyio.run(on_sqlite, args.cycles, args.workers)
-    if args.postgres:
-        results["postgres"] = anyio.run(on_postgres, args.cycles, args.workers)
-    results["http"] = over_http(args.cycles, args.workers)
-    for how, most in (("memory", 1000), ("http", 200)):
-        numbers = theirs(how, min(args.cycles, most), args.workers)
-        if numbers is not None:
-            results[f"agl {how}"] = numbers
     show(results)
     print(f"load {os.getloadavg()[0]:.1f}")
 
