@@ -10,7 +10,7 @@ import tinker
 from tinker.lib.public_interfaces.rest_client import RestClient
 
 PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
-MODULES = ("test_training", "test_sampling", "test_listing", "test_restart", "test_refusals")
+MODULES = ("test_training", "test_samples", "test_listing", "test_restart", "test_refusals")
 CLIENTS: tuple[type, ...] = (
     tinker.ServiceClient,
     tinker.TrainingClient,
