@@ -45,7 +45,7 @@ bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
-	rm -rf .venv .vllm build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm .sdks build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py

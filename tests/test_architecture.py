@@ -72,6 +72,8 @@ FENCES: dict[str, set[str]] = {
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "mlflow": {"tracking"},
+    "opentelemetry": {"runners"},
+    "agents": {"runners"},
     "rich": {"app"},
     "matplotlib": {"app"},
     "argparse": {"app"},

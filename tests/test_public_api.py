@@ -25,7 +25,8 @@ SIGNATURES = {
     "float | collections.abc.Awaitable[float]] | None = None, max_turns: int = 10, "
     "concurrency: int | None = None, patience_s: float = 60.0) -> None",
     "Trainer": "(*, algorithm: whet.protocols.Algorithm | whet.app.algorithm.OwnAlgorithm | "
-    "dict[str, JsonValue] | str | None = None, n_workers: int | None = None, "
+    "dict[str, JsonValue] | str | None = None, tracer: str | None = None, "
+    "n_workers: int | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), store: str | None = None, "
     "quiet: bool = False, **settings: JsonValue) -> None",
@@ -52,8 +53,8 @@ SIGNATURES = {
     "algorithm: whet.protocols.Algorithm | dict[str, JsonValue] | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), "
-    "resume: bool = False, store: str | None = None, quiet: bool = False, "
-    "**settings: JsonValue) -> whet.app.training.Result",
+    "tracer: str | None = None, resume: bool = False, store: str | None = None, "
+    "quiet: bool = False, **settings: JsonValue) -> whet.app.training.Result",
 }
 """None: an exception, a noun of types.py, or the config, whose keys docs/configuration.md lists."""
 

@@ -236,6 +236,9 @@ class SelectionConfig(Section):
     """Tools that the call must have been offered."""
 
 
+TracerName = Literal["otel", "openai-agents"]
+
+
 class RunnerConfig(Section):
     """How agents are run."""
 
@@ -244,6 +247,9 @@ class RunnerConfig(Section):
     processes: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes to run agents in, one attempt in each at a time, for agents that keep a core busy;
     0 runs all attempts in this process."""
+    tracer: TracerName | None = None
+    """Keep the spans that an agent's SDK makes of itself: `otel` those of OpenTelemetry,
+    `openai-agents` those of the OpenAI Agents SDK, which are then not uploaded."""
     lease_s: Annotated[float, Field(ge=1)] = 30.0
     """A runner that is silent for so long is dead, and what it ran is run again."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0

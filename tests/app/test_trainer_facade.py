@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from opentelemetry import trace
 from rich.console import Console
 
 import whet
@@ -17,12 +18,13 @@ from whet.types import Attempt, Endpoint, Outcome, PromptTemplate
 SETTINGS = {"steps": 1, "tasks_per_step": 2, "group_size": 2}
 
 
-async def ask(llm: Endpoint, text: str) -> str:
+async def ask(llm: Endpoint, text: str, part: str = "text") -> str:
     body = {"model": llm.model, "messages": [{"role": "user", "content": text}], "max_tokens": 4}
     key = {"authorization": f"Bearer {llm.api_key}"}
     async with httpx.AsyncClient(timeout=60) as client:
         reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=key)
-    return reply.raise_for_status().json()["choices"][0]["message"]["content"]
+    told = reply.raise_for_status().json()
+    return told["id"] if part == "id" else told["choices"][0]["message"]["content"]
 
 
 async def agent(task: str, llm: Endpoint, prompt_template: PromptTemplate) -> float:
@@ -87,6 +89,36 @@ def test_dev_trains_nothing_and_shows_calls_tokens_spans_and_rewards(
         assert line in shown
 
 
+async def traced(task: str, llm: Endpoint) -> float:
+    tracer = trace.get_tracer("sdk")
+    for name in ("first", "second"):
+        with tracer.start_as_current_span(name) as span:
+            span.set_attribute("gen_ai.operation.name", "chat")
+            id = await ask(llm, f"{task} {name}", part="id")
+            if name == "first":
+                span.set_attribute("gen_ai.response.id", id)
+    return 1.0
+
+
+def test_dev_shows_the_spans_of_an_sdk_with_the_calls_they_are_about(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = {"model": str(model), "dir": str(tmp_path)}
+    trainer = whet.Trainer(tracer="otel", n_workers=2, quiet=True, **settings)
+    done = trainer.dev(traced, ["a", "b"])
+    for attempt in done.as_json()["attempts"]:  # pyright: ignore[reportGeneralTypeIssues]
+        first, second = [call["id"] for call in attempt["calls"]]
+        assert [(span["name"], span["call"], span["call_by"]) for span in attempt["spans"]] == [
+            ("first", first, "response id"),
+            ("second", second, "time"),
+        ]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(draw(done.tried[0]))
+    shown = console.export_text()
+    assert "ms  call 1 by response id" in shown
+    assert "ms  call 2 by time" in shown
+
+
 def test_the_command_shows_the_same_as_json(
     model: Path,
     tmp_path: Path,
@@ -145,6 +177,12 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_p
     place = {"model": str(model), "dir": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"n_workers is runner\.concurrency: give one"):
         whet.Trainer(n_workers=2, runner={"concurrency": 3})
+    with pytest.raises(ConfigError, match=r"tracer is runner\.tracer: give one"):
+        whet.Trainer(tracer="otel", runner={"tracer": "otel"})
+    with pytest.raises(ConfigError, match="give it to `whet runner --tracer`"):
+        whet.train(traced, ["a"], tracer="otel", store="http://127.0.0.1:9", **place)
+    with pytest.raises(ConfigError, match="'otel' or 'openai-agents'"):
+        whet.train(traced, ["a"], tracer="zipkin", **place)
     with pytest.raises(ConfigError, match="takes prompt_template, and its rollout has none"):
         whet.train(agent, ["a"], **place)
     with pytest.raises(ConfigError, match="cannot be called 'policy'"):

@@ -30,7 +30,7 @@ async def run(
     resources: Mapping[str, JsonValue] | None = None,
     hooks: Sequence[Hooks] = (),
     prefix: str = "r",
-    **config: int,
+    **config: int | str,
 ) -> list[Group]:
     """The groups that come of these tasks, one rollout each, called r0, r1 and so on."""
     for name, value in (resources or {}).items():

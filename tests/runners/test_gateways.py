@@ -12,11 +12,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from whet.config import RunnerConfig
-from whet.runners.gateways import PREFIX, Address, RemoteGateways
+from whet.runners.gateways import RemoteGateways
 from whet.runners.local import LocalRunner
 from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, AttemptId, Endpoint, Rollout, Status
+from whet.types import (
+    GATEWAY_PREFIX,
+    Attempt,
+    AttemptId,
+    Endpoint,
+    GatewayAddress,
+    Rollout,
+    Status,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -56,9 +64,11 @@ def endpoint_of(gateways: RemoteGateways, id_: str) -> Endpoint:
 async def test_attempts_are_spread_over_the_gateways_that_answer(store: SQLiteStore) -> None:
     servers = [serve("a"), serve("b")]
     for number, server in enumerate(servers):
-        await store.publish(f"{PREFIX}{number}", {"url": server.url, "model": "policy"})
-    await store.publish(f"{PREFIX}dead", {"url": f"http://127.0.0.1:{free_port()}", "model": "m"})
-    await store.publish(f"{PREFIX}left", None)
+        await store.publish(f"{GATEWAY_PREFIX}{number}", {"url": server.url, "model": "policy"})
+    await store.publish(
+        f"{GATEWAY_PREFIX}dead", {"url": f"http://127.0.0.1:{free_port()}", "model": "m"}
+    )
+    await store.publish(f"{GATEWAY_PREFIX}left", None)
     gateways = RemoteGateways(store, key)
     with anyio.fail_after(20):
         await gateways.ready()
@@ -76,7 +86,7 @@ async def test_attempts_are_spread_over_the_gateways_that_answer(store: SQLiteSt
 async def test_a_runner_waits_for_the_gateway_and_says_so_once(store: SQLiteStore) -> None:
     port, said = free_port(), list[str]()
     url = f"http://127.0.0.1:{port}"
-    gateways = RemoteGateways(store, key, given=Address(url, "policy"), say=said.append)
+    gateways = RemoteGateways(store, key, given=GatewayAddress(url, "policy"), say=said.append)
     with anyio.move_on_after(0.5) as waiting:
         await gateways.ready()
     assert waiting.cancelled_caught
@@ -106,7 +116,7 @@ async def test_a_restart_of_the_gateway_burns_no_try(
             raise ConnectionError("no answer")
         return 1.0
 
-    await store.publish(f"{PREFIX}1", {"url": servers[0].url, "model": "policy"})
+    await store.publish(f"{GATEWAY_PREFIX}1", {"url": servers[0].url, "model": "policy"})
     gateways = RemoteGateways(store, key)
     runner = LocalRunner(one, RunnerConfig(), store=store, gateways=gateways)
     await store.enqueue([Rollout(id="a", group="a", task=1, max_attempts=1)])
@@ -135,7 +145,7 @@ async def test_an_agent_that_fails_beside_a_healthy_gateway_has_failed_itself(
         raise KeyError("mine")
 
     server = serve("a")
-    gateways = RemoteGateways(store, key, given=Address(server.url, "policy"))
+    gateways = RemoteGateways(store, key, given=GatewayAddress(server.url, "policy"))
     runner = LocalRunner(one, RunnerConfig(), store=store, gateways=gateways)
     await store.enqueue([Rollout(id="a", group="a", task=1, max_attempts=1)])
     with anyio.fail_after(20):

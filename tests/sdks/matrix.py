@@ -7,6 +7,7 @@ from pathlib import Path
 from recipes import Recipe
 from trial import GROUP, TASKS, Trial
 
+from whet.app.joined import join
 from whet.demos.problems import calculate
 from whet.types import Call, Trajectory
 
@@ -26,6 +27,19 @@ def examine(trial: Trial, recipe: Recipe) -> Cells:
         "tools": _tools(trial),
         "trained": _trained(trial, recipe),
     }
+
+
+def check_spans(trial: Trial) -> None:
+    """Every rollout has the spans of its SDK, and one of them is about each of its calls."""
+    for trajectory in trial.trajectories:
+        spans = trial.spans[trajectory.attempt.id]
+        asked = [span for span in spans if span.attributes.get("gen_ai.operation.name") == "chat"]
+        joints = join(spans, trajectory.calls)
+        about = sorted(joint.call for joint in joints.values())
+        assert about == sorted(call.id for call in trajectory.calls), (asked, joints)
+        assert len(asked) == len(trajectory.calls)
+        assert any(span.name.startswith("invoke_agent") for span in spans)
+    assert not [said for said in trial.warnings if "uploads traces" in said]
 
 
 def as_text(rows: Mapping[str, Cells]) -> str:

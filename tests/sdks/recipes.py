@@ -32,6 +32,8 @@ class Recipe:
     forks: tuple[str, ...] = ()
     """Why turns do not continue the one before, where that is so; the usual one first."""
     environment: tuple[tuple[str, str], ...] = ()
+    tracer: Literal["otel", "openai-agents"] | None = None
+    """Which keeps the spans that it makes of its own work."""
     beside: str | None = None
     """Pins of a second environment whose commands it finds."""
 
@@ -62,7 +64,14 @@ RECIPES = [
         dialect="messages",
         note="The client adds `/v1` to a base URL that has it already; the gateway knows.",
     ),
-    Recipe("Strands Agents", "strands", "strands_agent", "strands-agents", streams="always"),
+    Recipe(
+        "Strands Agents",
+        "strands",
+        "strands_agent",
+        "strands-agents",
+        streams="always",
+        tracer="otel",
+    ),
     Recipe(
         "strands-vllm",
         "strands-vllm",
@@ -79,8 +88,10 @@ RECIPES = [
         "openai_agents",
         "openai-agents",
         dialect="responses",
+        tracer="openai-agents",
         note="Call `set_tracing_disabled(True)` or set `OPENAI_AGENTS_DISABLE_TRACING=1`: else it "
-        "uploads traces to OpenAI, with the key of a rollout if it has no other.",
+        "uploads traces to OpenAI, with the key of a rollout if it has no other. With "
+        "`runner.tracer` its traces are kept with the rollout instead.",
     ),
     Recipe(
         "OpenAI Agents SDK, Chat Completions",
@@ -88,6 +99,7 @@ RECIPES = [
         "openai_agents",
         "openai-agents",
         function="solve_by_chat",
+        tracer="openai-agents",
     ),
     Recipe(
         "Microsoft Agent Framework",
@@ -95,6 +107,7 @@ RECIPES = [
         "agent_framework_agent",
         "agent-framework-core",
         dialect="responses",
+        tracer="otel",
         beside="mcp-server-calculator",
         note="Its tool is `mcp-server-calculator`, over MCP and stdio. The second request of a "
         "conversation names the first by `previous_response_id` and sends nothing else of it; the "
@@ -106,6 +119,7 @@ RECIPES = [
         "agent_framework_agent",
         "agent-framework-core",
         function="solve_by_chat",
+        tracer="otel",
         beside="mcp-server-calculator",
     ),
     Recipe(

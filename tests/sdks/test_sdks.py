@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from environments import python_of
-from matrix import FILE, Cells, examine
+from matrix import FILE, Cells, check_spans, examine
 from recipes import EXAMPLES, HERE, RECIPES, Recipe
 from trial import GROUP, TASKS, Runner, try_out
 
@@ -23,6 +23,8 @@ def test_an_unmodified_agent_is_recorded_and_trained(
     trial = try_out(_runner(recipe), tmp_path, monkeypatch)
     found[recipe.name] = examine(trial, recipe)
     assert found[recipe.name] == json.loads(FILE.read_text())[recipe.name]
+    if recipe.tracer:
+        check_spans(trial)
 
 
 def _runner(recipe: Recipe) -> Runner:
@@ -31,7 +33,7 @@ def _runner(recipe: Recipe) -> Runner:
         beside = python_of(recipe.beside).parent
         environment["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
     agent = f"{EXAMPLES / recipe.example}.py:{recipe.function}"
-    return Runner(python_of(recipe.pins), agent, environment)
+    return Runner(python_of(recipe.pins), agent, environment, tracer=recipe.tracer)
 
 
 def test_a_recorder_has_the_tokens_of_the_store(

@@ -29,7 +29,7 @@ from whet.runners.preflight import warnings_in
 from whet.store.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
-from whet.types import StepRecord, Trajectory
+from whet.types import Span, StepRecord, Trajectory
 
 TOKEN, RUN = "of the suite", "sdk"
 TASKS, GROUP = 4, 6
@@ -45,6 +45,7 @@ class Runner(NamedTuple):
     """`file.py:function`"""
     environment: dict[str, str]
     concurrency: int = 6
+    tracer: str | None = None
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Trial:
     """By the runner."""
     warnings: list[str]
     """Kept in the store."""
+    spans: dict[str, list[Span]]
+    """By attempt."""
 
 
 @dataclass
@@ -119,7 +122,8 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
             [step] = [record async for record in records]
         found = await store.trajectories(step.consumed)
         warnings = [*(await warnings_in(store)).values()]
-        return Trial(step, found, taps[0].streamed, log.read_text(), warnings)
+        spans = {each.attempt.id: await store.spans(each.attempt.id) for each in found}
+        return Trial(step, found, taps[0].streamed, log.read_text(), warnings, spans)
 
 
 def _tasks() -> list[object]:
@@ -133,7 +137,8 @@ def _at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> 
     """The store served, and the runner joined to it; what it says is in the file."""
     server = StoreServer(store, token=TOKEN)
     place = ("--store", server.url, "--run", RUN, "--gateway", gateway)
-    command = (runner.python, "-m", "whet.app.cli", "runner", runner.agent, *place)
+    tracer = ("--tracer", runner.tracer) if runner.tracer else ()
+    command = (runner.python, "-m", "whet.app.cli", "runner", runner.agent, *place, *tracer)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "WHET_STORE_TOKEN": TOKEN}
     log = folder / "runner.log"
     with log.open("w") as out:

@@ -111,7 +111,7 @@ async def claim(http: httpx.AsyncClient, id_: str = "a") -> None:
 async def test_nothing_is_told_without_the_token(url: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
     async with httpx.AsyncClient(base_url=url, headers=headers) as stranger:
-        for path in (f"{RUN}/rollouts", "/metrics", "/v1/size"):
+        for path in (f"{RUN}/rollouts", f"{RUN}/gateways", "/metrics", "/v1/size"):
             response = await stranger.get(path)
             assert told(response) == (401, "unauthorized")
             assert response.headers["www-authenticate"] == "Bearer"
@@ -160,6 +160,22 @@ async def test_what_cannot_be_in_a_path_is_not_found(http: httpx.AsyncClient, pa
     response = await http.get(path)
     assert response.status_code == 404
     assert response.json()["error"]["code"] in ("not_found", "no_such_path")
+
+
+async def test_a_service_can_ask_where_the_model_is(http: httpx.AsyncClient) -> None:
+    path = f"{RUN}/gateways"
+    assert (await http.get(path)).json() == []
+    for name, where in (("gateway-a", "http://gpu1:8000"), ("gateway-b", "http://gpu2:8000")):
+        value = {"url": where, "model": "policy"}
+        await http.post(f"{RUN}/resources/{name}", json={"ticket": name, "value": value})
+    await http.post(f"{RUN}/resources/prompt", json={"ticket": "p", "value": {"url": "no"}})
+    assert (await http.get(path)).json() == [
+        {"url": "http://gpu1:8000", "model": "policy"},
+        {"url": "http://gpu2:8000", "model": "policy"},
+    ]
+    await http.post(f"{RUN}/resources/gateway-a", json={"ticket": "left", "value": None})
+    assert [each["url"] for each in (await http.get(path)).json()] == ["http://gpu2:8000"]
+    assert (await http.get("/v1/runs/other/gateways")).json() == []
 
 
 async def test_a_wrong_method_is_told_the_right_one(http: httpx.AsyncClient) -> None:

@@ -22,7 +22,7 @@ from whet.app.loading import load_function
 from whet.app.tasks import Tasks, load_tasks
 from whet.app.training import Result
 from whet.app.training_process import joint_folder, train_joint
-from whet.config import resolve
+from whet.config import merge, resolve
 from whet.errors import ConfigError
 from whet.protocols import Algorithm
 from whet.runners.agent import Agent, check_agent
@@ -38,6 +38,7 @@ def train(
     algorithm: Algorithm | dict[str, JsonValue] | None = None,
     resources: Given | None = None,
     hooks: Sequence[Hooks] = (),
+    tracer: str | None = None,
     resume: bool = False,
     store: str | None = None,
     quiet: bool = False,
@@ -47,7 +48,8 @@ def train(
 
     With `held_out` tasks the base and the trained model are compared on them. `algorithm` is one
     of your own, or keys of the config like all others. `resources` are given to every rollout, and
-    `hooks` called around each attempt. `resume` continues the run that `name` names, or the
+    `hooks` called around each attempt. `tracer` keeps the spans that the agent's SDK makes of
+    itself, which is `runner.tracer`. `resume` continues the run that `name` names, or the
     newest. With a `store`, or WHET_STORE in the environment, this process only
     trains: `whet serve` and `whet runner` at that store do the rest, and the same call goes on
     with a run that was begun.
@@ -61,6 +63,8 @@ def train(
     console = Console(quiet=quiet)
     surroundings = Surroundings(as_resources(resources), tuple(hooks))
     check_given(agent, surroundings.resources)
+    if tracer is not None:
+        settings = merge(settings, {"runner": {"tracer": tracer}})
     own = None
     if isinstance(algorithm, dict):
         settings |= {"algorithm": algorithm}
@@ -70,6 +74,8 @@ def train(
     if (address := store or os.environ.get(STORE_VARIABLE)) is not None:
         if hooks:
             raise ConfigError("hooks are called where agents run: give them to `whet runner`")
+        if resolve(settings).runner.tracer:
+            raise ConfigError("a tracer is where agents run: give it to `whet runner --tracer`")
         return train_joint(
             train_on,
             compare_on,

@@ -27,9 +27,14 @@ def draw(tried: Tried) -> Tree:
                 branch.add(line)
     if not tried.calls:
         tree.add(Text("no model call reached the gateway: there is nothing to train", "yellow"))
+    numbers = {call.id: number for number, call in enumerate(tried.calls, start=1)}
+    joints = {
+        span: f"call {numbers[joint.call]} by {joint.by}" for span, joint in tried.joints.items()
+    }
     below: dict[str | None, Tree] = {}
     for span in tried.spans:
-        below[span.span_id] = below.get(span.parent_id, tree).add(_of_span(span))
+        shown = _of_span(span, joints.get(span.span_id, ""))
+        below[span.span_id] = below.get(span.parent_id, tree).add(shown)
     for reward in tried.rewards:
         target = f" for {reward.target}" if reward.target else ""
         tree.add(Text(f"reward  {reward.key} = {reward.value:g}{target}"))
@@ -79,8 +84,10 @@ def _said(generation: Generation) -> Iterator[Text]:
         yield Text("cut off at its limit of tokens", "yellow")
 
 
-def _of_span(span: Span) -> Text:
+def _of_span(span: Span, about: str) -> Text:
     line = Text(f"span  {span.name}  {(span.end - span.start) / 1e6:.1f} ms")
+    if about:
+        line.append(f"  {about}", "bold")
     if span.status == "error":
         line.append(f"  {_short(span.message)}", "red")
     shown = {k: v for k, v in span.attributes.items() if not k.startswith("code.")}

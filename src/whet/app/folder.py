@@ -32,6 +32,7 @@ MAY_CHANGE = frozenset(
         "runner.concurrency",
         "runner.lease_s",
         "runner.processes",
+        "runner.tracer",
         "tracking.mlflow_uri",
         "tracking.names",
         "tracking.project",

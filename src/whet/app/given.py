@@ -9,10 +9,9 @@ from whet.app.working import POLICY
 from whet.errors import ConfigError, NotFound
 from whet.protocols import Resources
 from whet.runners.agent import Agent, read_agent
-from whet.runners.gateways import PREFIX
 from whet.runners.given import check_resources
 from whet.runners.hooks import Hooks
-from whet.types import Name
+from whet.types import GATEWAY_PREFIX, Name
 
 Given = Mapping[str, object]
 """JSON by name; a `PromptTemplate`, an `Endpoint` or another model of pydantic is written as its
@@ -43,7 +42,7 @@ def as_resources(given: Given | None) -> dict[str, JsonValue]:
             _NAME.validate_python(name)
         except ValidationError as error:
             raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-        if name == POLICY or name.startswith(PREFIX):
+        if name == POLICY or name.startswith(GATEWAY_PREFIX):
             raise ConfigError(f"a resource cannot be called {name!r}: whet has one of that name")
         plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
         try:

@@ -136,6 +136,9 @@ def _add_runner(commands: Commands) -> None:
         "--lease", type=float, default=30.0, metavar="S", help="silent so long, it is dead [30]"
     )
     runner.add_argument(
+        "--tracer", default=None, metavar="X", help="keep its SDK's spans: otel, openai-agents"
+    )
+    runner.add_argument(
         "--grace", type=float, default=GRACE_S, metavar="S", help="for attempts when told to stop"
     )
     runner.add_argument("--gateway", default=None, metavar="URL", help="[those the store knows]")
@@ -146,7 +149,7 @@ def _add_runner(commands: Commands) -> None:
 def _runner(args: argparse.Namespace) -> int:
     follow_supervisor()
     flags = {"concurrency": args.concurrency, "processes": args.processes, "lease_s": args.lease}
-    config = resolve({"runner": flags})
+    config = resolve({"runner": {**flags, "tracer": args.tracer}})
     agent = load_agent(args)
     return with_extra("whet.app.runner_command", "runner_command", "runner")(
         agent, config.runner, args

@@ -18,10 +18,10 @@ from whet.config import RunnerConfig
 from whet.gateway import keys
 from whet.runners.agent import Agent
 from whet.runners.execution import check_runnable
-from whet.runners.gateways import Address, RemoteGateways
+from whet.runners.gateways import RemoteGateways
 from whet.runners.hooks import Hooks, load_hooks
 from whet.runners.local import LocalRunner
-from whet.types import Attempt, Outcome
+from whet.types import Attempt, GatewayAddress, Outcome
 
 FAILURES_SAID = 20
 TELL_S = 10.0
@@ -43,7 +43,7 @@ def runner_command(agent: Agent, config: RunnerConfig, args: argparse.Namespace)
 async def _run(
     agent: Agent, config: RunnerConfig, hooks: Sequence[Hooks], args: argparse.Namespace
 ) -> None:
-    given = Address(args.gateway.removesuffix("/v1"), POLICY) if args.gateway else None
+    given = GatewayAddress(args.gateway.removesuffix("/v1"), POLICY) if args.gateway else None
     counts = Counter[str]()
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:

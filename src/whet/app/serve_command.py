@@ -18,8 +18,8 @@ from whet.config import RunConfig, resolve
 from whet.errors import MissingExtra, NotFound
 from whet.policies.catalogue import resolve_model
 from whet.protocols import Resources, Store
-from whet.runners.gateways import PREFIX
 from whet.store.sql import DEFAULT_RUN
+from whet.types import GATEWAY_PREFIX
 
 Arguments = argparse.Namespace
 
@@ -101,7 +101,7 @@ async def _policy(resources: Resources) -> PublishedPolicy:
 @asynccontextmanager
 async def _known(resources: Resources, url: str) -> AsyncGenerator[None]:
     """Have runners find the gateway in the store, and no longer look for one that left."""
-    name = PREFIX + hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
+    name = GATEWAY_PREFIX + hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
     await resources.publish(name, {"url": url, "model": POLICY})
     try:
         yield

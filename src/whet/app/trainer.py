@@ -25,6 +25,7 @@ class Trainer:
         self,
         *,
         algorithm: Algorithm | OwnAlgorithm | dict[str, JsonValue] | str | None = None,
+        tracer: str | None = None,
         n_workers: int | None = None,
         resources: Given | None = None,
         hooks: Sequence[Hooks] = (),
@@ -32,24 +33,23 @@ class Trainer:
         quiet: bool = False,
         **settings: JsonValue,
     ) -> None:
-        """`n_workers` attempts run at once, which is `runner.concurrency`. `algorithm` is one of
-        your own, a function marked with `@whet.algorithm`, the name of one, or keys of the config;
-        `settings` are further keys of it.
+        """`n_workers` attempts run at once, which is `runner.concurrency`; `tracer` keeps the spans
+        of the agent's SDK, which is `runner.tracer`. `algorithm` is one of your own, a function
+        marked with `@whet.algorithm`, the name of one, or keys of the config; `settings` are
+        further keys of it.
 
         Raises:
             ConfigError: something the caller can mend.
         """
-        if n_workers is not None:
-            runner = settings.get("runner", {})
-            if isinstance(runner, dict) and "concurrency" in runner:
-                raise ConfigError("n_workers is runner.concurrency: give one of them")
-            settings = merge(settings, {"runner": {"concurrency": n_workers}})
+        settings = _with_runner(settings, "n_workers", "concurrency", n_workers)
+        settings = _with_runner(settings, "tracer", "tracer", tracer)
         named: dict[str, JsonValue] = {"name": algorithm} if isinstance(algorithm, str) else {}
         self._algorithm = named if isinstance(algorithm, str) else algorithm
         self._resources = resources
         self._hooks = tuple(hooks)
         self._store = store
         self._quiet = quiet
+        self._tracer = tracer
         self._settings = settings
 
     def fit(
@@ -80,6 +80,7 @@ class Trainer:
             algorithm=self._algorithm,
             resources=self._resources,
             hooks=self._hooks,
+            tracer=self._tracer,
             resume=resume,
             store=self._store,
             quiet=self._quiet,
@@ -97,3 +98,15 @@ class Trainer:
             samples=samples,
             surroundings=Surroundings(as_resources(self._resources), self._hooks),
         )
+
+
+def _with_runner(
+    settings: dict[str, JsonValue], name: str, key: str, value: int | str | None
+) -> dict[str, JsonValue]:
+    """The settings with a key of the runner's that has a name of its own."""
+    if value is None:
+        return settings
+    runner = settings.get("runner", {})
+    if isinstance(runner, dict) and key in runner:
+        raise ConfigError(f"{name} is runner.{key}: give one of them")
+    return merge(settings, {"runner": {key: value}})

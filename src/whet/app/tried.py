@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
+from whet.app.joined import Joint, join
 from whet.types import AttemptRecord, Call, Reward, Rollout, Span
 
 
@@ -33,9 +34,14 @@ class Tried:
         """What its calls sampled, all together."""
         return sum(len(g.tokens) for call in self.calls for g in call.generations)
 
+    @property
+    def joints(self) -> dict[str, Joint]:
+        """The calls that its spans are about, by span id."""
+        return join(self.spans, self.calls)
+
     def as_json(self) -> dict[str, object]:
         """All of it but the token ids, which the store has."""
-        failure = self.record.failure
+        failure, joints = self.record.failure, self.joints
         return {
             "attempt": self.record.id,
             "task": self.rollout.task,
@@ -46,8 +52,15 @@ class Tried:
             "sampled_tokens": self.sampled_tokens,
             "calls": [_call(call) for call in self.calls],
             "rewards": [reward.model_dump(mode="json") for reward in self.rewards],
-            "spans": [span.model_dump(mode="json") for span in self.spans],
+            "spans": [
+                span.model_dump(mode="json") | _about(joints.get(span.span_id))
+                for span in self.spans
+            ],
         }
+
+
+def _about(joint: Joint | None) -> dict[str, str | None]:
+    return {"call": joint and joint.call, "call_by": joint and joint.by}
 
 
 def _call(call: Call) -> dict[str, JsonValue]:

@@ -55,8 +55,7 @@ async def open_run(
 ) -> AsyncGenerator[Run]:
     """Start store, engine, gateway and runner; stop them in turn when done.
 
-    An `algorithm` that is given stands for the one the config names. Resources are published
-    first, and given to every rollout.
+    An `algorithm` that is given stands for the config's. Every rollout gets the resources.
     """
     config = folder.config()
     check_runnable(agent, config.runner)

@@ -17,6 +17,7 @@ from whet.runners.in_process import Displaced, InProcess, Room, Workplace
 from whet.runners.loading import spec_of
 from whet.runners.pool import Pool
 from whet.runners.running import Running
+from whet.runners.tracers import check_tracer, install_tracer
 from whet.types import Attempt, Failure, FailureKind, Outcome
 
 logger = logging.getLogger(__name__)
@@ -111,8 +112,9 @@ async def open_execution(
     workplace: Workplace | None = None
     try:
         if config.processes:
-            workplace = await Pool.start(spec_of(agent), config.processes)
+            workplace = await Pool.start(spec_of(agent), config.processes, config.tracer)
         else:
+            install_tracer(config.tracer)
             workplace = InProcess(read_agent(agent), room)
         await told.on_start(name)
         # A process is alone by itself, and says so.
@@ -129,6 +131,7 @@ async def open_execution(
 def check_runnable(agent: Agent, config: RunnerConfig) -> None:
     """Refuse an agent that cannot be run as a config asks, before anything is started."""
     check_agent(agent)
+    check_tracer(config.tracer)
     if config.processes:
         spec_of(agent)
 

@@ -7,19 +7,16 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import anyio
 from anyio import create_task_group, to_thread
 
 from whet.protocols import Resources
-from whet.types import Attempt, AttemptId, Endpoint
+from whet.types import Attempt, AttemptId, Endpoint, GatewayAddress, gateways_in
 
 logger = logging.getLogger(__name__)
-
-PREFIX = "gateway-"
-"""Of the names of the resources by which gateways are known: `{"url": ..., "model": ...}`."""
 
 BELIEVED_S = 5.0
 """How long a gateway that answered is not asked again, and how soon a new one is found."""
@@ -62,13 +59,6 @@ class OwnGateway(Gateways):
         return Connection(self._endpoint(attempt), _never)
 
 
-class Address(NamedTuple):
-    """Of a gateway, as it is known."""
-
-    url: str
-    model: str
-
-
 class RemoteGateways(Gateways):
     """Those that have told the store where they are, or the one given. An attempt keeps to one."""
 
@@ -77,14 +67,14 @@ class RemoteGateways(Gateways):
         resources: Resources,
         key: Callable[[AttemptId], str],
         *,
-        given: Address | None = None,
+        given: GatewayAddress | None = None,
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self._resources = resources
         self._key = key
         self._given = given
         self._say = say
-        self._live: dict[Address, str] = {}
+        self._live: dict[GatewayAddress, str] = {}
         """Those that answered, and which process it was."""
         self._asked = -BELIEVED_S
         self._looking = anyio.Lock()
@@ -110,7 +100,7 @@ class RemoteGateways(Gateways):
             self._say(f"gateway {', '.join(address.url for address in self._live)} answers")
 
     @property
-    def addresses(self) -> list[Address]:
+    def addresses(self) -> list[GatewayAddress]:
         """Of those that answered when they were last asked."""
         return sorted(self._live)
 
@@ -126,7 +116,7 @@ class RemoteGateways(Gateways):
         )
         return Connection(endpoint, partial(self._was_lost, address, self._live[address]))
 
-    async def _was_lost(self, address: Address, instance: str) -> bool:
+    async def _was_lost(self, address: GatewayAddress, instance: str) -> bool:
         if self._live.get(address) == instance:
             found = await to_thread.run_sync(ask_health, address.url)
             if found == instance:
@@ -138,10 +128,10 @@ class RemoteGateways(Gateways):
 
     async def _look(self) -> bool:
         """Whether any answers."""
-        known = [self._given] if self._given else await self._listed()
-        live: dict[Address, str] = {}
+        known = [self._given] if self._given else gateways_in(await self._resources.resources())
+        live: dict[GatewayAddress, str] = {}
 
-        async def ask(address: Address) -> None:
+        async def ask(address: GatewayAddress) -> None:
             if (instance := await to_thread.run_sync(ask_health, address.url)) is not None:
                 live[address] = instance
 
@@ -150,17 +140,6 @@ class RemoteGateways(Gateways):
                 tasks.start_soon(ask, address)
         self._live, self._asked = live, anyio.current_time()
         return bool(live)
-
-    async def _listed(self) -> list[Address]:
-        found: list[Address] = []
-        for resource in await self._resources.resources():
-            if resource.name.startswith(PREFIX):
-                match resource.value:
-                    case {"url": str(url), "model": str(model)}:
-                        found.append(Address(url, model))
-                    case _:  # it has left
-                        pass
-        return found
 
 
 def ask_health(url: str) -> str | None:

@@ -14,6 +14,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 from pydantic import JsonValue
 
+from whet.config import TracerName
 from whet.errors import AgentFailed, AttemptError, AttemptTimeout, BadReward, ConfigError
 from whet.runners.in_process import Workplace
 from whet.runners.running import Running
@@ -35,19 +36,22 @@ class Pool(Workplace):
     that dies fails its attempt only, and another takes its place.
     """
 
-    def __init__(self, spec: str, processes: int, first: "_Worker") -> None:
+    def __init__(
+        self, spec: str, processes: int, tracer: TracerName | None, first: "_Worker"
+    ) -> None:
         self._spec = spec
+        self._tracer: TracerName | None = tracer
         self._free = [first]
         self._places = anyio.CapacityLimiter(processes)
 
     @classmethod
-    async def start(cls, spec: str, processes: int) -> "Pool":
+    async def start(cls, spec: str, processes: int, tracer: TracerName | None) -> "Pool":
         """Start one process, the others when they are needed. `spec` names the agent.
 
         Raises:
             ConfigError: the agent cannot be loaded there.
         """
-        return cls(spec, processes, await _Worker.start(spec))
+        return cls(spec, processes, tracer, await _Worker.start(spec, tracer))
 
     async def reward(self, now: Running, resources: Mapping[str, JsonValue]) -> float:
         limit = now.attempt.rollout.timeout_s
@@ -82,7 +86,7 @@ class Pool(Workplace):
                 return worker
             await worker.kill()  # it died while it had nothing to do
         try:
-            return await _Worker.start(self._spec)
+            return await _Worker.start(self._spec, self._tracer)
         except ConfigError as error:
             raise AgentFailed(str(error)) from error
 
@@ -96,7 +100,7 @@ class _Worker:
         self._answers = BufferedByteReceiveStream(process.stdout)
 
     @classmethod
-    async def start(cls, spec: str) -> "_Worker":
+    async def start(cls, spec: str, tracer: TracerName | None) -> "_Worker":
         process = await anyio.open_process(
             [sys.executable, "-m", "whet.runners.pool_process"],
             stdout=-1,
@@ -106,7 +110,7 @@ class _Worker:
         worker = cls(process)
         try:
             with fail_after(START_S):
-                await worker._send({"spec": spec, "path": list(sys.path)})
+                await worker._send({"spec": spec, "tracer": tracer, "path": list(sys.path)})
                 answer = await worker._receive()
         except (TimeoutError, AgentFailed, anyio.BrokenResourceError) as error:
             await worker.kill()

@@ -21,6 +21,7 @@ from whet.runners.environment import guard_environment, restore_environment
 from whet.runners.given import given_to
 from whet.runners.loading import load_function
 from whet.runners.running import Running, failure_of, final_reward, running
+from whet.runners.tracers import install_tracer
 from whet.types import Attempt, Endpoint, Reward, Span
 
 Message = dict[str, JsonValue]
@@ -63,6 +64,7 @@ def main() -> None:
     sys.path[:] = first["path"]
     try:
         agent = read_agent(load_function(first["spec"]))
+        install_tracer(first["tracer"])
     except ConfigError as error:
         answers.send({"error": str(error)})
         return

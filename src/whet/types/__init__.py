@@ -16,6 +16,7 @@
 Values are frozen, refuse unknown fields, and check themselves.
 """
 
+from whet.types.gateways import GATEWAY_PREFIX, GatewayAddress, gateways_in
 from whet.types.given import AttemptedRollout, PromptTemplate
 from whet.types.learned import (
     Credit,
@@ -68,6 +69,7 @@ from whet.types.work import (
 
 __all__ = [
     "BLAMELESS",
+    "GATEWAY_PREFIX",
     "MOVES",
     "RETRIED",
     "TERMINAL",
@@ -82,6 +84,7 @@ __all__ = [
     "Failure",
     "FailureKind",
     "Fork",
+    "GatewayAddress",
     "Generation",
     "GenerationId",
     "Group",
@@ -112,4 +115,5 @@ __all__ = [
     "Value",
     "WorkerRecord",
     "digest_tokens",
+    "gateways_in",
 ]

@@ -38,6 +38,7 @@ from whet.types import (
     StepRecord,
     Value,
     WorkerRecord,
+    gateways_in,
 )
 
 T = TypeVar("T")
@@ -285,6 +286,12 @@ async def _resources(asked: Asked[Nothing]) -> list[Resource]:
     return await asked.store.resources()
 
 
+async def _gateways(asked: Asked[Nothing]) -> list[wire.Gateway]:
+    """Where the run's model is served now; empty while no `whet serve` does."""
+    known = gateways_in(await asked.store.resources())
+    return [wire.Gateway(url=each.url, model=each.model) for each in known]
+
+
 async def _latest(asked: Asked[Nothing]) -> Resource:
     """The newest version of a resource."""
     return await asked.store.latest(asked.path["name"])
@@ -455,6 +462,7 @@ ENDPOINTS: tuple[Endpoint[Any, Any], ...] = (  # Any: each row knows its own
     Endpoint("resources", "GET", RESOURCES, _resources, Nothing, list[Resource]),
     Endpoint("latest", "GET", f"{RESOURCES}/{{name}}", _latest, Nothing, Resource),
     Endpoint("get", "GET", f"{RESOURCES}/{{name}}/{{version}}", _get, Nothing, Resource),
+    Endpoint("gateways", "GET", f"{RUN}/gateways", _gateways, Nothing, list[wire.Gateway]),
     Endpoint("workers", "GET", f"{RUN}/workers", _workers, Nothing, list[WorkerRecord]),
     Endpoint(
         "release_workers", "POST", f"{RUN}/workers/release", _release, wire.Ticketed, wire.Counted

@@ -289,6 +289,14 @@ class TrajectoriesHead(Value):
     trajectories: tuple[TrajectoryHead, ...]
 
 
+class Gateway(Value):
+    """One that serves the run's model."""
+
+    url: str
+    """Agents ask below `/v1` of it, with an attempt's key."""
+    model: str
+
+
 # --------------------------------------------------------------------------- JSON
 
 
