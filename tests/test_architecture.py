@@ -25,12 +25,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocols": {"types", "config"},
     "jsonlines": {"errors"},
     "rows": {"types", "config"},
-    "recorded": {"types", "protocols"},
+    "recorded": {"types", "protocols", "errors"},
     "otlp": {"types", "errors"},
     "serving": {"errors"},
     "selection": {"types", "config"},
     "algorithms": SHARED | {"rows"},
-    "runners": SHARED,
+    "runners": SHARED | {"recorded"},
     "gateway": SHARED | {"otlp"},
     "store": SHARED | {"serving", "otlp"},
     "tracking": SHARED | {"jsonlines"},
@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "app": SHARED
     | {"rows", "selection", "loop", "overlapped", "algorithms", "runners", "gateway", "store"}
     | {"policies", "trainers", "engines", "demos", "serving", "jsonlines", "tracking", ""}
-    | {"tinker_server"},
+    | {"tinker_server", "recorded"},
     # The package itself: its names are imported when they are asked for, not before.
     "": set(),
 }

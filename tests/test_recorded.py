@@ -6,8 +6,9 @@ import pytest
 from pydantic import JsonValue
 
 from trajectories import Conversation
+from whet.errors import ConfigError
 from whet.protocols import Scorer
-from whet.recorded import PROMPT, SAMPLED, calls_of_spans
+from whet.recorded import PROMPT, SAMPLED, calls_of_spans, untold_calls
 from whet.rows import build_rows
 from whet.types import AttemptId, Credit, Span, Trajectory
 
@@ -29,6 +30,10 @@ def span(number: int, **attributes: JsonValue) -> Span:
     )  # fmt: skip
 
 
+def calling(number: int, **attributes: JsonValue) -> Span:
+    return span(number).model_copy(update={"attributes": attributes})
+
+
 async def test_each_span_with_tokens_is_a_call_and_a_row() -> None:
     spans = [
         span(1, prompt=[5, 6, 7], sampled=[8, 9]),
@@ -48,6 +53,53 @@ async def test_each_span_with_tokens_is_a_call_and_a_row() -> None:
 
 
 @pytest.mark.parametrize("ids", [[], ["5"], [1.5], [True], [-1], "5 6", {}, [[1], [2]]])
-async def test_what_is_no_list_of_ids_is_left_out(ids: JsonValue) -> None:
-    for told in (span(1, prompt=ids, sampled=[3]), span(1, prompt=[3], sampled=ids)):
-        assert await calls_of_spans(AttemptId("a"), [told], Counting(), version=0) == []
+async def test_what_is_no_list_of_ids_is_told_by_its_name(ids: JsonValue) -> None:
+    for told, name in (
+        (span(1, prompt=ids, sampled=[3]), PROMPT),
+        (span(1, prompt=[3], sampled=ids), SAMPLED),
+    ):
+        with pytest.raises(ConfigError, match=f"its span {name} is no list of ids"):
+            await calls_of_spans(AttemptId("a"), [told], Counting(), version=0)
+
+
+async def test_a_call_without_its_tokens_says_which_it_is_and_what_to_do() -> None:
+    address: dict[str, JsonValue] = {"server.address": "gpu-3", "server.port": 8000}
+    asked = calling(2, **{"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}, **address)
+    with pytest.raises(ConfigError) as error:
+        await calls_of_spans(AttemptId("a.1"), [asked], Counting(), version=0)
+    for part in (
+        "call 'chat' (span 0000000000000002 of attempt 'a.1')",
+        "asked gpu-3:8000 for model 'm'",
+        f"its span has no {PROMPT}",
+        "base_url=llm.base_url",
+        "return_token_ids=True",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "server"),
+    [
+        ({"gen_ai.request.model": "m", "gen_ai.system": "openai"}, "openai"),
+        ({"openinference.span.kind": "LLM", "url.full": "http://h/v1"}, "http://h/v1"),
+        ({"gen_ai.operation.name": "chat"}, "a server it does not name"),
+        ({"gen_ai.operation.name": "invoke_agent", "gen_ai.request.model": "m"}, None),
+        ({"gen_ai.operation.name": "execute_tool"}, None),
+        ({"http.method": "POST", "server.address": "h"}, None),
+    ],
+    ids=str,
+)
+def test_calls_are_told_from_other_spans(
+    attributes: dict[str, JsonValue], server: str | None
+) -> None:
+    found = [call.server for call in untold_calls(AttemptId("a"), [calling(1, **attributes)])]
+    assert found == ([server] if server else [])
+
+
+async def test_calls_without_tokens_beside_others_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spans = [span(1, prompt=[5], sampled=[6]), calling(2, **{"gen_ai.operation.name": "chat"})]
+    calls = await calls_of_spans(AttemptId("a"), spans, Counting(), version=0)
+    assert [call.context for call in calls] == [(5,)]
+    assert "calls left out count=1" in caplog.text

@@ -348,6 +348,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _trains_what_is_recorded(self) -> Self:
+        elsewhere = {
+            name: url for name, _, url in (e.partition("=") for e in self.gateway.endpoints)
+        }
+        for name in self.selection.models:
+            if name in elsewhere:
+                raise ValueError(
+                    f"selection.models names {name!r}, which is {elsewhere[name]} by "
+                    "gateway.endpoints: it answers with text, not token ids, and cannot be "
+                    "trained; leave it out there"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _is_for_its_trainer(self) -> Self:
         if self.trainer.kind == "local":
             if self.tinker != TinkerConfig():

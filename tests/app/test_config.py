@@ -37,6 +37,10 @@ def test_merging_leaves_its_arguments_as_they_were() -> None:
         ({"trainer": {"weights": "half"}}, "config key 'trainer.weights': .*'lora' or 'full'"),
         ({"name": "../elsewhere"}, "config key 'name'"),
         ({"adam": 3}, "config key 'adam'"),
+        (
+            {"selection": {"models": ["j"]}, "gateway": {"endpoints": ["j=gpt@https://h/v1"]}},
+            "selection.models names 'j', which is gpt@https://h/v1 .* cannot be trained",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(values: dict[str, object], message: str) -> None:

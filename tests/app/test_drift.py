@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.app.doctor import describe_counts
 from whet.app.drift import drift_report
 from whet.config import SelectionConfig
 from whet.store.sqlite import SQLiteStore
@@ -22,6 +23,7 @@ from whet.types import (
     Outcome,
     Rollout,
     Sampling,
+    Span,
     StepRecord,
     digest_tokens,
 )
@@ -130,6 +132,7 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
         "lossy_echoes": 1,
         "forks": {"new_conversation": 1},
         "left_out": {},
+        "without_token_ids": {},
         "logprob_gap": pytest.approx(0.2),
     }
 
@@ -141,6 +144,29 @@ async def test_what_selection_leaves_out_is_counted_and_in_no_row(tmp_path: Path
     report = await drift_report(file, SelectionConfig(agents=("solver",)))
     assert report["left_out"] == {"agent 'title' is not among selection.agents": 1}
     assert (report["calls"], report["rows"], report["row_tokens"]) == (5, 1, 9)
+
+
+async def test_calls_that_passed_us_by_are_explained_once_for_each_server(tmp_path: Path) -> None:
+    file = tmp_path / "store.sqlite"
+    async with SQLiteStore(file) as store:
+        for id in "xy":
+            await store.enqueue([Rollout(id=id, task=None, group="g")])
+            attempt = await store.claim("w", lease_s=60, wait_s=0)
+            assert attempt is not None
+            asked = {"gen_ai.request.model": "gpt", "server.address": "other", "server.port": 8000}
+            spans = [
+                Span(trace_id="0" * 32, span_id=f"{n:016x}", name="chat", start=n, end=n + 1,
+                     attributes={**asked})
+                for n in (1, 2)
+            ]  # fmt: skip
+            await store.record(attempt.id, spans)
+            await store.finish(attempt.id, Outcome(reward=1.0))
+    report = await drift_report(file, SelectionConfig())
+    assert isinstance(report["without_token_ids"], dict)
+    [(why, count)] = report["without_token_ids"].items()
+    assert count == 4
+    assert "asked other:8000 for model 'gpt'" in why
+    assert f"{why} 4" in describe_counts(report)
 
 
 async def test_a_store_without_a_finished_rollout_has_no_ratios(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_an_unknown_name_gets_advice() -> None:
     assert "`hf download Qwen/Qwen3-0.6B --local-dir DIR`" in complaint("Qwen/Qwen3-0.6B")
     assert "there is no model 'gpt-4'; expected 'tiny'" in complaint("gpt-4")
     assert "there is no model ''" in complaint("")
+    assert "'http://h/v1' is an endpoint, which answers with text" in complaint("http://h/v1")
     assert "there is no model" in complaint("x" * 5000)
 
 

@@ -1,6 +1,6 @@
 """What would silently spoil training is said once, in one line, and kept in the store."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +13,7 @@ from whet.runners.gateways import OwnGateway
 from whet.runners.local import LocalRunner
 from whet.runners.preflight import LOOKS, Preflight, spoilers, warnings_in
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, Endpoint, Failure, FailureKind, Outcome, Rollout
+from whet.types import Attempt, Endpoint, Failure, FailureKind, Outcome, Rollout, Span
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,12 @@ class Runner:
         )
 
     async def ends(
-        self, rollout: str, calls: int, outcome: Outcome = ENDED, group: str = "g"
+        self,
+        rollout: str,
+        calls: int,
+        outcome: Outcome = ENDED,
+        group: str = "g",
+        spans: Sequence[Span] = (),
     ) -> None:
         await self._store.enqueue([Rollout(id=rollout, task=0, group=group, max_attempts=1)])
         attempt = await self._store.claim("worker", lease_s=30, wait_s=1)
@@ -48,6 +53,7 @@ class Runner:
             conversation.call([number], generation([5]))
         for call in conversation.calls:
             await self._store.append(call)
+        await self._store.record(attempt.id, spans)
         await self._preflight.look(attempt, outcome)
         await self._store.finish(attempt.id, outcome)
 
@@ -91,6 +97,20 @@ async def test_a_client_that_another_server_turned_away_is_told(store: SQLiteSto
     [line] = runner.said
     assert "rollout b failed and none of its calls came here" in line
     assert "is 'openai' asking another server?" in line
+
+
+async def test_a_call_to_another_server_without_its_tokens_is_told(store: SQLiteStore) -> None:
+    runner = Runner(store, OPENAI)
+    span = Span(
+        trace_id="0" * 32, span_id="1" * 16, name="chat gpt", start=1, end=2,
+        attributes={"gen_ai.operation.name": "chat", "server.address": "api.openai.com"},
+    )  # fmt: skip
+    await runner.ends("a", calls=0, spans=[span])
+    await runner.ends("b", calls=1, spans=[span])  # an instrumented client of ours tells the same
+    [said] = runner.said
+    assert "call 'chat gpt' (span 1111111111111111 of attempt" in said
+    assert "asked api.openai.com" in said
+    assert "base_url=llm.base_url" in said
 
 
 async def test_a_rollout_that_was_answered_from_a_cache_is_told(store: SQLiteStore) -> None:

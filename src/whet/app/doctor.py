@@ -62,7 +62,7 @@ def describe_counts(found: dict[str, JsonValue]) -> str:
     for name, value in found.items():
         if isinstance(value, dict):
             lines.append(f"{name.replace('_', ' ')}")
-            lines += [f"  {below:<34}{_number(count)}" for below, count in value.items()]
+            lines += [f"  {below:<33} {_number(count)}" for below, count in value.items()]
         else:
             lines.append(f"{name.replace('_', ' '):<36}{_number(value)}")
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from whet.config import SelectionConfig
+from whet.recorded import Untold, untold_calls
 from whet.rows import build_rows
 from whet.selection import count_reasons, why_not
 from whet.store.sqlite import SQLiteStore
@@ -36,6 +37,8 @@ class Drift:
     forks: Counter[str] = field(default_factory=Counter[str])
     left_out: Counter[str] = field(default_factory=Counter[str])
     """Generations that selection would not train, by reason."""
+    untold: dict[str, list[Untold]] = field(default_factory=dict[str, list[Untold]])
+    """Calls that passed us by, told by spans without their tokens; by server."""
 
     def add(self, trajectory: Trajectory, selection: SelectionConfig) -> None:
         """Count one trajectory as if every generation had credit."""
@@ -77,6 +80,7 @@ class Drift:
             "lossy_echoes": self.lossy,
             "forks": dict(self.forks),
             "left_out": dict(self.left_out),
+            "without_token_ids": {calls[0].why: len(calls) for calls in self.untold.values()},
             "logprob_gap": statistics.fmean(gaps) if gaps else None,
         }
 
@@ -90,5 +94,9 @@ async def drift_report(file: Path, selection: SelectionConfig) -> dict[str, Json
             ids = [record.rollout.id for record in page]
             for trajectory in await store.trajectories(ids):
                 drift.add(trajectory, selection)
+                if not trajectory.calls:
+                    id = trajectory.attempt.id
+                    for call in untold_calls(id, await store.spans(id)):
+                        drift.untold.setdefault(call.server, []).append(call)
             last = ids[-1]
         return drift.as_json(await store.steps())

@@ -126,6 +126,11 @@ def _folder(name: str) -> Path:
 
 
 def _why_not(name: str, folder: Path) -> str:
+    if re.match(r"https?://", name):
+        return (
+            f"{name!r} is an endpoint, which answers with text and cannot be trained; {EXPECTED}; "
+            "agents reach endpoints by gateway.endpoints, and `whet eval` compares them"
+        )
     if name and os.path.isdir(folder):
         return f"the folder {name!r} is not a model: {_contents(folder)}; {EXPECTED}"
     if name and os.path.lexists(folder):

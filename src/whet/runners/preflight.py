@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from whet.errors import NotFound
-from whet.protocols import AttemptLog, Resources
+from whet.protocols import AttemptLog, Resources, SpanLog
+from whet.recorded import untold_calls
 from whet.types import Attempt, FailureKind, Outcome
 
 Modules = Mapping[str, ModuleType | None]
@@ -30,8 +31,8 @@ UNREACHED = re.compile(r"authentication|api.?key|connect|permission|\b40[134]\b"
 USE_OURS = "give its client base_url=llm.base_url and api_key=llm.api_key"
 
 
-class Records(AttemptLog, Resources, Protocol):
-    """Where calls are found and warnings kept."""
+class Records(AttemptLog, SpanLog, Resources, Protocol):
+    """Where calls and spans are found and warnings kept."""
 
 
 class Preflight:
@@ -66,7 +67,11 @@ class Preflight:
             calls = len(await self._records.calls(attempt.id))
             self._calls[attempt.rollout.group] += calls
             if not calls:
-                found |= self._without_calls(attempt, outcome)
+                untold = untold_calls(attempt.id, await self._records.spans(attempt.id))
+                if untold:
+                    found["no-token-ids"] = untold[0].why
+                else:
+                    found |= self._without_calls(attempt, outcome)
         for name, text in found.items():
             if name not in self._told:
                 self._told.add(name)
