@@ -16,8 +16,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.trace import SpanKind, StatusCode
 
+from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.otlp.export import Encoding, read_export
+from whet.runners.command import command
+from whet.runners.execution import check_runnable
 from whet.runners.tracers import check_tracer, install_tracer
 from whet.runners.tracers.openai_agents import as_span as of_agents_sdk
 from whet.runners.tracers.otel import as_span
@@ -119,10 +122,26 @@ def test_a_kept_span_is_what_an_exporter_would_have_sent() -> None:
     assert [each.span for each in sent.spans] == [as_span(span) for span in finished]
 
 
+async def test_a_span_that_is_none_does_not_fail_its_agent(
+    store: SQLiteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(task: str) -> float:
+        trace.get_tracer("sdk").start_span("before the epoch", start_time=-5).end()
+        trace.get_tracer("sdk").start_span("fine").end()
+        return 1.0
+
+    [[trajectory]] = await run(agent, ["a"], store, tracer="otel")
+    assert trajectory.reward == 1.0
+    assert set(await kept(store, "r0.1")) == {"fine"}
+    assert "a span of the agent's SDK cannot be kept: ValidationError" in caplog.text
+
+
 def test_what_keeps_spans_from_us_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     with pytest.raises(ConfigError, match="OTEL_SDK_DISABLED=true: unset it"):
         install_tracer("otel")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        check_runnable(command(["true"]), RunnerConfig(tracer="otel"))
     if find_spec("agents") is None:
         with pytest.raises(ConfigError, match="pip install 'openai-agents'"):
             check_tracer("openai-agents")

@@ -8,9 +8,10 @@ from anyio import CancelScope
 from pydantic import JsonValue
 
 from whet.config import RunnerConfig
-from whet.errors import AgentFailed, AttemptError, AttemptTimeout, BadReward
+from whet.errors import AgentFailed, AttemptError, AttemptTimeout, BadReward, ConfigError
 from whet.protocols import Resources
 from whet.runners.agent import Agent, check_agent, read_agent
+from whet.runners.command import Command
 from whet.runners.gateways import Connection, Gateways
 from whet.runners.hooks import HookRunner, Hooks
 from whet.runners.in_process import Displaced, InProcess, Room, Workplace
@@ -132,6 +133,11 @@ def check_runnable(agent: Agent, config: RunnerConfig) -> None:
     """Refuse an agent that cannot be run as a config asks, before anything is started."""
     check_agent(agent)
     check_tracer(config.tracer)
+    if config.tracer and isinstance(agent, Command):
+        raise ConfigError(
+            "a tracer is for agents in Python: leave it out, and have the command export its spans "
+            "to OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, which is in its environment"
+        )
     if config.processes:
         spec_of(agent)
 

@@ -28,7 +28,7 @@ def install() -> None:
     Tracing is switched on where the program has switched it off, which it does for that upload.
     """
     tracing: Any = importlib.import_module("agents.tracing")  # Any: it is not installed with us
-    tracing.set_trace_processors([AttemptSpans()])
+    tracing.set_trace_processors([_ours])
     tracing.set_tracing_disabled(False)
 
 
@@ -53,18 +53,18 @@ class AttemptSpans:
 
     def on_span_end(self, span: Any) -> None:
         """Keep it."""
-        if (now := self._owners.end(span.span_id)) is None:
-            return
         response = getattr(span.span_data, "response", None)
-        told = span.export()
-        if told is not None:
-            now.add_span(as_span(told, model=getattr(response, "model", None)))
+        model = getattr(response, "model", None)
+        self._owners.end(span.span_id, lambda: as_span(span.export(), model=model))
 
     def shutdown(self) -> None:
         """Nothing: no span is held back."""
 
     def force_flush(self) -> None:
         """Nothing."""
+
+
+_ours = AttemptSpans()
 
 
 def as_span(told: Told, *, model: str | None = None) -> Span:

@@ -4,8 +4,8 @@ import base64
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
-from weakref import WeakSet
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -20,8 +20,8 @@ from whet.types import Span, SpanEvent
 ATTEMPT = "whet.attempt"
 """By this attribute a store that gets the span from an exporter as well knows whose it is."""
 
-_installed = WeakSet[Any]()
-"""The providers that have our processor. Any: they may be of any make."""
+_installed: list[object] = []
+"""The providers that have our processor; they last as long as their process."""
 
 
 def install() -> None:
@@ -36,7 +36,7 @@ def install() -> None:
     if isinstance(provider, trace.ProxyTracerProvider):  # nobody has set one
         provider = TracerProvider()
         trace.set_tracer_provider(provider)
-    if provider in _installed:
+    if any(provider is known for known in _installed):
         return
     add = getattr(provider, "add_span_processor", None)  # other makes than the SDK's have it too
     if add is None:
@@ -45,7 +45,7 @@ def install() -> None:
             f"{type(provider).__module__}.{type(provider).__qualname__}"
         )
     add(AttemptSpans())
-    _installed.add(provider)
+    _installed.append(provider)
 
 
 class AttemptSpans(SpanProcessor):
@@ -59,8 +59,7 @@ class AttemptSpans(SpanProcessor):
             span.set_attribute(ATTEMPT, now.attempt.id)
 
     def on_end(self, span: ReadableSpan) -> None:
-        if (now := self._owners.end(_key(span))) is not None:
-            now.add_span(as_span(span))
+        self._owners.end(_key(span), partial(as_span, span))
 
 
 def as_span(span: ReadableSpan) -> Span:

@@ -1,9 +1,14 @@
 """Whose the open spans are."""
 
-from collections.abc import Hashable
+import logging
+from collections.abc import Callable, Hashable
 from weakref import WeakValueDictionary
 
+from whet.errors import WhetError, boundary
 from whet.runners.running import Running, running
+from whet.types import Span
+
+logger = logging.getLogger(__name__)
 
 
 class Owners:
@@ -24,7 +29,16 @@ class Owners:
             self._open[key] = now
         return now
 
-    def end(self, key: Hashable) -> Running | None:
-        """Whose span ends; None if it is of no attempt, or of one that has ended."""
+    def end(self, key: Hashable, as_ours: Callable[[], Span]) -> None:
+        """Keep a span that ends with its attempt, unless that has ended before.
+
+        A span that is none is left out: it must not fail the agent that ends it.
+        """
         now = self._open.pop(key, None)
-        return None if now is None or now.has_ended else now
+        if now is None or now.has_ended:
+            return
+        try:
+            with boundary(WhetError, "a span of the agent's SDK cannot be kept"):
+                now.add_span(as_ours())
+        except WhetError as error:
+            logger.warning("%s attempt=%s", error, now.attempt.id)
