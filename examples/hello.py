@@ -6,9 +6,10 @@
     python examples/hello.py runner
     python examples/hello.py algo
 
-The identities of training and of the comparison have no number in common. `--backend` says what
-trains and samples: this machine, a `whet tinker-server` (start one with `whet tinker-server --model
-tiny`), or the hosted service, whose key is in TINKER_API_KEY.
+The identities of training and of the comparison have no number in common. `--backend`, given to
+`oneclick`, or to `serve` and `algo`, says what trains and samples: this machine, a `whet
+tinker-server` (start one with `whet tinker-server --model tiny`), or the hosted service, whose key
+is in TINKER_API_KEY.
 """
 
 import argparse
@@ -37,12 +38,16 @@ def backend(args: argparse.Namespace) -> dict[str, JsonValue]:
     if args.backend == "local":
         return {}
     service: dict[str, JsonValue] = {"base_model": args.base_model}
-    key = Path(args.dir) / "tinker.key"
     if args.backend == "tinker-server":
         service["base_url"] = args.tinker_url
-        if key.exists():
-            os.environ.setdefault("TINKER_API_KEY", key.read_text().strip())
     return {"trainer": {"kind": "tinker"}, "tinker": service}
+
+
+def find_key(args: argparse.Namespace) -> None:
+    """The key that a `whet tinker-server` with the same --dir made."""
+    key = Path(args.dir) / "tinker.key"
+    if args.backend == "tinker-server" and key.exists():
+        os.environ.setdefault("TINKER_API_KEY", key.read_text().strip())
 
 
 def train(args: argparse.Namespace, store: str | None) -> None:
@@ -65,6 +70,7 @@ def train(args: argparse.Namespace, store: str | None) -> None:
 
 def main() -> int:
     args = parse()
+    find_key(args)
     place = ["--store", args.store, "--run", RUN, "--dir", args.dir]
     match args.part:
         case "oneclick":

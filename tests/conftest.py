@@ -1,3 +1,4 @@
+import sys
 import warnings
 from collections.abc import Generator
 from pathlib import Path
@@ -20,9 +21,18 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    # The tinker client leaves its connections to the collector, which may come in any later test.
+    if "tinker" in sys.modules:
+        for kind in ("ResourceWarning", "pytest.PytestUnraisableExceptionWarning"):
+            item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}"))
+    return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure() -> None:
-    # The tinker client leaves its connections to the end of the process.
+    # Or to the end of the process.
     warnings.simplefilter("ignore", ResourceWarning)
     warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)
 

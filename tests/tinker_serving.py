@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from whet.config import RunConfig, resolve
+
 if TYPE_CHECKING:  # the client takes seconds to import
     import tinker
 
@@ -28,14 +30,18 @@ KEY = "tml-of-the-tests"
 SERVER = [sys.executable, "-m", "whet.app.cli", "tinker-server"]
 
 
-async def open_tinker(server: "Server") -> "TinkerPolicy":
-    """A policy at a server, with adapters like those of the tiny llama."""
-    from whet.config import resolve
-    from whet.policies.tinker import TinkerPolicy
-
+def tinker_config(server: "Server") -> RunConfig:
+    """Training at a server, with adapters like those of the tiny llama."""
     settings = {"kind": "tinker", "lora_rank": 4}
     service = {"base_url": server.url, "base_model": server.model}
-    return await TinkerPolicy.open(resolve({"trainer": settings, "tinker": service}))
+    return resolve({"trainer": settings, "tinker": service})
+
+
+async def open_tinker(server: "Server") -> "TinkerPolicy":
+    """A policy at a server."""
+    from whet.policies.tinker import TinkerPolicy
+
+    return await TinkerPolicy.open(tinker_config(server))
 
 
 class Server:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 import anyio
-from anyio import to_thread
 from pydantic import ValidationError
 
 from whet.app.working import POLICY
-from whet.config import AdamConfig, LossConfig, RunConfig, TrainerConfig
+from whet.config import AdamConfig, LossConfig, RunConfig, TinkerConfig, TrainerConfig
 from whet.errors import EngineError, NotFound, StoreError
 from whet.policies.catalogue import available, resolve_model
 from whet.protocols import Resources, Trainer
@@ -35,17 +34,22 @@ class PublishedPolicy(Value):
     version: int
     """Of the weights; the resource's own counts publications."""
     weights: str
-    """The file, which trainer and engines must both see; empty for the model's own."""
+    """The file, which trainer and engines must both see, or the path at a Tinker service; empty
+    for the model's own."""
     staleness: int = 0
     """Updates that tokens may be behind: so many versions may be sampled from at once, and one."""
+    tinker: TinkerConfig = TinkerConfig()
+    """The service that has the weights, where one trains."""
 
     def is_served_by(self, other: "PublishedPolicy") -> bool:
         """Whether an engine made for the other can load these weights."""
         return self._shape() == other._shape()
 
-    def _shape(self) -> tuple[str | int, ...]:
+    def _shape(self) -> tuple[str | int | None, ...]:
         trainer = self.trainer
-        shape = self.model, trainer.weights, trainer.precision
+        if trainer.kind == "tinker":  # which knows the adapters' shape by their path
+            return self.model, trainer.kind, self.tinker.base_url, self.tinker.base_model
+        shape = self.model, trainer.kind, trainer.weights, trainer.precision
         if trainer.weights == "full":
             return shape
         return *shape, trainer.lora_rank, trainer.lora_alpha, *trainer.lora_layers
@@ -72,6 +76,7 @@ def describe_policy(config: RunConfig, model: Path, version: int, weights: str) 
         version=version,
         weights=weights,
         staleness=config.loop.max_staleness if config.loop.name == "overlapped" else 0,
+        tinker=config.tinker,
     )
 
 
@@ -94,8 +99,11 @@ class TrainedPolicy(Protocol):
         """How often they were changed."""
         ...
 
-    def write_weights(self, file: Path) -> None:
-        """Write what training changes. The file appears whole or not at all."""
+    async def hand_over(self, file: Path) -> str:
+        """Let engines elsewhere have the weights as they are, in this file if they need one.
+
+        Returns what such an engine loads.
+        """
         ...
 
 
@@ -135,14 +143,12 @@ class PublishingTrainer(Trainer):
 
     async def _publish(self, version: int, last: PublishedPolicy | None) -> None:
         file = self._folder / f"{version:06d}-{secrets.token_hex(4)}.safetensors"
-        await to_thread.run_sync(self._policy.write_weights, file)
-        value = describe_policy(self._config, self._model, version, str(file)).model_dump(
-            mode="json"
-        )
-        number = await self._resources.publish(POLICY, value)
+        weights = await self._policy.hand_over(file)
+        policy = describe_policy(self._config, self._model, version, weights)
+        number = await self._resources.publish(POLICY, policy.model_dump(mode="json"))
         logger.info("policy published version=%d resource=%d", version, number)
         # An engine may be reading the one before; if it comes too late, it finds the newer one.
-        for old in self._folder.iterdir():
+        for old in self._folder.glob("*"):
             if old != file and (last is None or old != Path(last.weights)):
                 old.unlink(missing_ok=True)
 

@@ -14,8 +14,8 @@ from whet.app.published import PolicyFollower, PublishedPolicy, read_policy
 from whet.app.sampler import Sampler, serve, served_sampler
 from whet.app.signals import run_async, stoppable
 from whet.app.working import POLICY
-from whet.config import RunConfig, resolve
-from whet.errors import MissingExtra, NotFound
+from whet.config import EngineConfig, RunConfig, resolve
+from whet.errors import ConfigError, MissingExtra, NotFound
 from whet.policies.catalogue import resolve_model
 from whet.protocols import Resources, Store
 from whet.store.sql import DEFAULT_RUN
@@ -65,6 +65,9 @@ async def _serve_run(store: Store, place: Place, config: RunConfig, args: Argume
 async def _sampler(
     model: Path, published: PublishedPolicy, config: RunConfig, args: Arguments
 ) -> AsyncGenerator[Sampler]:
+    if published.trainer.kind == "tinker":
+        yield await _at_tinker(model, published, config)
+        return
     if config.engine.kind != "local":
         place = Path(args.dir) / "serve" / (args.run_name or DEFAULT_RUN)
         async with served_sampler(model, published, config, place=place, say=say) as sampler:
@@ -83,6 +86,18 @@ async def _sampler(
     )
     async with local_sampler(policy, config) as sampler:
         yield sampler
+
+
+async def _at_tinker(model: Path, published: PublishedPolicy, config: RunConfig) -> Sampler:
+    if config.engine != EngineConfig():
+        raise ConfigError(
+            "the run trains at a Tinker service, which samples too: leave out the flags --engine.*"
+        )
+    try:
+        from whet.app.tinker_sampler import tinker_sampler  # noqa: PLC0415 - only if needed
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(f"trainer.kind 'tinker' ({error})", "tinker") from error
+    return await tinker_sampler(model, published, config)
 
 
 async def _policy(resources: Resources) -> PublishedPolicy:

@@ -1,4 +1,4 @@
-"""A Tinker service as what trains and samples for a run."""
+"""A Tinker service as what trains and samples for a run, in one process or in two."""
 
 from pathlib import Path
 
@@ -6,26 +6,29 @@ from whet.app.published import PublishedPolicy, ServedPolicy
 from whet.app.sampler import Sampler, speaker
 from whet.config import RunConfig
 from whet.engines.tinker import TinkerEngine
-from whet.errors import EngineError
 from whet.policies.tinker import TinkerPolicy
-from whet.protocols import Trainer
-from whet.trainers.tinker import TinkerTrainer
 
 
-async def tinker_parts(model: Path, config: RunConfig) -> tuple[Sampler, Trainer]:
-    """New adapters at the service, what samples from them and what trains them.
+async def tinker_sampler(model: Path, published: PublishedPolicy, config: RunConfig) -> Sampler:
+    """What samples from the weights that a trainer elsewhere has at the service.
 
     Raises:
         ConfigError: the service cannot be had, or has no such model.
     """
-    policy = await TinkerPolicy.open(config)
+    known = {"model": published.model, "trainer": published.trainer, "tinker": published.tinker}
+    policy = await TinkerPolicy.join(config.model_copy(update=known))
+    return sampler_of(policy, model, config)
+
+
+def sampler_of(policy: TinkerPolicy, model: Path, config: RunConfig) -> Sampler:
+    """What samples from a policy of this process."""
     renderer = speaker(model, config)
     engine = TinkerEngine(policy, renderer.template.decode)
-    return Sampler(engine, engine.context_length, renderer, _Own(policy)), TinkerTrainer(policy)
+    return Sampler(engine, engine.context_length, renderer, TinkerWeights(policy))
 
 
-class _Own(ServedPolicy):
-    """The trainer's own policy: publishing is all it takes."""
+class TinkerWeights(ServedPolicy):
+    """A sampler that takes over what a trainer elsewhere publishes, by its path at the service."""
 
     def __init__(self, policy: TinkerPolicy) -> None:
         self._policy = policy
@@ -35,4 +38,4 @@ class _Own(ServedPolicy):
         return self._policy.served
 
     async def load(self, published: PublishedPolicy) -> None:
-        raise EngineError("the weights of a Tinker service are published by its trainer")
+        await self._policy.sample_from(published.weights, published.version)

@@ -5,17 +5,17 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from whet.app.credit import open_algorithm
 from whet.app.folder import RunFolder
 from whet.app.given import Surroundings, published
 from whet.app.local_sampler import local_sampler
-from whet.app.published import PolicyFollower, PublishingTrainer, read_policy
+from whet.app.published import PolicyFollower, PublishingTrainer, TrainedPolicy, read_policy
 from whet.app.sampler import serve, served_sampler
 from whet.app.working import POLICY, Gateway, agents_at_work
 from whet.config import RunConfig
-from whet.errors import ConfigError, MissingExtra
+from whet.errors import MissingExtra
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
 from whet.protocols import Algorithm, Collector, StepLog, Store, Trainer
@@ -25,6 +25,9 @@ from whet.runners.execution import check_runnable
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import Attempt, Endpoint, Outcome
+
+if TYPE_CHECKING:  # its client takes seconds to import
+    from whet.policies.tinker import TinkerPolicy
 
 NOTHING = Surroundings()
 
@@ -68,12 +71,10 @@ async def open_run(
         await store.release_workers()
         is_served = config.engine.kind != "local"
         if config.trainer.kind == "tinker":
-            serving, trainer = await _at_tinker(model, config, store, folder)
+            trainer, adapters = await _at_tinker(config)
+            serving = _serve_tinker(adapters, model, config, store, folder, progress)
         else:
-            policy = LocalPolicy(
-                model, config.trainer, device=config.engine.device, seed=config.seed
-            )
-            trainer = LocalTrainer(policy, threads=os.cpu_count())
+            trainer, policy = _here(model, config)
             serving = _serve_here(policy, config, store, folder, progress)
             if is_served:
                 trainer = _publishing(trainer, policy, folder, model, store)
@@ -118,16 +119,12 @@ async def open_training(
 ) -> AsyncGenerator[Run]:
     """The part of a run that trains; gateways and runners are other processes of the store."""
     config = folder.config()
-    if config.trainer.kind != "local":
-        raise ConfigError(
-            "with a store elsewhere the trainer is 'local' so far: leave out --store or --trainer"
-        )
     model = resolve_model(config.model, progress=progress)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     with folder.owned():
-        policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
-        local = LocalTrainer(policy, threads=os.cpu_count())
-        trainer = _publishing(local, policy, folder, model, store)
+        is_tinker = config.trainer.kind == "tinker"
+        trainer, policy = await _at_tinker(config) if is_tinker else _here(model, config)
+        trainer = _publishing(trainer, policy, folder, model, store)
         await _restore_last(trainer, folder, store)
         await trainer.publish()
         given = await published(store, surroundings.resources)
@@ -143,15 +140,19 @@ async def open_training(
         )
 
 
-async def _at_tinker(
-    model: Path, config: RunConfig, store: Store, folder: RunFolder
-) -> tuple[AbstractAsyncContextManager[Gateway], Trainer]:
+def _here(model: Path, config: RunConfig) -> tuple[Trainer, LocalPolicy]:
+    policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
+    return LocalTrainer(policy, threads=os.cpu_count()), policy
+
+
+async def _at_tinker(config: RunConfig) -> tuple[Trainer, "TinkerPolicy"]:
     try:
-        from whet.app.tinker_sampler import tinker_parts  # noqa: PLC0415 - only if needed
+        from whet.policies.tinker import TinkerPolicy  # noqa: PLC0415 - only if needed
+        from whet.trainers.tinker import TinkerTrainer  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise MissingExtra.of(f"trainer.kind 'tinker' ({error})", "tinker") from error
-    sampler, trainer = await tinker_parts(model, config)
-    return serve(sampler, config, store, folder.secret()), trainer
+    policy = await TinkerPolicy.open(config)
+    return TinkerTrainer(policy), policy
 
 
 async def _restore_last(trainer: Trainer, folder: RunFolder, log: StepLog) -> None:
@@ -160,7 +161,7 @@ async def _restore_last(trainer: Trainer, folder: RunFolder, log: StepLog) -> No
 
 
 def _publishing(
-    trainer: Trainer, policy: LocalPolicy, folder: RunFolder, model: Path, store: Store
+    trainer: Trainer, policy: TrainedPolicy, folder: RunFolder, model: Path, store: Store
 ) -> Trainer:
     return PublishingTrainer(
         trainer, policy, folder.config(), model=model, resources=store, folder=folder.weights
@@ -180,6 +181,19 @@ async def _serve_here(
         serve(sampler, config, store, folder.secret(), say=progress) as gateway,
     ):
         yield gateway
+
+
+def _serve_tinker(
+    policy: "TinkerPolicy",
+    model: Path,
+    config: RunConfig,
+    store: Store,
+    folder: RunFolder,
+    progress: Callable[[str], None],
+) -> AbstractAsyncContextManager[Gateway]:
+    from whet.app.tinker_sampler import sampler_of  # noqa: PLC0415 - only if needed
+
+    return serve(sampler_of(policy, model, config), config, store, folder.secret(), say=progress)
 
 
 @asynccontextmanager

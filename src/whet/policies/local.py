@@ -18,6 +18,7 @@ from typing import Literal, cast
 
 import torch
 import torch.utils.checkpoint
+from anyio import to_thread
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import torch as safetensors
 from torch import Tensor, nn
@@ -159,6 +160,11 @@ class LocalPolicy:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The weights training changes, by name."""
         return {n: p for n, p in self.wrapped.named_parameters() if p.requires_grad}
+
+    async def hand_over(self, file: Path) -> str:
+        """Write what training changes; engines elsewhere load the file."""
+        await to_thread.run_sync(self.write_weights, file)
+        return str(file)
 
     def write_weights(self, file: Path) -> None:
         """What training changes, for a policy in another process. Appears whole or not at all."""

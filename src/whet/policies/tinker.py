@@ -4,6 +4,7 @@ Trainer and engine share it as the local ones share a model. Nothing here retrie
 client does both. It must not be used before a fork.
 """
 
+import logging
 import os
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,12 @@ from whet.config import AdamConfig, RunConfig
 from whet.errors import ConfigError, EngineError, RequestError, TrainerError, boundary
 from whet.types import Sampling, StopReason
 
+logger = logging.getLogger(__name__)
+
 Floats = NDArray[np.float32]
+
+KEPT = 2
+"""Samplers that stay at the service: the one before the last may still be sampled from."""
 
 
 class Datum(NamedTuple):
@@ -44,7 +50,7 @@ class TinkerPolicy:
     """Adapters at a service, and a sampler of what was published of them last."""
 
     def __init__(self, service: tinker.ServiceClient, config: RunConfig, context: int) -> None:
-        """For `open`."""
+        """For `join` and `open`."""
         self._service = service
         self._config = config
         self._training: tinker.TrainingClient | None = None
@@ -55,10 +61,18 @@ class TinkerPolicy:
         """How often the weights were changed."""
         self.served = 0
         """The version that is sampled from."""
+        self._sampler = ""
+        """Its path at the service."""
+        self._samplers: list[str] = []
+        """What was published and is still there, oldest first."""
 
     @classmethod
-    async def open(cls, config: RunConfig) -> "TinkerPolicy":
-        """New adapters. Raises ConfigError if the service cannot be had, or has no such model."""
+    async def join(cls, config: RunConfig) -> "TinkerPolicy":
+        """What another process trains, to be sampled from.
+
+        Raises:
+            ConfigError: the service cannot be had, or has no such model.
+        """
         with boundary(ConfigError, "cannot reach the Tinker service"):
             service = tinker.ServiceClient(base_url=config.tinker.base_url)
             found = await service.get_server_capabilities_async()
@@ -67,10 +81,15 @@ class TinkerPolicy:
         model = models.get(wanted) or (next(iter(models.values())) if len(models) == 1 else None)
         if model is None:
             raise ConfigError(f"the service has no {wanted!r}; it has {', '.join(models)}")
-        policy = cls(service, config, model.max_context_length or 32_768)
+        return cls(service, config, model.max_context_length or 32_768)
+
+    @classmethod
+    async def open(cls, config: RunConfig) -> "TinkerPolicy":
+        """New adapters. Raises as `join` does."""
+        policy, wanted = await cls.join(config), base_model(config)
         layers = config.trainer.lora_layers
         with boundary(ConfigError, f"the service cannot train {wanted!r}"):
-            policy._training = await service.create_lora_training_client_async(
+            policy._training = await policy._service.create_lora_training_client_async(
                 base_model=wanted,
                 rank=config.trainer.lora_rank,
                 seed=config.seed,
@@ -124,8 +143,15 @@ class TinkerPolicy:
         """Sample from the weights as they are now."""
         with boundary(TrainerError, "the Tinker service cannot publish"):
             saved = await (await self._client.save_weights_for_sampler_async(self._name()))
-            self._sampling = await self._service.create_sampling_client_async(model_path=saved.path)
-        self.served = self.version
+        await self.sample_from(saved.path, self.version)
+        self._samplers.append(saved.path)
+        behind = self._config.loop.max_staleness if self._config.loop.name == "overlapped" else 0
+        while len(self._samplers) > KEPT + behind:
+            await self.forget(self._samplers.pop(0))
+
+    async def hand_over(self, file: Path) -> str:
+        """The path of what is published; no file is needed."""
+        return self._sampler
 
     async def save(self) -> str:
         """Keep weights and optimizer; returns where."""
@@ -140,6 +166,15 @@ class TinkerPolicy:
             )
         self.version, self.edition = version, self.edition + 1
 
+    async def forget(self, path: str) -> None:
+        """Delete something saved. What cannot be deleted stays, and takes nothing but room."""
+        try:
+            with boundary(TrainerError, "the Tinker service cannot delete"):
+                rest = tinker.RestClient(base_url=self._config.tinker.base_url)
+                await rest.delete_checkpoint_from_tinker_path_async(path)
+        except TrainerError as error:
+            logger.warning("checkpoint not deleted path=%s reason=%s", path, error)
+
     async def export(self) -> dict[str, bytes]:
         """The adapters as files that other tools load."""
         with boundary(TrainerError, "the Tinker service cannot export"):
@@ -149,6 +184,17 @@ class TinkerPolicy:
             return await to_thread.run_sync(_fetch, found.urls)
 
     # ----------------------------------------------------------------- sampling
+
+    async def sample_from(self, path: str, version: int) -> None:
+        """Sample from what was published as `path`, or if it is empty from the model itself.
+
+        Raises:
+            EngineError: the service has no such weights.
+        """
+        base = None if path else base_model(self._config)
+        with boundary(EngineError, f"the Tinker service cannot sample from {path or base!r}"):
+            self._sampling = await self._service.create_sampling_client_async(path or None, base)
+        self._sampler, self.served = path, version
 
     async def sample(self, prompt: Sequence[int], sampling: Sampling, limit: int) -> Sampled:
         """One continuation, which ends at stop ids alone: stop strings are the engine's to find.
@@ -179,20 +225,13 @@ class TinkerPolicy:
             raise
         [one] = found.sequences
         if one.logprobs is None:
+            where = self._config.tinker.base_url or os.environ.get("TINKER_BASE_URL", "hosted")
             raise EngineError(
-                "the Tinker service gave no log-probabilities: nothing can be trained"
+                f"the Tinker service ({where}) gave no log-probabilities for what it sampled from "
+                f"{self._sampler!r}, so it cannot be trained: set tinker.base_url to one that does"
             )
         tops = [tuple(t or ()) for t in one.topk_logprobs or []] if top else []
         return Sampled(list(one.tokens), list(one.logprobs), tops, one.stop_reason, version)
-
-    def write_weights(self, file: Path) -> None:
-        """A handle of the sampler, from which another process samples."""
-        if self._sampling is None:
-            raise TrainerError("nothing was published yet")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_text(self._sampling.get_sampler_handle())
-        os.replace(partial, file)
 
     @property
     def _client(self) -> tinker.TrainingClient:

@@ -27,6 +27,8 @@ class TinkerTrainer(Trainer):
         self._policy = policy
         self._published: int | None = None
         """The edition of the weights that are sampled from."""
+        self._states: dict[Path, str] = {}
+        """Where the service keeps what our checkpoints stand for."""
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         for row in rows:
@@ -49,14 +51,21 @@ class TinkerTrainer(Trainer):
         return self._policy.version
 
     async def save(self, folder: Path) -> None:
-        state = {"path": await self._policy.save(), "version": self._policy.version}
+        path = await self._policy.save()
+        state = {"path": path, "version": self._policy.version}
         appear_whole(folder, lambda to: _write(to, state))
+        before, self._states[folder] = self._states.get(folder), path
+        gone = [known for known in self._states if not known.exists()]
+        for old in [before, *map(self._states.pop, gone)]:
+            if old is not None:
+                await self._policy.forget(old)
 
     async def restore(self, folder: Path) -> None:
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
             state = json.loads((folder / STATE).read_text())
             path, version = str(state["path"]), int(state["version"])
         await self._policy.restore(path, version)
+        self._states[folder] = path
 
     async def export(self, folder: Path) -> None:
         files = await self._policy.export()

@@ -1,0 +1,71 @@
+"""What stays at a Tinker service, and what another process samples from."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tinker_serving import MARKS, Server, open_tinker, tinker_config
+from tiny_llama import row_of
+from whet.config import AdamConfig, LossConfig
+from whet.errors import EngineError
+from whet.types import Sampling
+
+pytestmark = [pytest.mark.anyio, *MARKS]
+
+PROMPT = [1, 2, 3]
+
+
+def kept(server: Server) -> Counter[str]:
+    found = server.rest().list_user_checkpoints(limit=100).result().checkpoints
+    return Counter(checkpoint.checkpoint_type for checkpoint in found)
+
+
+async def test_the_last_two_samplers_and_states_stay(tinker: Server, tmp_path: Path) -> None:
+    from whet.trainers.tinker import TinkerTrainer
+
+    trainer = TinkerTrainer(await open_tinker(tinker))
+    before = kept(tinker)
+    folders = [tmp_path / str(step) for step in range(4)]
+    for step, folder in enumerate(folders):
+        await trainer.optim_step(AdamConfig(lr=0.1))
+        await trainer.publish()
+        await trainer.save(folder)
+        for old in folders[:step]:  # as the loop does once a step is committed
+            shutil.rmtree(old, ignore_errors=True)
+    assert kept(tinker) - before == {"sampler": 2, "training": 2}
+    await trainer.restore(folders[-1])
+    await trainer.save(folders[-1])
+    assert kept(tinker) - before == {"sampler": 2, "training": 1}
+    await trainer.restore(folders[-1])
+
+
+async def test_a_policy_that_joins_samples_from_what_was_handed_over(
+    tinker: Server, tmp_path: Path
+) -> None:
+    from whet.policies.tinker import TinkerPolicy
+    from whet.trainers.tinker import TinkerTrainer
+
+    trained = await open_tinker(tinker)
+    trainer = TinkerTrainer(trained)
+    other = await TinkerPolicy.join(tinker_config(tinker))
+    with pytest.raises(EngineError, match="nothing was published"):
+        await other.sample(PROMPT, Sampling(), 1)
+    rows = [row_of(PROMPT, [4, 5], [-5.0] * 2, 1.0, weight=0.25)]
+    await trainer.forward_backward(rows, LossConfig())
+    await trainer.optim_step(AdamConfig(lr=1e-1))
+    await trainer.publish()
+    path = await trained.hand_over(tmp_path / "unused")
+
+    greedy = Sampling(temperature=0.0)
+    await other.sample_from("", 0)
+    base = await other.sample(PROMPT, greedy, 4)
+    await other.sample_from(path, 1)
+    here, there = [await policy.sample(PROMPT, greedy, 4) for policy in (trained, other)]
+    assert here == there
+    assert there.version == 1
+    assert base.logprobs != there.logprobs
+    with pytest.raises(EngineError, match="cannot sample from 'tinker://gone'"):
+        await other.sample_from("tinker://gone", 2)
+    assert (await other.sample(PROMPT, greedy, 1)).version == 1
