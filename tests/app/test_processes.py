@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import anyio
+import httpx
 import pytest
 from processes import Command, start
 
@@ -64,6 +65,18 @@ def served(folder: Path) -> Generator[tuple[ExitStack, dict[str, str]]]:
         yield stack, where
 
 
+def gateways(folder: Path, where: dict[str, str]) -> list[dict[str, str]]:
+    """What the store tells a service of where the model is."""
+    token = (folder / ".whet" / "store.token").read_text().strip()
+    found = httpx.get(
+        f"{where['WHET_STORE']}/v1/runs/default/gateways",
+        headers={"Authorization": f"Bearer {token}"},
+    ).json()
+    for each in found:
+        assert httpx.get(f"{each['url']}/health").is_success
+    return found
+
+
 def check(folder: Path, told: dict[str, object]) -> None:
     """All that must hold of a run, whatever its processes went through."""
     assert told["steps"] == STEPS
@@ -104,6 +117,7 @@ def test_four_processes_train_while_runners_join_and_leave(folder: Path) -> None
         train.hears("1/4")
         second = runner()
         second.hears("joined run default")
+        assert [each["model"] for each in gateways(folder, where)] == ["policy"]
         assert first.stop() == 0
         assert train.ends() == 0, train.said
         assert second.stop() == 0
