@@ -1,6 +1,6 @@
 """Have a model play all words of a split; results append to a file, and a killed run goes on.
 
-    eval "$(python train.py endpoint --model .whet/runs/twenty-questions | head -1)"   # any URL
+    export OPENAI_BASE_URL=... OPENAI_API_KEY=...      # any; `train.py endpoint` prints its own
     python evaluate.py --model policy --output after.jsonl --against before.jsonl
 
 Runs in the environment that has CrewAI. With `--against`, the difference to another file is told
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from flow import helper_for, play, player_at
-from game import load_things, score
+from game import TURNS, among, load_things, score
 
 from whet.app.scores import gain
 from whet.jsonlines import JsonLines
@@ -36,7 +36,8 @@ async def evaluate(args: argparse.Namespace) -> None:
 
     async def one(thing, number: int) -> None:
         async with at_once:
-            game = await play(thing.noun, args.turns, player, helper_for(things))
+            some = among(things, thing.noun, number)
+            game = await play(thing.noun, args.turns, player, helper_for(some))
         lines.append(
             {
                 "model": args.model,
@@ -46,7 +47,7 @@ async def evaluate(args: argparse.Namespace) -> None:
                 "turns": args.turns,
                 "temperature": args.temperature,
                 "won": game.won,
-                "reward": score(game, things),
+                "reward": score(game, some),
                 "said": [m["content"] for m in game.messages if m["role"] == "assistant"],
             }
         )
@@ -92,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, default=None, help="another such file")
     parser.add_argument("--split", choices=["train", "test"], default="test")
     parser.add_argument("--games", type=int, default=4, help="with each word [4]")
-    parser.add_argument("--turns", type=int, default=8, help="of a game [8]")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"of a game [{TURNS}]")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--concurrency", type=int, default=16)
     args = parser.parse_args()

@@ -9,10 +9,10 @@ A line of the player is one of three things:
 
 import csv
 import math
+import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -34,13 +34,16 @@ QUESTIONS = {
 """What the local answerer knows of every thing, and how one may ask for it."""
 
 RULES = (
-    "You play 20 Questions. Ask: alive, eat, big, metal, wheels, water, fly, wear, indoors, soft,"
-    " legs, sound? Or say Search. Or say Guess and a number that was found."
+    "20 Questions. Ask: alive, eat, big, metal, wheels, water, fly, wear, indoors, soft, legs,"
+    " sound? Or Search. Or Guess a number that was found."
 )
+TURNS = 6
+AMONG = 15
+"""A game is about so many things: one of them is the secret."""
 SHOWN = 9
 """A search shows so many things at most; if more fit, it tells how many."""
-NARROWING, USEFUL = 0.2, 0.2
-"""What a lost game earns if it ruled out all things but one, and if every turn helped in that."""
+NARROWING, FINDING = 0.3, 0.2
+"""What it is worth to rule out all things but one, and to have a search show the rest."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ def load_things(split: Literal["train", "test"]) -> list[Thing]:
 def tasks(split: Literal["train", "test"], turns: int) -> list[dict[str, str | int]]:
     """One for each thing of a split."""
     return [{"secret": thing.noun, "split": split, "turns": turns} for thing in load_things(split)]
+
+
+def among(things: Sequence[Thing], secret: str, game: int = 0) -> list[Thing]:
+    """What a game is about: the secret and others, the same ones whenever it is played again."""
+    others = [thing for thing in things if thing.noun != secret]
+    drawn = {thing.noun for thing in random.Random(f"{secret} {game}").sample(others, AMONG - 1)}
+    return [thing for thing in things if thing.noun in drawn | {secret}]
 
 
 @dataclass
@@ -138,6 +148,8 @@ class Game:
     found: list[str] = field(default_factory=list[str])
     """By the last search, if it found few enough to show."""
     guesses: list[str] = field(default_factory=list[str])
+    progress: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
+    """After each turn: how many facts were known, and whether any things were found."""
 
     def __post_init__(self) -> None:
         self.messages = self.messages or [{"role": "user", "content": self._told(RULES)}]
@@ -168,6 +180,7 @@ class Game:
             if heard in ("yes", "no"):
                 self.facts.append(Fact(of, heard))
         self.messages.append({"role": "user", "content": self._told(heard)})
+        self.progress.append((len(self.facts), bool(self.found)))
 
     def _guess(self, of: str) -> str:
         place = int(of) if of.isdecimal() else 0
@@ -194,15 +207,21 @@ def read_line(line: str) -> tuple[Literal["guess", "search", "ask"], str]:
     return "ask", text
 
 
-def score(game: Game, things: Sequence[Thing]) -> float:
-    """1 for a game that was won; else a little for what the answers ruled out.
+def earned(game: Game, things: Sequence[Thing]) -> list[float]:
+    """What each turn is worth beside the victory: what it ruled out, in bits, or made known.
 
-    A part of it is for how much that was, in bits, and a part for how many turns did it: a
-    question that is unclear or was asked before, a search in vain and a wild guess do not.
+    A question that is unclear or was asked before, a search in vain and a wild guess are worth 0.
     """
-    if game.won:
-        return 1.0
-    left = [len(fitting(game.facts[:count], things)) for count in range(len(game.facts) + 1)]
-    bits = 1 - math.log2(max(1, left[-1])) / math.log2(len(things))
-    useful = sum(after < before for before, after in pairwise(left)) / game.turns
-    return NARROWING * bits + USEFUL * useful
+    values: list[float] = []
+    left, found = len(things), False
+    for facts, finds in game.progress:
+        now = max(1, len(fitting(game.facts[:facts], things)))
+        bits = math.log2(left / now) / math.log2(len(things))
+        values.append(NARROWING * bits + FINDING * (finds and not found))
+        left, found = now, finds
+    return values
+
+
+def score(game: Game, things: Sequence[Thing]) -> float:
+    """1 for a game that was won, and what its turns earned."""
+    return float(game.won) + sum(earned(game, things))

@@ -7,17 +7,16 @@
     python train.py runner                    # in the environment that has CrewAI
     python train.py algo
 
-`algo` compares the model before and after on words it was never trained on. `endpoint` serves a
-model or a run to `evaluate.py`, or to anything else that speaks to OpenAI.
+`endpoint` serves a model or a run to `evaluate.py`, which plays with words that were never trained
+on, or to anything else that speaks to OpenAI.
 """
 
 import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import Literal
 
-from game import tasks
+from game import TURNS, tasks
 
 from whet.app.addresses import DEFAULT_STORE
 from whet.app.cli import main as whet_command
@@ -25,18 +24,16 @@ from whet.jsonlines import JsonLines
 
 HERE = Path(__file__).parent
 RUN = "twenty-questions"
-TURNS = 8
 SETTINGS = (
-    *("--trainer.weights", "full", "--adam.lr", "5e-4"),
-    *("--tasks-per-step", "6", "--group-size", "8", "--algorithm.logged-keys", "won"),
-    *("--evaluation.samples", "1"),
+    *("--trainer.weights", "full", "--adam.lr", "3e-4", "--algorithm.credit", "turn"),
+    *("--tasks-per-step", "8", "--group-size", "8"),
 )
 
 
-def write_tasks(args: argparse.Namespace, split: Literal["train", "test"]) -> str:
-    """The words of a split as a file of tasks."""
-    some = tasks(split, args.turns)[: args.words]
-    file = Path(args.dir) / f"words-{split}-{args.turns}-{len(some)}.jsonl"
+def write_tasks(args: argparse.Namespace) -> str:
+    """The words to train on as a file of tasks."""
+    some = tasks("train", args.turns)[: args.words]
+    file = Path(args.dir) / f"words-{args.turns}-{len(some)}.jsonl"
     if not file.exists():
         JsonLines(file).append(*some)
     return str(file)
@@ -44,8 +41,8 @@ def write_tasks(args: argparse.Namespace, split: Literal["train", "test"]) -> st
 
 def algo(args: argparse.Namespace) -> int:
     where = ["--store", args.store, "--name", RUN, "--dir", args.dir, "--model", args.model]
-    given = ["--tasks", write_tasks(args, "train"), "--held-out", write_tasks(args, "test")]
-    return whet_command(["train", *where, *given, "--steps", str(args.steps), *SETTINGS])
+    given = ["--tasks", write_tasks(args), "--steps", str(args.steps)]
+    return whet_command(["train", *where, *given, *SETTINGS])
 
 
 def main() -> int:
@@ -76,8 +73,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--store", default=DEFAULT_STORE, metavar="URL", help=f"[{DEFAULT_STORE}]")
     parser.add_argument("--steps", type=int, default=24, help="of `algo` [24]")
     parser.add_argument("--turns", type=int, default=TURNS, help=f"of a game [{TURNS}]")
-    parser.add_argument("--words", type=int, default=None, help="of each split, for `algo` [all]")
-    parser.add_argument("--games", type=int, default=960, help="of `warmup` [960]")
+    parser.add_argument("--words", type=int, default=None, help="to train on [all]")
+    parser.add_argument("--games", type=int, default=1600, help="of `warmup` [1600]")
     parser.add_argument("--port", type=int, default=8001, help="of `endpoint` [8001]")
     parser.add_argument(
         "--runner-python", default=sys.executable, metavar="FILE", help="that has CrewAI"

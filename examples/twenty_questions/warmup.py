@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from statistics import fmean
 
-from game import QUESTIONS, SHOWN, Game, LocalHelper, Thing, load_things
+from game import QUESTIONS, SHOWN, Game, LocalHelper, Thing, among, load_things
 
 from whet.config import AdamConfig, LossConfig, TrainerConfig
 from whet.gateway.messages import Message
@@ -23,7 +23,6 @@ from whet.types import GenerationId, Row, SampledSpan
 
 SEARCH, GUESS, UNCLEAR = 0.2, 0.02, 0.05
 """How often a turn is a search, a wild guess, or nothing anyone understands."""
-FEW = 15
 BELIEVE = 0.85
 """How often a thing that was found is guessed next."""
 
@@ -42,10 +41,10 @@ def clumsy_line(game: Game, rng: random.Random) -> str:
     return rng.choice(list(QUESTIONS.values()))
 
 
-async def clumsy_game(things: list[Thing], turns: int, rng: random.Random) -> Game:
+async def clumsy_game(things: list[Thing], turns: int, number: int, rng: random.Random) -> Game:
     """A whole game of the clumsy player."""
-    helper = LocalHelper(things)
     game = Game(rng.choice(things).noun, turns)
+    helper = LocalHelper(among(things, game.secret, number))
     while not game.over:
         await game.turn(clumsy_line(game, rng), helper.answer, helper.search)
     return game
@@ -95,9 +94,7 @@ async def warm_up(model: Path, into: Path, *, turns: int, games: int) -> None:
     things = load_things("train")
     rows: list[Row] = []
     for number in range(games):
-        # Every other game is among few things: there a search finds something more often.
-        some = rng.sample(things, FEW) if number % 2 else things
-        rows.append(row(template, await clumsy_game(some, turns, rng), number))
+        rows.append(row(template, await clumsy_game(things, turns, number, rng), number))
     policy = LocalPolicy(model, TrainerConfig(weights="full"), device="auto", seed=0)
     trainer = LocalTrainer(policy)
     batch, losses = 16, list[float]()

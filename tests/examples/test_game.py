@@ -7,7 +7,20 @@ from commands import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES / "twenty_questions"))
 
-from game import Fact, Game, LocalHelper, attribute_of, load_things, read_line, score
+from game import (
+    AMONG,
+    FINDING,
+    NARROWING,
+    Fact,
+    Game,
+    LocalHelper,
+    among,
+    attribute_of,
+    earned,
+    load_things,
+    read_line,
+    score,
+)
 
 FOLDER = EXAMPLES / "twenty_questions"
 
@@ -44,6 +57,13 @@ def test_no_word_is_both_trained_and_held_out() -> None:
     assert {t.category for t in TRAIN} == {t.category for t in TEST}
 
 
+def test_a_game_is_about_the_same_things_whenever_it_is_played() -> None:
+    first, again, other = among(TEST, "owl"), among(TEST, "owl"), among(TEST, "owl", 1)
+    assert len(first) == AMONG
+    assert first == again != other
+    assert all("owl" in [thing.noun for thing in things] for things in (first, other))
+
+
 @pytest.mark.parametrize(
     ("line", "read"),
     [
@@ -73,17 +93,21 @@ async def test_a_game_is_won_by_asking_searching_and_guessing_what_was_found() -
     await game.turn("Guess 1.", helper.answer, helper.search)
     assert game.won
     assert game.over
-    assert score(game, TEST) == 1.0
+    assert score(game, TEST) == pytest.approx(1.0 + NARROWING + FINDING)
 
 
 @pytest.mark.anyio
-async def test_a_lost_game_earns_a_little_for_what_it_ruled_out_and_nothing_for_chatter() -> None:
-    nothing = await said("owl", ["What is it?"] * 10)
-    some = await said("owl", ["Is it alive?"] * 10)
-    more = await said("owl", ["Is it alive?", "Can it fly?", "Search.", *["Guess cow."] * 7])
-    assert nothing.over
-    assert score(nothing, TEST) == 0.0
-    assert 0.0 < score(some, TEST) < score(more, TEST) < 1.0
+async def test_a_turn_earns_what_it_rules_out_or_finds_and_nothing_for_chatter() -> None:
+    lines = ["What is it?", "Is it alive?", "Is it alive?", "Search.", "Can it fly?", "Search."]
+    game = await said("owl", [*lines, "Search.", "Guess cow.", "Guess 99.", "Is it?"])
+    assert game.over
+    assert not game.won
+    chatter, alive, again, vain, fly, found, *rest = earned(game, TEST)
+    assert chatter == again == vain == sum(rest) == 0.0
+    assert 0.0 < alive < NARROWING
+    assert 0.0 < fly < NARROWING
+    assert found == FINDING
+    assert score(game, TEST) == alive + fly + found
 
 
 @pytest.mark.anyio
