@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", default=".whet", help="where runs live [.whet]")
     parser.add_argument("--model", default=None, help="that plays [what `warmup` made]")
     parser.add_argument("--store", default=DEFAULT_STORE, metavar="URL", help=f"[{DEFAULT_STORE}]")
-    parser.add_argument("--steps", type=int, default=24, help="of `algo` [24]")
+    parser.add_argument("--steps", type=int, default=16, help="of `algo` [16]")
     parser.add_argument("--turns", type=int, default=TURNS, help=f"of a game [{TURNS}]")
     parser.add_argument("--words", type=int, default=None, help="to train on [all]")
     parser.add_argument("--games", type=int, default=1600, help="of `warmup` [1600]")

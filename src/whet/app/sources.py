@@ -120,7 +120,7 @@ def _at_checkpoint(
 def _run_of(path: Path) -> RunFolder | None:
     """The run that a folder is, or is a part of."""
     for place in (path, path.parent, path.parent.parent):
-        if (place / "store.db").is_file() and (place / "config.json").is_file():
+        if (place / "kind").is_file() and (place / "config.json").is_file():
             return RunFolder(place)
     return None
 
