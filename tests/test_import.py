@@ -1,8 +1,8 @@
 """A cold start is light: what is heavy is imported when it is first needed."""
 
+import resource
 import subprocess
 import sys
-import time
 
 HEAVY = ("torch", "transformers", "peft", "starlette", "uvicorn", "openai", "matplotlib", "numpy")
 LOADED = f"import sys; sys.exit(', '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)"
@@ -40,15 +40,14 @@ def test_the_demo_agents_helpers_are_light_too() -> None:
     assert run("-c", f"import whet.demos.problems; {LOADED}").stderr == ""
 
 
-def test_help_comes_within_a_second_and_without_torch() -> None:
-    def help_seconds() -> float:
-        began = time.monotonic()
-        done = run("-c", "from whet.app.cli import main; main(['--help'])")
-        assert done.returncode == 0
-        assert "demo" in done.stdout
-        return time.monotonic() - began
-
-    assert min(help_seconds() for _ in range(5)) < 1.0
+def test_help_takes_less_than_a_second_and_no_torch() -> None:
+    # Of the processor: on a busy machine the clock tells of others.
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run("-c", "from whet.app.cli import main; main(['--help'])")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    assert "demo" in done.stdout
+    assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) < 1.0
     quiet = "import contextlib, whet.app.cli as c\nwith contextlib.suppress(SystemExit):"
     assert run("-c", f"{quiet} c.main(['demo', '--help'])\n{LOADED}").stderr == ""
 
