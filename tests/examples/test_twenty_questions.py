@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "tests" / "sdks"))
 
 from environments import python_of
 
+from whet.app.sources import read_models
+
 pytestmark = pytest.mark.slow
 
 TRAIN = "twenty_questions/train.py"
@@ -58,6 +60,9 @@ def test_a_runner_with_crewai_feeds_a_step_of_training(
     assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
     assert learned["trained_tokens"] > 0
     assert learned["rows"] == learned["trained_rollouts"]  # a game is one row
+    run_folder = tmp_path / "runs" / "twenty-questions"
+    [found] = read_models([f"player={run_folder}"], None, print)  # though its store is elsewhere
+    assert found.folder == run_folder / "model"
 
 
 def test_an_evaluation_that_is_killed_goes_on_and_is_compared(
@@ -78,11 +83,10 @@ def test_an_evaluation_that_is_killed_goes_on_and_is_compared(
         words = [json.loads(line)["word"] for line in first.read_text().splitlines()]
         assert len(words) == len(set(words)) == 60
         assert f"{len(kept.splitlines())} games are in" in said
-        again = evaluated([*command, first], where)
-        assert "60 games are in" in again
-        compared = evaluated([*command, second, "--against", first], where)
-    assert "reward: " in compared
-    assert f"] to {first}" in compared
+        second.write_text(first.read_text())
+        again = evaluated([*command, second, "--against", first], where)
+    assert "60 games are in" in again
+    assert f"+0.000 [+0.000, +0.000] to {first}" in again
 
 
 HELPED = """
