@@ -20,7 +20,7 @@ test: $(READY) ## run the core suite
 
 test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else a CPU build is installed
 	@test -n "$$WHET_VLLM" || $(MAKE) --no-print-directory .vllm/.installed
-	WHET_VLLM=$${WHET_VLLM:-.vllm/bin/vllm} $(BIN)/python -m pytest tests/vllm -m slow -s $(ARGS)
+	WHET_VLLM=$${WHET_VLLM:-.vllm/bin/vllm} $(BIN)/python -m pytest tests/vllm_serving -m slow -s $(ARGS)
 
 # torchvision and the like are builds for GPUs, which break the CPU build; and its own command asks
 # for a version under the name vllm.
