@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import whet
+from whet.app.elsewhere import Elsewhere
 from whet.errors import ConfigError
 from whet.serving import AppServer
 
@@ -203,3 +204,22 @@ def test_a_partner_elsewhere_is_asked_by_name_and_never_trained(
 def test_an_endpoint_is_named_as_it_should_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of the form NAME=MODEL@URL; found 'judge=big'"):
         whet.train(shout, ["a"], dir=str(tmp_path), gateway={"endpoints": ["judge=big"]})
+
+
+@pytest.mark.anyio
+async def test_what_is_too_large_for_the_gateway_is_so_before_it_too() -> None:
+    sent: list[Any] = []
+
+    async def beyond(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nothing is asked")
+
+    async def endless() -> Any:
+        return {"type": "http.request", "body": b" " * 2**22, "more_body": True}
+
+    async def keep(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+    await Elsewhere(beyond, {})(scope, endless, keep)
+    assert sent[0]["status"] == 413
+    assert "larger than" in json.loads(sent[1]["body"])["error"]["message"]

@@ -1,5 +1,7 @@
 """The token of a served store: made once, and for its owner's eyes."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,30 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> Non
     assert len(first.value) >= 32
     assert file.stat().st_mode & 0o777 == 0o600
     assert make_token(tmp_path / "other").value != first.value
+
+
+def test_servers_that_start_at_once_agree_and_nobody_sees_half_a_token(tmp_path: Path) -> None:
+    for folder in (tmp_path / str(n) for n in range(20)):
+        with ThreadPoolExecutor(8) as threads:
+            made = [threads.submit(make_token, folder) for _ in range(8)]
+        tokens = [done.result() for done in made]
+        assert {token.value for token in tokens} == {find_token(folder)}
+        assert sum(token.is_new for token in tokens) == 1
+        assert [file.name for file in folder.iterdir()] == [FILE]
+
+
+def test_a_server_killed_while_it_makes_its_token_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_token(tmp_path)
+    assert make_token(tmp_path).is_new
+    assert find_token(tmp_path)
 
 
 def test_the_environment_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def datum(tokens: list[int], **inputs: Any) -> types.Datum:
 
 
 def test_the_page_has_the_table_of_these_tests() -> None:
-    # `PYTHONPATH=tests/tinker python -c "import conformance; print(conformance.table())"`
+    # PYTHONPATH=tests/tinker_server:tests python -c 'import conformance as c; print(c.table())'
     assert table() in PAGE.read_text()
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import anyio
 import pytest
+from real_vllm import NEEDS_VLLM, Launch
 from tokenizers import Tokenizer, models
 
-from conftest import Launch
 from tiny_llama import CONTEXT, VOCABULARY, decode, make_model
 from whet.engines.joining import join_servers
 from whet.engines.launch import LaunchedVLLM
@@ -17,7 +17,7 @@ from whet.protocols import Engine
 sys.path.insert(0, str(Path(__file__).parent.parent / "contracts"))
 from test_engine import *  # noqa: F403
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, NEEDS_VLLM]
 
 del test_a_grammar_it_cannot_hold_to_is_refused  # noqa: F821 - it can
 

@@ -15,8 +15,8 @@ import aiohttp
 import anyio
 import pytest
 from openai import AsyncOpenAI
+from real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
 
-from conftest import ON_A_CPU, PROGRAM
 from tiny_llama import nudge, plain_logprobs
 from whet.app.working import endpoint_of
 from whet.config import GatewayConfig, TrainerConfig
@@ -39,7 +39,7 @@ from whet.serving import AppServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import Credit, Outcome, Rollout, Sampling
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, NEEDS_VLLM]
 
 TEMPLATE = ChatTemplate(TINY)
 PROMPT = TEMPLATE.encode("A long story about 12 pens and 32 more pens, from the beginning:")

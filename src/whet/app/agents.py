@@ -22,7 +22,7 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward",
         choices=["output", "exit"],
-        default="output",
+        default=None,
         help="of a command after --: the last line of its output, or its exit code [output]",
     )
 
@@ -41,7 +41,9 @@ def load_agent(args: argparse.Namespace) -> Agent:
             f"; found {len(named)}"
         )
     if after := command_in(args):
-        return with_extra("whet.runners.command", "command")(after, reward=args.reward)
+        return with_extra("whet.runners.command", "command")(after, reward=args.reward or "output")
+    if args.reward is not None:
+        raise ConfigError("--reward is for a command after --: any other agent gives its own")
     if args.service and "://" in args.service:
         return with_extra("whet.runners.service", "Service")(args.service)
     agent = load_function(args.service or args.agent)

@@ -7,13 +7,17 @@ Nothing of it is recorded as sampled, so nothing of it can be trained.
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.app.relay import Relay, check_endpoint
-from whet.errors import ConfigError
+from whet.errors import ConfigError, RequestError
+from whet.gateway.asgi import Request
+from whet.gateway.delivery import tell
+from whet.gateway.dialects.parts import openai_error
 from whet.protocols import AttemptLog
 
 FORM = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)@(https?://.+)")
@@ -52,12 +56,14 @@ class Elsewhere:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        read: list[Message] = []
-        while not read or read[-1].get("more_body"):
-            read.append(await receive())
-        model = _model(b"".join(message.get("body", b"") for message in read))
-        relay = self._relays.get(model)
-        held = iter(read)
+        try:
+            body = await Request(scope, receive).body()
+        except RequestError as error:
+            told = tell(error)
+            await JSONResponse(openai_error(told), told.status)(scope, receive, send)
+            return
+        relay = self._relays.get(_model(body))
+        held: Iterator[Message] = iter([{"type": "http.request", "body": body}])
 
         async def again() -> Message:
             return next(held, None) or await receive()

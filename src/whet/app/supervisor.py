@@ -50,6 +50,7 @@ def _plan(
     serving = merge(serving, {"gateway": {"port": config.gateway.port or free_port()}})
     concurrency = max(1, config.runner.concurrency // args.runners)
     at_once = [f"--concurrency={concurrency}", f"--lease={config.runner.lease_s}"]
+    at_once += [f"--processes={config.runner.processes}"]
     at_once += [f"--tracer={config.runner.tracer}"] if config.runner.tracer else []
     held_out = ["--held-out", args.held_out] if args.held_out else []
     after = ["--", *config.engine.flags] if config.engine.flags else []

@@ -8,8 +8,8 @@ from random import Random
 
 from anyio.lowlevel import checkpoint
 
-from whet.engines.request import Drawn, Request
-from whet.errors import EngineError, PromptTooLong, RequestError
+from whet.engines.request import Drawn, Request, room_after
+from whet.errors import EngineError, RequestError
 from whet.protocols import Engine
 from whet.types import Piece, Sampling
 
@@ -59,14 +59,7 @@ class FakeEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[Piece]:
-        room = self.context_length - len(prompt)
-        if room < 1 or not prompt:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; the context holds "
-                f"1 to {self.context_length - 1} and room for an answer"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            raise RequestError(f"the prompt has ids outside 0 to {self._vocabulary - 1}")
+        room = room_after(prompt, self.context_length, self._vocabulary)
         if sampling.grammar is not None:
             raise RequestError("this engine cannot hold its samples to a grammar")
         self.prompts.append(tuple(prompt))

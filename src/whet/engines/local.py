@@ -19,10 +19,10 @@ from whet.config import EngineConfig
 from whet.engines.forward import Forward, build_forward
 from whet.engines.grammar import Grammars, Matcher
 from whet.engines.lanes import Lanes
-from whet.engines.request import Drawn, Request, Top
+from whet.engines.request import Drawn, Request, Top, room_after
 from whet.engines.sampling import draw
 from whet.engines.slots import NOTHING, longest_prefix
-from whet.errors import EngineError, PromptTooLong, RequestError, boundary
+from whet.errors import EngineError, RequestError, boundary
 from whet.policies.local import LocalPolicy
 from whet.protocols import Engine
 from whet.types import Piece, Sampling
@@ -108,14 +108,7 @@ class LocalEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[Piece]:
-        room = self.context_length - len(prompt)
-        if room < 1 or not prompt:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; this model's context holds "
-                f"1 to {self.context_length - 1} and room for an answer"
-            )
-        if min(prompt) < 0 or max(prompt) >= self._policy.vocabulary:
-            raise RequestError(f"the prompt has ids outside 0 to {self._policy.vocabulary - 1}")
+        room = room_after(prompt, self.context_length, self._policy.vocabulary)
         matcher = await self._matcher(sampling)
         arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()

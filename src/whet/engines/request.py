@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from whet.errors import PromptTooLong, RequestError
 from whet.types import Piece, Sampling, StopReason
 
 if TYPE_CHECKING:  # an engine without a model needs none of what grammars need
@@ -12,6 +13,26 @@ if TYPE_CHECKING:  # an engine without a model needs none of what grammars need
 
 Top = tuple[tuple[int, float], ...]
 """The likeliest tokens at a place, with their log-probabilities."""
+
+
+def room_after(prompt: Sequence[int], context_length: int, vocabulary: int | None = None) -> int:
+    """How many tokens fit in the context after a prompt.
+
+    Raises:
+        PromptTooLong: none does, or there is no prompt.
+        RequestError: an id is none of the vocabulary, as far as that is known.
+    """
+    room = context_length - len(prompt)
+    if room < 1 or not prompt:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens; this model's context holds "
+            f"1 to {context_length - 1} and room for an answer"
+        )
+    if vocabulary is None and min(prompt) < 0:
+        raise RequestError("the prompt has ids below 0")
+    if vocabulary is not None and (min(prompt) < 0 or max(prompt) >= vocabulary):
+        raise RequestError(f"the prompt has ids outside 0 to {vocabulary - 1}")
+    return room
 
 
 class Drawn(NamedTuple):

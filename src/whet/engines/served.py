@@ -12,8 +12,8 @@ import anyio
 from anyio import to_thread
 
 from whet.engines.replicas import Replica, Replicas, ServedWeights
-from whet.engines.request import Drawn, Request
-from whet.errors import ConfigError, EngineError, PromptTooLong, RequestError
+from whet.engines.request import Drawn, Request, room_after
+from whet.errors import ConfigError, EngineError, RequestError
 from whet.protocols import Engine
 from whet.types import Piece, Sampling
 
@@ -164,14 +164,7 @@ class ServedEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[Piece]:
-        room = self.context_length - len(prompt)
-        if room < 1 or not prompt:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; this model's context holds "
-                f"1 to {self.context_length - 1} and room for an answer"
-            )
-        if min(prompt) < 0:
-            raise RequestError("the prompt has ids below 0")
+        room = room_after(prompt, self.context_length)
         tokens, failed = list(prompt), set[Replica]()
         while True:
             self._begin()

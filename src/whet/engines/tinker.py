@@ -2,8 +2,8 @@
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from whet.engines.request import Drawn, Request
-from whet.errors import EngineError, PromptTooLong, RequestError
+from whet.engines.request import Drawn, Request, room_after
+from whet.errors import EngineError, RequestError
 from whet.policies.tinker import Sampled, TinkerPolicy
 from whet.protocols import Engine
 from whet.types import Piece, Sampling
@@ -30,16 +30,9 @@ class TinkerEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[Piece]:
-        room = self.context_length - len(prompt)
-        if room < 1 or not prompt:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt)} tokens; the context holds "
-                f"1 to {self.context_length - 1} and room for an answer"
-            )
+        room = room_after(prompt, self.context_length)
         if sampling.grammar is not None:
             raise RequestError("this engine cannot hold its samples to a grammar")
-        if min(prompt) < 0:
-            raise RequestError("the prompt has an id below 0")
         if self._closed:
             raise EngineError("the engine is closed")
         limit = min(sampling.max_tokens or room, room)

@@ -18,6 +18,7 @@ from whet.runners.in_process import Displaced, InProcess, Room, Workplace
 from whet.runners.loading import spec_of
 from whet.runners.pool import Pool
 from whet.runners.running import Running
+from whet.runners.service import Service
 from whet.runners.tracers import check_tracer, install_tracer
 from whet.types import Attempt, Failure, FailureKind, Outcome
 
@@ -137,6 +138,11 @@ def check_runnable(agent: Agent, config: RunnerConfig) -> None:
         raise ConfigError(
             "a tracer is for agents in Python: leave it out, and have the command export its spans "
             "to OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, which is in its environment"
+        )
+    if config.tracer and type(agent) is Service:
+        raise ConfigError(
+            "a tracer is for agents in Python: leave it out, and have the service export its spans "
+            "to the traces_url that each of its requests has"
         )
     if config.processes:
         spec_of(agent)

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,17 +31,14 @@ def make_token(
     """
     if given := os.environ.get(variable):
         return Token(given, is_new=False)
-    path = folder / file
+    path, token = folder / file, prefix + secrets.token_urlsafe(32)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        _write_new(path, token)
     except FileExistsError:
         return Token(_read(path), is_new=False)
     except OSError as error:
         raise ConfigError(f"cannot make the token file {str(path)!r}: {error.strerror}") from error
-    token = prefix + secrets.token_urlsafe(32)
-    with os.fdopen(handle, "w") as out:
-        out.write(token)
     return Token(token, is_new=True)
 
 
@@ -58,6 +56,19 @@ def find_token(folder: Path = FOLDER) -> str:
             f"a store over HTTP needs its token: set {VARIABLE}, or run where {str(file)!r} is"
         )
     return _read(file)
+
+
+def _write_new(path: Path, token: str) -> None:
+    """Make the file whole or not at all: a server killed here leaves no empty token behind."""
+    if path.exists():
+        raise FileExistsError(path)
+    partial, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(partial, "w") as out:
+            out.write(token)
+        os.link(name, path)
+    finally:
+        os.unlink(name)
 
 
 def _read(file: Path) -> str:
