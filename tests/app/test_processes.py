@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sqlite3
+import sys
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,24 @@ async def solve(task, llm):
     reply.raise_for_status()
     await asyncio.sleep(0.2)
     return len(reply.json()["choices"][0]["message"]["content"] or "") / 40
+"""
+COMMAND_AGENT = """
+import json, os, sys, urllib.request
+
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    headers={
+        "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+        "Content-Type": "application/json",
+    },
+    data=json.dumps({
+        "model": os.environ["OPENAI_MODEL"],
+        "messages": [{"role": "user", "content": json.load(sys.stdin)}],
+        "max_tokens": 8,
+    }).encode(),
+)
+reply = json.load(urllib.request.urlopen(request))
+print(len(reply["choices"][0]["message"]["content"] or "") / 40)
 """
 TRAINING = (
     *("--tasks", "tasks.jsonl", "--held-out", "held_out.jsonl", "--trainer.weights", "full"),
@@ -148,6 +167,15 @@ def test_a_supervisor_that_ends_leaves_no_orphans(folder: Path, how: signal.Sign
             assert time.monotonic() < deadline, processes_in(folder)
             time.sleep(0.1)
     assert how == signal.SIGKILL or "the same command goes on" in up.said
+
+
+def test_all_of_them_train_the_model_behind_a_command(folder: Path) -> None:
+    (folder / "agent_command.py").write_text(COMMAND_AGENT)
+    command = (sys.executable, "agent_command.py")
+    with start(folder, "up", *TRAINING, "--runners=2", "--", *command) as up:
+        assert up.ends() == 0, up.said
+        assert "runner-2 |" in up.said
+    check(folder, json.loads((folder / ".whet/runs/default/report.json").read_text()))
 
 
 def test_what_the_user_has_to_mend_ends_all_of_it(folder: Path) -> None:

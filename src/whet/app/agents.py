@@ -27,6 +27,19 @@ def add_agent_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def agent_arguments(args: argparse.Namespace) -> list[str]:
+    """What names the same agent to another command, as the last of its arguments.
+
+    Raises:
+        ConfigError: there is not exactly one.
+    """
+    _check_one(args)
+    reward = ["--reward", args.reward] if args.reward else []
+    if after := command_in(args):
+        return [*reward, "--", *after]
+    return [*reward, *(["--service", args.service] if args.service else [args.agent])]
+
+
 def has_agent(args: argparse.Namespace) -> bool:
     """Whether the command line names one."""
     return bool(args.agent or args.service or command_in(args))
@@ -34,12 +47,7 @@ def has_agent(args: argparse.Namespace) -> bool:
 
 def load_agent(args: argparse.Namespace) -> Agent:
     """The agent. Raises ConfigError unless there is exactly one, and it can be run."""
-    named = [each for each in (args.agent, args.service, command_in(args)) if each]
-    if len(named) != 1:
-        raise ConfigError(
-            "name one agent: module:function, or --service URL, or a command after --"
-            f"; found {len(named)}"
-        )
+    _check_one(args)
     if after := command_in(args):
         return with_extra("whet.runners.command", "command")(after, reward=args.reward or "output")
     if args.reward is not None:
@@ -52,3 +60,12 @@ def load_agent(args: argparse.Namespace) -> Agent:
             agent = agent()
     check_agent(agent)
     return cast(Agent, agent)
+
+
+def _check_one(args: argparse.Namespace) -> None:
+    named = [each for each in (args.agent, args.service, command_in(args)) if each]
+    if len(named) != 1:
+        raise ConfigError(
+            "name one agent: module:function, or --service URL, or a command after --"
+            f"; found {len(named)}"
+        )

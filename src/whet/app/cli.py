@@ -14,6 +14,7 @@ from whet.app.flags import (
     PREFIX,
     OneLineParser,
     add_config_flags,
+    check_after,
     config_values,
     split_after,
 )
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(mine, argparse.Namespace(**{AFTER: after}))
     logging.basicConfig(level=args.log.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
+        check_after(args)
         return args.run(args)
     except WhetError as error:
         sys.stderr.write(f"whet: {' '.join(str(error).split())}\n")

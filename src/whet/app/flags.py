@@ -10,6 +10,7 @@ from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 from whet.config import RunConfig, merge
+from whet.errors import ConfigError
 
 PREFIX = "config:"
 AFTER = "after"
@@ -78,6 +79,17 @@ def command_in(args: argparse.Namespace) -> list[str]:
     """The agent's command after `--`: what begins with a dash are flags of an engine's server."""
     after: list[str] = getattr(args, AFTER, [])
     return [] if not after or after[0].startswith("-") else after
+
+
+def check_after(args: argparse.Namespace) -> None:
+    """Refuse what is after `--` if the command runs no such agent, or starts no such server."""
+    after: list[str] = getattr(args, AFTER, [])
+    if command_in(args):
+        taken, what = hasattr(args, "agent"), "runs no agent of yours"
+    else:
+        taken, what = hasattr(args, f"{PREFIX}engine.flags"), "starts no server"
+    if after and not taken:
+        raise ConfigError(f"this command {what}: leave out {' '.join(['--', *after])!r}")
 
 
 def split_after(argv: Sequence[str]) -> tuple[list[str], list[str]]:

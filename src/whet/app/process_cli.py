@@ -161,7 +161,7 @@ def _runner(args: argparse.Namespace) -> int:
 
 def _add_up(commands: Commands) -> None:
     up = commands.add_parser("up", help="train with store, serve, runner and train on this machine")
-    up.add_argument("agent", help="module:function, or file.py:function")
+    add_agent_flags(up)
     up.add_argument("--tasks", required=True, help="training tasks, one JSON value a line")
     up.add_argument("--held-out", default=None, help="tasks to evaluate on before and after")
     up.add_argument("--config", default=None, metavar="FILE", help="a TOML file")

@@ -14,6 +14,7 @@ from anyio import create_task_group
 from anyio.abc import Process
 from pydantic import JsonValue
 
+from whet.app.agents import agent_arguments
 from whet.app.places import say
 from whet.app.signals import SUPERVISED, run_async, stoppable
 from whet.config import RunConfig, merge
@@ -41,6 +42,7 @@ def _plan(
     args: argparse.Namespace, config: RunConfig, values: dict[str, JsonValue]
 ) -> dict[str, list[str]]:
     """The command line of each process. The last one is the one that trains."""
+    agent = agent_arguments(args)
     make_token(config.dir)
     port, run, host = free_port(), config.name or DEFAULT_RUN, socket.gethostname()
     store = ["--store", f"http://127.0.0.1:{port}"]
@@ -58,7 +60,7 @@ def _plan(
         "store": ["store", f"--port={port}", "--dir", str(config.dir), *database],
         "serve": ["serve", *place, *_as_flags(serving), *after],
         **{
-            f"runner-{n}": ["runner", args.agent, *place, *at_once, f"--name={host}-{run}-{n}"]
+            f"runner-{n}": ["runner", *place, *at_once, f"--name={host}-{run}-{n}", *agent]
             for n in range(1, args.runners + 1)
         },
         "train": ["train", "--tasks", args.tasks, *held_out, *store, *_as_flags(values), *after],
