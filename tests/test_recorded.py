@@ -83,6 +83,10 @@ async def test_a_call_without_its_tokens_says_which_it_is_and_what_to_do() -> No
         ({"gen_ai.request.model": "m", "gen_ai.system": "openai"}, "openai"),
         ({"openinference.span.kind": "LLM", "url.full": "http://h/v1"}, "http://h/v1"),
         ({"gen_ai.operation.name": "chat"}, "a server it does not name"),
+        (
+            {"gen_ai.request.model": "m", "gen_ai.system": "strands-agents"},
+            "a server it does not name",
+        ),
         ({"gen_ai.operation.name": "invoke_agent", "gen_ai.request.model": "m"}, None),
         ({"gen_ai.operation.name": "execute_tool"}, None),
         ({"http.method": "POST", "server.address": "h"}, None),

@@ -14,8 +14,18 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from whet.errors import ConfigError
-from whet.protocols import Scorer
-from whet.types import AttemptId, Call, CallId, Generation, Origin, Sampling, Span, digest_tokens
+from whet.protocols import Scorer, SpanLog
+from whet.types import (
+    AttemptId,
+    Call,
+    CallId,
+    Generation,
+    Origin,
+    Sampling,
+    Span,
+    Trajectory,
+    digest_tokens,
+)
 
 PROMPT = "llm.hosted_vllm.prompt_token_ids"
 SAMPLED = "llm.hosted_vllm.response_token_ids"
@@ -24,8 +34,33 @@ OPERATIONS = ("chat", "text_completion", "generate_content")
 """Of `gen_ai.operation.name`, those that ask a model."""
 SERVERS = ("url.full", "gen_ai.openai.api_base", "gen_ai.provider.name", "gen_ai.system")
 """What spans call a server by, the most telling first, where it is not by address and port."""
+SDKS = ("strands-agents",)
+"""Which tell their own name for that of a provider."""
 
 logger = logging.getLogger(__name__)
+
+
+async def told_by_spans(
+    trajectories: Sequence[Trajectory],
+    log: SpanLog,
+    scorer: Scorer,
+    *,
+    version: int,
+    stop_ids: Sequence[int] = (),
+) -> list[Trajectory]:
+    """The same, with the calls that their spans tell where they have none; see `calls_of_spans`.
+
+    Raises:
+        ConfigError: one has calls, and the tokens of none are told.
+    """
+
+    async def told(trajectory: Trajectory) -> Trajectory:
+        id = trajectory.attempt.id
+        spans = await log.spans(id)
+        calls = await calls_of_spans(id, spans, scorer, version=version, stop_ids=stop_ids)
+        return trajectory.model_copy(update={"calls": tuple(calls)})
+
+    return [each if each.calls else await told(each) for each in trajectories]
 
 
 async def calls_of_spans(
@@ -85,6 +120,11 @@ class Untold(NamedTuple):
     """Which call it was, what is missing, and what to do."""
 
 
+def tells_calls(spans: Sequence[Span]) -> bool:
+    """Whether there is a call among the spans that can be trained."""
+    return any(_ids(span) for span in spans)
+
+
 def untold_calls(attempt: AttemptId, spans: Sequence[Span]) -> list[Untold]:
     """The calls among the spans of an attempt that cannot be trained, in their order."""
     return [_untold(attempt, s) for s in spans if _is_call(s) and _ids(s) is None]
@@ -122,7 +162,8 @@ def _server(span: Span) -> str:
         port = told.get("server.port")
         return f"{address}:{port}" if port else str(address)
     return next(
-        (str(told[name]) for name in SERVERS if told.get(name)), "a server it does not name"
+        (str(told[name]) for name in SERVERS if told.get(name) and told[name] not in SDKS),
+        "a server it does not name",
     )
 
 

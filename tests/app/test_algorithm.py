@@ -42,6 +42,15 @@ def test_alone_it_needs_an_agent() -> None:
         nothing.run()
 
 
+def test_a_scorer_needs_the_weights_here() -> None:
+    @whet.algorithm
+    def scores(scorer: object) -> None:
+        pass
+
+    with pytest.raises(ConfigError, match="asks for 'scorer', which needs the weights here"):
+        scores.run(repeat, trainer={"kind": "tinker"})
+
+
 async def repeat(task: str, llm: Endpoint, resources: dict[str, Any]) -> float:
     assert llm.base_url.startswith("http://")
     return float(resources["prompt"] == f"Say {task}")
@@ -58,11 +67,13 @@ def test_it_gets_what_it_names_and_agents_get_the_resources_of_their_rollout(
         resources: dict[str, int],
         gateway: Endpoint,
         trainer: Any,
+        scorer: Any,
         config: whet.RunConfig,
     ) -> list[float]:
         assert held_out == ["c"]
         assert gateway.base_url.endswith("/v1")
         assert await trainer.publish() == 0
+        assert [len(scores) for scores in await scorer.logprobs([[1, 5, 6]])] == [2]
         assert config.model == str(model)
         assert resources == {"prompt": 1}
         await store.publish("prompt", "Say b")

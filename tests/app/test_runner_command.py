@@ -31,6 +31,9 @@ async def patient(task, llm):
         pathlib.Path(f"over-{task}").touch()
     return 1.0
 
+def asks_itself(task, llms):
+    return float(llms["vllm"].model == "m")
+
 def stuck(task, llm):
     pathlib.Path(f"begun-{task}").touch()
     time.sleep(600 if task == "long" else 0.01)
@@ -109,6 +112,28 @@ def test_a_cancel_reaches_an_agent_in_another_process(
         anyio.run(store.cancel, ["long"])
         anyio.run(appears, folder / "over-long")
         assert runner.stop() == 0
+
+
+def test_without_a_gateway_agents_have_the_endpoints_of_their_rollout(
+    folder: Path, store: HTTPStore
+) -> None:
+    async def enqueue_with_endpoint() -> None:
+        await store.publish("vllm", {"base_url": "http://gpu/v1", "api_key": "none", "model": "m"})
+        await store.enqueue([Rollout(id="a", group="g", task="a", resources={"vllm": "latest"})])
+
+    anyio.run(enqueue_with_endpoint)
+    with start(folder, "runner", "agent.py:asks_itself", "--gateway", "none") as runner:
+        anyio.run(store.wait, ["a"])
+        assert runner.stop() == 0
+    [found] = anyio.run(store.trajectories, ["a"])
+    assert found.reward == 1.0
+
+
+def test_an_agent_that_takes_llm_needs_a_gateway(folder: Path, store: HTTPStore) -> None:
+    with start(folder, "runner", "agent.py:patient", "--gateway", "none") as runner:
+        assert runner.ends() == 2
+        assert len(runner.lines) == 1
+        assert "this one takes llm: let it take llms" in runner.said
 
 
 def test_a_wrong_token_is_one_line(folder: Path, store: HTTPStore) -> None:

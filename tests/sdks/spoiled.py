@@ -45,3 +45,15 @@ async def openai_elsewhere(task, llm):
 
 async def nobody_asked(task, llm):
     return graded("It is 42.", task)
+
+
+async def without_token_ids(task, llms):
+    from strands import Agent
+    from strands_vllm import VLLMModel, VLLMTokenRecorder
+
+    llm = llms["vllm"]
+    model = VLLMModel(
+        base_url=llm.base_url, api_key=llm.api_key, model_id=llm.model, return_token_ids=False
+    )
+    agent = Agent(model=model, callback_handler=VLLMTokenRecorder())
+    return graded(await agent.invoke_async(task["question"]), task)

@@ -48,6 +48,15 @@ class Runner(NamedTuple):
     tracer: str | None = None
 
 
+class AtWork(NamedTuple):
+    """A runner that has joined a store."""
+
+    store: str
+    """Where that is served."""
+    log: Path
+    """What the runner says."""
+
+
 @dataclass
 class Trial:
     """What came of a training step with an agent."""
@@ -109,7 +118,7 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
         local_sampler(policy, config) as engine,
         sampler.serve(engine, config, store, secret) as gateway,
     ):
-        with _at_work(runner, store, gateway.url, folder) as log, anyio.fail_after(PATIENCE_S):
+        with at_work(runner, store, gateway.url, folder) as work, anyio.fail_after(PATIENCE_S):
             records = train(
                 training_plan(_tasks(), config),
                 config,
@@ -123,7 +132,7 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
         found = await store.trajectories(step.consumed)
         warnings = [*(await warnings_in(store)).values()]
         spans = {each.attempt.id: await store.spans(each.attempt.id) for each in found}
-        return Trial(step, found, taps[0].streamed, log.read_text(), warnings, spans)
+        return Trial(step, found, taps[0].streamed, work.log.read_text(), warnings, spans)
 
 
 def _tasks() -> list[object]:
@@ -133,8 +142,8 @@ def _tasks() -> list[object]:
 
 
 @contextmanager
-def _at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> Generator[Path]:
-    """The store served, and the runner joined to it; what it says is in the file."""
+def at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> Generator[AtWork]:
+    """The store served, and the runner joined to it."""
     server = StoreServer(store, token=TOKEN)
     place = ("--store", server.url, "--run", RUN, "--gateway", gateway)
     tracer = ("--tracer", runner.tracer) if runner.tracer else ()
@@ -150,7 +159,7 @@ def _at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> 
             stderr=subprocess.STDOUT,
         )
         try:
-            yield log
+            yield AtWork(server.url, log)
         finally:
             process.terminate()
             process.wait(60)

@@ -18,6 +18,7 @@ KNOWN = {
     "resources": "the versions of the resources it was started with, by name",
     "gateway": "the endpoint of the policy for calls of its own, which are never recorded",
     "trainer": "the trainer: forward_backward, optim_step, publish, save, restore, export",
+    "scorer": "how likely tokens are to the weights as they are trained, by `logprobs`",
     "config": "the run's config",
 }
 """What an algorithm may name as a parameter."""
@@ -70,7 +71,8 @@ class OwnAlgorithm:
 def algorithm(function: Callable[..., Any]) -> OwnAlgorithm:
     """Mark a function, async or not, as an algorithm: its parameters say what it gets.
 
-    They are among `store`, `tasks`, `held_out`, `resources`, `gateway`, `trainer`, `config`.
+    They are among `store`, `tasks`, `held_out`, `resources`, `gateway`, `trainer`, `scorer`,
+    `config`.
 
     Raises:
         ConfigError: one of them is none of these.

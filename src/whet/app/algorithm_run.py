@@ -47,6 +47,11 @@ def run_algorithm(
         "tasks": load_tasks(tasks) if tasks else [],
         "held_out": load_tasks(held_out) if held_out else [],
     }
+    if "scorer" in algorithm.names and resolve(settings).trainer.kind == "tinker":
+        raise ConfigError(
+            "the algorithm asks for 'scorer', which needs the weights here, and trainer.kind is "
+            "'tinker': set it to 'local'"
+        )
     address = store or os.environ.get(STORE_VARIABLE)
     if address is not None:
         folder = joint_folder(settings, console)
@@ -89,6 +94,7 @@ async def _run_alone(
             "resources": await published(run.store, resources),
             "gateway": run.gateway,
             "trainer": run.trainer,
+            "scorer": run.scorer,
             "config": run.config,
         }
         return await _call(algorithm, parts)
@@ -107,9 +113,10 @@ async def _run_joint(
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(joined(place))
         parts: dict[str, object] = {**data, "store": store, "config": folder.config()}
-        if "trainer" in algorithm.names:
+        if algorithm.names & {"trainer", "scorer"}:
             training = open_training(folder, store, on_ended=lambda _: None, progress=say)
-            parts["trainer"] = (await stack.enter_async_context(training)).trainer
+            run = await stack.enter_async_context(training)
+            parts |= {"trainer": run.trainer, "scorer": run.scorer}
         else:
             await announce_model(store, folder.config())
         parts["resources"] = await published(store, resources)

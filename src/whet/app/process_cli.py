@@ -141,7 +141,9 @@ def _add_runner(commands: Commands) -> None:
     runner.add_argument(
         "--grace", type=float, default=GRACE_S, metavar="S", help="for attempts when told to stop"
     )
-    runner.add_argument("--gateway", default=None, metavar="URL", help="[those the store knows]")
+    runner.add_argument(
+        "--gateway", default=None, metavar="URL", help="or none, for agents without [of the store]"
+    )
     runner.add_argument("--name", default=None, help="its own; after a kill, its old work is free")
     runner.set_defaults(run=_runner)
 

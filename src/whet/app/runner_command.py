@@ -11,18 +11,21 @@ from functools import partial
 import anyio
 from anyio import create_task_group
 
-from whet.app.places import allow_many_files, joined, place_of, say
+from whet.app.places import Place, allow_many_files, joined, place_of, say
 from whet.app.signals import run_async, stoppable
 from whet.app.working import POLICY
 from whet.config import RunnerConfig
+from whet.errors import ConfigError
 from whet.gateway import keys
-from whet.runners.agent import Agent
+from whet.protocols import Store
+from whet.runners.agent import Agent, read_agent
 from whet.runners.execution import check_runnable
-from whet.runners.gateways import RemoteGateways
+from whet.runners.gateways import Gateways, NoGateway, RemoteGateways
 from whet.runners.hooks import Hooks, load_hooks
 from whet.runners.local import LocalRunner
 from whet.types import Attempt, GatewayAddress, Outcome
 
+NO_GATEWAY = "none"
 FAILURES_SAID = 20
 TELL_S = 10.0
 """How often it is said how far it came, if it came further."""
@@ -31,6 +34,11 @@ TELL_S = 10.0
 def runner_command(agent: Agent, config: RunnerConfig, args: argparse.Namespace) -> int:
     """Run rollouts until told to stop."""
     check_runnable(agent, config)
+    if args.gateway == NO_GATEWAY and "llm" in read_agent(agent).names:
+        raise ConfigError(
+            f"--gateway {NO_GATEWAY} is for agents that ask their models themselves, and this one "
+            "takes llm: let it take llms, which has the rollout's resources that are endpoints"
+        )
     hooks = load_hooks(args.hooks)
     allow_many_files()
     run_async(_run, agent, config, hooks, args)
@@ -43,7 +51,6 @@ def runner_command(agent: Agent, config: RunnerConfig, args: argparse.Namespace)
 async def _run(
     agent: Agent, config: RunnerConfig, hooks: Sequence[Hooks], args: argparse.Namespace
 ) -> None:
-    given = GatewayAddress(args.gateway.removesuffix("/v1"), POLICY) if args.gateway else None
     counts = Counter[str]()
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
@@ -62,13 +69,11 @@ async def _run(
             store = await stack.enter_async_context(joined(place))
         if stop.asked.is_set():
             return
-        key = partial(keys.mint, secret=place.secret)
-        gateways = RemoteGateways(store, key, given=given, say=say)
         runner = LocalRunner(
             agent,
             config,
             store=store,
-            gateways=gateways,
+            gateways=_gateways(args.gateway, store, place),
             name=args.name,
             hooks=hooks,
             on_outcome=on_outcome,
@@ -95,6 +100,14 @@ async def _run(
             await runner.run()
             tasks.cancel_scope.cancel()
         say(f"runner {runner.name} left: {_counted(counts)}")
+
+
+def _gateways(given: str | None, store: Store, place: Place) -> Gateways:
+    if given == NO_GATEWAY:
+        return NoGateway()
+    address = GatewayAddress(given.removesuffix("/v1"), POLICY) if given else None
+    key = partial(keys.mint, secret=place.secret)
+    return RemoteGateways(store, key, given=address, say=say)
 
 
 def _counted(counts: Counter[str]) -> str:

@@ -15,10 +15,11 @@ from whet.app.published import PolicyFollower, PublishingTrainer, TrainedPolicy,
 from whet.app.sampler import serve, served_sampler
 from whet.app.working import POLICY, Gateway, agents_at_work
 from whet.config import RunConfig
+from whet.engines.scorer import LocalScorer
 from whet.errors import MissingExtra
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy
-from whet.protocols import Algorithm, Collector, StepLog, Store, Trainer
+from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, Trainer
 from whet.runners.agent import Agent
 from whet.runners.collect import QueueCollector
 from whet.runners.execution import check_runnable
@@ -42,6 +43,8 @@ class Run:
     collector: Collector
     algorithm: Algorithm
     trainer: Trainer
+    scorer: Scorer | None = None
+    """Of the weights as they are trained; None where a Tinker service has them."""
     gateway: Endpoint | None = None
     """For calls that are of no attempt; None where the gateway is elsewhere."""
 
@@ -71,8 +74,8 @@ async def open_run(
         await store.release_workers()
         is_served = config.engine.kind != "local"
         if config.trainer.kind == "tinker":
-            trainer, adapters = await _at_tinker(config)
-            serving = _serve_tinker(adapters, model, config, store, folder, progress)
+            trainer, policy = await _at_tinker(config)
+            serving = _serve_tinker(policy, model, config, store, folder, progress)
         else:
             trainer, policy = _here(model, config)
             serving = _serve_here(policy, config, store, folder, progress)
@@ -93,6 +96,7 @@ async def open_run(
             collector=QueueCollector(queue=store, log=store, resources={**sampled_from, **given}),
             algorithm=algorithm,
             trainer=trainer,
+            scorer=_scorer(policy),
             gateway=gateway.own_endpoint,
         )
         async with agents_at_work(
@@ -137,12 +141,17 @@ async def open_training(
             ),
             algorithm=algorithm,
             trainer=trainer,
+            scorer=_scorer(policy),
         )
 
 
 def _here(model: Path, config: RunConfig) -> tuple[Trainer, LocalPolicy]:
     policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
     return LocalTrainer(policy, threads=os.cpu_count()), policy
+
+
+def _scorer(policy: TrainedPolicy) -> Scorer | None:
+    return LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
 
 
 async def _at_tinker(config: RunConfig) -> tuple[Trainer, "TinkerPolicy"]:

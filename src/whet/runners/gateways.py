@@ -59,6 +59,16 @@ class OwnGateway(Gateways):
         return Connection(self._endpoint(attempt), _never)
 
 
+class NoGateway(Gateways):
+    """For agents that ask their models themselves."""
+
+    async def ready(self) -> None:
+        pass
+
+    def connect(self, attempt: Attempt) -> Connection:
+        return Connection(Endpoint(base_url="", api_key="", model=""), _never)
+
+
 class RemoteGateways(Gateways):
     """Those that have told the store where they are, or the one given. An attempt keeps to one."""
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from whet.errors import NotFound
 from whet.protocols import AttemptLog, Resources, SpanLog
-from whet.recorded import untold_calls
+from whet.recorded import tells_calls, untold_calls
 from whet.types import Attempt, FailureKind, Outcome
 
 Modules = Mapping[str, ModuleType | None]
@@ -67,10 +67,10 @@ class Preflight:
             calls = len(await self._records.calls(attempt.id))
             self._calls[attempt.rollout.group] += calls
             if not calls:
-                untold = untold_calls(attempt.id, await self._records.spans(attempt.id))
-                if untold:
+                spans = await self._records.spans(attempt.id)
+                if untold := untold_calls(attempt.id, spans):
                     found["no-token-ids"] = untold[0].why
-                else:
+                elif not tells_calls(spans):
                     found |= self._without_calls(attempt, outcome)
         for name, text in found.items():
             if name not in self._told:

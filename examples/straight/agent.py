@@ -1,0 +1,30 @@
+"""A Strands agent that asks a vLLM itself; its recorder tells the tokens by its spans."""
+
+import sys
+from pathlib import Path
+
+from strands import Agent, tool
+from strands_vllm import VLLMModel, VLLMTokenRecorder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "agents"))
+
+from sums import SYSTEM, calculator, graded
+
+
+async def solve(task, llms):
+    llm = llms["vllm"]
+    model = VLLMModel(
+        base_url=llm.base_url,
+        api_key=llm.api_key,
+        model_id=llm.model,
+        return_token_ids=True,
+        # What a gateway would see to: log-probs are those of this distribution.
+        params={"temperature": 1.0, "top_p": 1.0, "max_tokens": 100},
+    )
+    agent = Agent(
+        model=model,
+        system_prompt=SYSTEM,
+        tools=[tool(calculator)],
+        callback_handler=VLLMTokenRecorder(),
+    )
+    return graded(await agent.invoke_async(task["question"]), task)

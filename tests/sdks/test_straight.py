@@ -1,0 +1,93 @@
+"""strands-vllm that asks a server itself: what its recorder tells by spans is trained."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from environments import python_of
+from recipes import EXAMPLES, HERE
+from trial import PATIENCE_S, RUN, TOKEN, Runner, at_work
+
+from whet.algorithms.grpo import GRPO
+from whet.app import sampler
+from whet.app.local_sampler import local_sampler
+from whet.config import resolve
+from whet.demos.problems import problems
+from whet.engines.scorer import LocalScorer
+from whet.errors import ConfigError
+from whet.gateway import keys
+from whet.policies.catalogue import resolve_model
+from whet.policies.local import LocalPolicy
+from whet.recorded import told_by_spans
+from whet.rows import build_rows, normalise
+from whet.runners.preflight import warnings_in
+from whet.store.sqlite import SQLiteStore
+from whet.trainers.local import LocalTrainer
+from whet.types import Rollout
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+TASKS, GROUP = 3, 6
+CONFIG = resolve({"trainer": {"weights": "full"}, "gateway": {"allow_unattributed": True}})
+
+
+@asynccontextmanager
+async def finished(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore, LocalPolicy]]:
+    """A store where an agent has ended all that there was to do.
+
+    The server that it asks is a gateway that records nothing: it tells ids as vLLM does.
+    """
+    policy = LocalPolicy(resolve_model("tiny"), CONFIG.trainer, device="cpu", seed=1)
+    runner = Runner(python_of("strands-vllm"), agent, {}, tracer="otel")
+    async with (
+        SQLiteStore(folder / "store.db", run=RUN) as store,
+        local_sampler(policy, CONFIG) as engine,
+        sampler.serve(engine, CONFIG, store, keys.secret_of(TOKEN, RUN)) as server,
+    ):
+        await store.publish("vllm", server.own_endpoint.model_dump())
+        rollouts = [
+            Rollout(id=f"{task}-{n}", group=f"{task}", task=asked, resources={"vllm": "latest"})
+            for task, asked in enumerate(problems("train", TASKS, seed=2))
+            for n in range(GROUP)
+        ]
+        await store.enqueue(rollouts)
+        with at_work(runner, store, "none", folder), anyio.fail_after(PATIENCE_S):
+            await store.wait([rollout.id for rollout in rollouts])
+        yield store, policy
+
+
+async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Path) -> None:
+    agent = f"{EXAMPLES.parent / 'straight' / 'agent.py'}:solve"
+    async with finished(agent, tmp_path) as (store, policy):
+        ids = [f"{task}-{n}" for task in range(TASKS) for n in range(GROUP)]
+        found = await store.trajectories(ids)
+        assert len(found) == TASKS * GROUP
+        assert not any(trajectory.calls for trajectory in found)
+        assert await warnings_in(store) == {}
+        found = await told_by_spans(found, store, LocalScorer(policy), version=0)
+        groups = [[t for t in found if t.attempt.rollout.group == f"{n}"] for n in range(TASKS)]
+        credits = await GRPO(CONFIG.algorithm).credit(groups, [])
+        built = build_rows(credits)
+        assert credits
+        assert built.unproven == ()
+        assert len(built.rows) == sum(len(each.trajectory.calls) for each in credits)
+        assert any(len(trajectory.calls) > 1 for trajectory in found), "it came to a second turn"
+        trainer = LocalTrainer(policy)
+        rows = normalise(built.rows, CONFIG.loss)
+        metrics = await trainer.forward_backward(rows, CONFIG.loss)
+        await trainer.optim_step(CONFIG.adam)
+        assert metrics["logprob_gap"] < 1e-4
+
+
+async def test_a_forgotten_setting_is_told_with_the_call(tmp_path: Path) -> None:
+    async with finished(f"{HERE / 'spoiled.py'}:without_token_ids", tmp_path) as (store, policy):
+        [said] = (await warnings_in(store)).values()
+        [trajectory] = await store.trajectories(["0-0"])
+        with pytest.raises(ConfigError) as error:
+            await told_by_spans([trajectory], store, LocalScorer(policy), version=0)
+    for told in (said, str(error.value)):
+        assert "call 'chat' (span " in told
+        assert "for model 'policy', and its span has no llm.hosted_vllm.prompt_token_ids" in told
+        assert "VLLMModel(..., return_token_ids=True)" in told
