@@ -115,6 +115,8 @@ async def measure(
                 "model": model,
                 "messages": [{"role": "user", "content": task["question"]}],
                 "max_tokens": most,
+                "temperature": 1.0,  # a model's own defaults may be others
+                "top_p": 1.0,
                 "stream": True,
                 "logprobs": True,
                 "return_token_ids": True,

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from real_vllm import ON_A_CPU, PROGRAM, Launch
+from real_vllm import ON_A_CPU, PROGRAM, TOOLS, Launch
 
 from whet.config import EngineConfig, TrainerConfig
 from whet.engines.launch import LaunchedVLLM, needed_flags
@@ -41,4 +41,4 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Generator[Launch]:
 @pytest.fixture(scope="session")
 def replicas(launch: Launch) -> list[LaunchedVLLM]:
     """Two servers of the tiny model; they start while others are waited for."""
-    return [launch(TINY), launch(TINY)]
+    return [launch(TINY, *TOOLS), launch(TINY, *TOOLS)]

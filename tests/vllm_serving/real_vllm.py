@@ -17,6 +17,9 @@ ON_A_CPU = {
 }
 """One thread: more of them wait for each other where cores are shared."""
 
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""For agents that ask it for chats themselves."""
+
 NEEDS_VLLM = pytest.mark.skipif(
     PROGRAM is None, reason="WHET_VLLM names no vLLM: make test-vllm installs one"
 )

@@ -1,0 +1,86 @@
+"""strands-vllm asks a real vLLM itself, and training learns from what its recorder tells."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio import to_thread
+from real_vllm import NEEDS_VLLM
+
+from whet.engines.launch import LaunchedVLLM
+from whet.engines.served import Http, wait_until_well
+from whet.engines.vllm import VLLM
+from whet.policies.catalogue import TINY
+from whet.runners.preflight import warnings_in
+from whet.store.sqlite import SQLiteStore
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "sdks"))
+from environments import python_of
+from recipes import ROOT
+from trial import RUN, TOKEN, Runner, at_work
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, NEEDS_VLLM]
+
+STRAIGHT = ROOT / "examples" / "straight"
+STEPS = 2
+
+
+async def test_a_recorders_tokens_are_trained_and_what_is_learned_is_served(
+    replicas: list[LaunchedVLLM], tmp_path: Path
+) -> None:
+    vllm = replicas[0]
+    await until_well(vllm)
+    agent = f"{STRAIGHT / 'agent.py'}:solve"
+    runner = Runner(python_of("strands-vllm"), agent, {}, concurrency=16, tracer="otel")
+    async with SQLiteStore(tmp_path / "store.db", run=RUN) as store:
+        with at_work(runner, store, "none", tmp_path) as work:
+            flags = ("--store", work.store, "--name", RUN, "--steps", str(STEPS))
+            command = (sys.executable, STRAIGHT / "learn.py", vllm.url, TINY, *flags)
+            learned = partial(
+                subprocess.run,
+                command,
+                cwd=tmp_path,
+                env=os.environ | {"WHET_STORE_TOKEN": TOKEN},
+                capture_output=True,
+                text=True,
+                timeout=900,
+            )
+            ended = await to_thread.run_sync(learned)
+        assert ended.returncode == 0, ended.stderr + work.log.read_text()
+        sys.stdout.write(ended.stdout)
+        steps = await store.steps()
+        for step in steps:
+            assert step.metrics["failed_rollouts"] == step.metrics["unproven_rows"] == 0
+            assert step.metrics["rows"] > 0
+            assert step.metrics["merge_ratio"] == 1, "a row for each call"
+        assert [step.version for step in steps] == [1, 2]
+        assert [await models_of(store, step.consumed) for step in steps] == [
+            {str(TINY)},
+            {"whet-1"},
+        ]
+        assert await warnings_in(store) == {}
+
+
+async def until_well(server: LaunchedVLLM) -> None:
+    http = Http()
+    with anyio.fail_after(900):
+        wire = VLLM(model="", context_length=0)
+        await wait_until_well(wire, http, server.url, alive=server.why_dead, say=print)
+    server.was_ready()
+    await http.close()
+
+
+async def models_of(store: SQLiteStore, rollouts: tuple[str, ...]) -> set[str]:
+    """Which models the calls of rollouts were asked of, without what makes names unique."""
+    spans = [
+        span
+        for trajectory in await store.trajectories(rollouts)
+        for span in await store.spans(trajectory.attempt.id)
+        if span.attributes.get("gen_ai.operation.name") == "chat"
+    ]
+    asked = {str(span.attributes["gen_ai.request.model"]) for span in spans}
+    return {name.rpartition("-")[0] if name.startswith("whet-") else name for name in asked}
