@@ -177,7 +177,11 @@ class Graph:
 
     def tokens(self, turn: Turn | None) -> list[int]:
         """The whole stored sequence up to the end of a turn."""
-        return [id for t in self.path(turn) for id in (*t.call.context, *t.generation.tokens)]
+        ids: list[int] = []
+        for each in self.path(turn):  # whole tuples at a time: there may be very many
+            ids += each.call.context
+            ids += each.generation.tokens
+        return ids
 
     def messages(self, call: CallId, choice: int = 0) -> list[Message]:
         """The whole conversation through a choice of a call; empty if the call is not known."""

@@ -1,7 +1,7 @@
 """What was sampled: exact tokens and where they came from."""
 
 import hashlib
-import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -147,5 +147,5 @@ class Call(Value):
 def digest_tokens(tokens: Sequence[int], after: hashlib.blake2b | None = None) -> hashlib.blake2b:
     """The running digest of `tokens` after those of `after`, which is left as it was."""
     digest = after.copy() if after else hashlib.blake2b(digest_size=16)
-    digest.update(struct.pack(f"{len(tokens)}i", *tokens))
+    digest.update(array("i", tokens))
     return digest
