@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import aiohttp
 import anyio
 from anyio import to_thread
+from pydantic_core import from_json
 
 from whet.engines.replicas import Replica, Replicas, ServedWeights
 from whet.engines.request import Drawn, Request, room_after
@@ -234,7 +235,7 @@ class ServedEngine(Engine):
         body = self._server.body(request, weights, stream=streamed)
         async with self._asked(replica, weights.model, body) as response:
             if not streamed:
-                drawn = self._server.read(await response.json(content_type=None), request)
+                drawn = self._server.read(from_json(await response.read()), request)
                 yield _whole(request, drawn, weights.version, self._decode)
                 return
             async for said in _events(response):
@@ -400,7 +401,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[Json]:
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            said: Json = json.loads(data)
+            said: Json = from_json(data)
             if "error" in said:
                 raise ReplicaFailed(error_text(data.decode(errors="replace")))
             yield said

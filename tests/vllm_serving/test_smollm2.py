@@ -1,0 +1,101 @@
+"""A model of a real size through vLLM: whole conversations, and the trainer's view of them."""
+
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import anyio
+import pytest
+from openai import AsyncOpenAI
+from real_vllm import NEEDS_VLLM, Launch
+
+from whet.app.working import endpoint_of
+from whet.config import GatewayConfig, TrainerConfig
+from whet.demos.problems import problems
+from whet.engines.joining import join_servers
+from whet.engines.scorer import LocalScorer
+from whet.gateway.app import build_app
+from whet.gateway.render import Renderer
+from whet.gateway.service import Service
+from whet.gateway.template import ChatTemplate
+from whet.policies.catalogue import SMOLLM2, model_context, models_dir
+from whet.policies.local import LocalPolicy
+from whet.rows import build_rows
+from whet.serving import AppServer
+from whet.store.sqlite import SQLiteStore
+from whet.types import Attempt, Credit, Endpoint, Outcome, Rollout, Row
+
+FOLDER = models_dir() / SMOLLM2
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    NEEDS_VLLM,
+    pytest.mark.skipif(not FOLDER.exists(), reason="smollm2 is not here: whet models get smollm2"),
+]
+
+CONVERSATIONS, TURNS = 4, 3
+SECRET = b"secret"
+
+
+async def test_logprobs_of_conversations_are_those_of_the_trainer(
+    launch: Launch, tmp_path: Path
+) -> None:
+    server = launch(FOLDER, "--max-model-len", "2048")
+    template = ChatTemplate(FOLDER)
+    with anyio.fail_after(900):
+        engine = await join_servers(
+            "vllm",
+            [server.url],
+            template.decode,
+            context_length=model_context(FOLDER),
+            alive=server.why_dead,
+            say=print,
+        )
+    server.was_ready()
+    async with SQLiteStore(tmp_path / "store.db") as store:
+        service = Service(engine=engine, log=store, renderer=Renderer(template), models=("policy",))
+        gateway = AppServer(build_app(service, SECRET, GatewayConfig()))
+        rows = await conversations(store, gateway.url)
+        await engine.close()
+        await anyio.to_thread.run_sync(gateway.close)
+    assert [len(row.spans) for row in rows] == [TURNS] * CONVERSATIONS
+    policy = LocalPolicy(FOLDER, TrainerConfig(), device="cpu", seed=0)
+    scored = await LocalScorer(policy).logprobs([row.tokens for row in rows])
+    gaps = [
+        abs(told - ours)
+        for row, logprobs in zip(rows, scored, strict=True)
+        for span in row.spans
+        for told, ours in zip(span.logprobs, logprobs[span.start - 1 : span.end - 1], strict=True)
+    ]
+    sys.stdout.write(f"log-prob gap of vLLM and trainer, smollm2: mean {fmean(gaps):.1e}, ")
+    sys.stdout.write(f"most {max(gaps):.1e}, of {len(gaps)} tokens\n")
+    assert max(gaps) < 1e-2
+
+
+async def conversations(store: SQLiteStore, url: str) -> list[Row]:
+    """Some at once; what they come to as rows."""
+    ids = [f"r{number}" for number in range(CONVERSATIONS)]
+    await store.enqueue([Rollout(id=id, task={}, group="g") for id in ids])
+    endpoint = endpoint_of(url, SECRET, "policy")
+    async with anyio.create_task_group() as tasks:
+        for number in range(CONVERSATIONS):
+            attempt = await store.claim("w", lease_s=900, wait_s=0)
+            assert attempt
+            tasks.start_soon(converse, store, attempt, endpoint(attempt), number)
+    built = build_rows([Credit.even(t, 1.0) for t in await store.trajectories(ids)])
+    assert built.unproven == ()
+    return list(built.rows)
+
+
+async def converse(store: SQLiteStore, attempt: Attempt, llm: Endpoint, seed: int) -> None:
+    messages: list[Any] = []
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, timeout=900) as client:
+        for task in problems("train", TURNS, seed):
+            messages.append({"role": "user", "content": task["question"]})
+            reply = await client.chat.completions.create(
+                model=llm.model, messages=messages, max_tokens=32
+            )
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    await store.finish(attempt.id, Outcome(reward=1.0))
