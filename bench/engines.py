@@ -13,11 +13,13 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,8 @@ class Measured:
     seconds: float
     first: float
     """Median time to the first token."""
+    cpu: float
+    """Seconds that the gateway computed meanwhile."""
 
     @property
     def rate(self) -> float:
@@ -103,8 +107,15 @@ async def one(
 
 
 async def measure(
-    places: list[tuple[str, str]], model: str, concurrency: int, count: int, seed: int, most: int
+    places: list[tuple[str, str]],
+    model: str,
+    concurrency: int,
+    count: int,
+    most: int,
+    seed: int,
+    pid: int,
 ) -> Measured:
+    """`count` requests to these places, so many at once; `pid` is the gateway's."""
     tasks = iter(problems("train", count, seed))
     results: list[tuple[int, float]] = []
 
@@ -126,13 +137,14 @@ async def measure(
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), cpu_seconds(pid)
         await asyncio.gather(*(work(n) for n in range(concurrency)))
         seconds = time.perf_counter() - began
     return Measured(
         sum(tokens for tokens, _ in results),
         seconds,
         statistics.median(first for _, first in results),
+        cpu_seconds(pid) - before,
     )
 
 
@@ -154,39 +166,41 @@ async def run(args: argparse.Namespace) -> None:
     through = [(endpoint["base_url"], endpoint["api_key"]) for endpoint in told]
     async with aiohttp.ClientSession() as session, session.get(f"{args.url}/v1/models") as reply:
         model = (await reply.json())["data"][0]["id"]
-    straight = [(f"{args.url}/v1", "none")]
+    sides = {"straight": ([(f"{args.url}/v1", "none")], model), "gateway": (through, "policy")}
     print(f"{args.model}, {args.most} new tokens at most; medians of {args.rounds} rounds in turns")
     print("| at once | straight tok/s | gateway | ratio | straight first | gateway | CPU a token |")
     print("|---|---|---|---|---|---|---|")
     try:
         for concurrency in args.concurrency:
             count = max(args.least, args.each * concurrency)
-            a: list[Measured] = []
-            b: list[Measured] = []
-            spent: list[float] = []
+            rounds: list[dict[str, Measured]] = []
             for turn in range(args.rounds + 1):
-                # New tasks each time: nothing is in a prefix cache but what all begin with.
-                seed = 1000 * concurrency + 2 * turn
-                first = await measure(straight, model, concurrency, count, seed, args.most)
-                before = cpu_seconds(server.pid)
-                other = await measure(through, "policy", concurrency, count, seed + 1, args.most)
-                if turn:  # the first round warms up
-                    a.append(first)
-                    b.append(other)
-                    spent.append((cpu_seconds(server.pid) - before) / other.tokens)
-            ratio = statistics.median(y.rate / x.rate for x, y in zip(a, b, strict=True))
-            rates = [statistics.median(m.rate for m in side) for side in (a, b)]
-            firsts = [1000 * statistics.median(m.first for m in side) for side in (a, b)]
-            cpu = 1e6 * statistics.median(spent)
-            print(
-                f"| {concurrency} | {rates[0]:.1f} | {rates[1]:.1f} | {ratio:.3f} | "
-                f"{firsts[0]:.0f} ms | {firsts[1]:.0f} ms | {cpu:.0f} µs |",
-                flush=True,
-            )
+                found: dict[str, Measured] = {}
+                # Each goes first in turn, and with new tasks: nothing is in a prefix cache but
+                # what all begin with.
+                for side in sorted(sides, reverse=turn % 2 == 0):
+                    load = (concurrency, count, args.most, random.getrandbits(32), server.pid)
+                    found[side] = await measure(*sides[side], *load)
+                rounds.append(found)
+            print(row(concurrency, rounds[1:]), flush=True)  # the first warms up
     finally:
         assert server.stdin is not None
         server.stdin.close()
         server.wait(30)
+
+
+def row(concurrency: int, rounds: Sequence[dict[str, Measured]]) -> str:
+    """Of the table: what both came to in the same rounds."""
+    ratio = statistics.median(each["gateway"].rate / each["straight"].rate for each in rounds)
+    cpu = statistics.median(each["gateway"].cpu / each["gateway"].tokens for each in rounds)
+    rates, firsts = (
+        [statistics.median(tell(each[side]) for each in rounds) for side in ("straight", "gateway")]
+        for tell in (lambda m: m.rate, lambda m: m.first)
+    )
+    return (
+        f"| {concurrency} | {rates[0]:.1f} | {rates[1]:.1f} | {ratio:.3f} | "
+        f"{1000 * firsts[0]:.0f} ms | {1000 * firsts[1]:.0f} ms | {1e6 * cpu:.0f} µs |"
+    )
 
 
 def main() -> None:
