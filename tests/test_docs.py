@@ -88,6 +88,27 @@ def test_the_programs_of_the_quickstart_run_as_printed(tmp_path: Path) -> None:
     assert (tmp_path / ".whet" / "runs" / "even" / "report.json").exists()
 
 
+@pytest.mark.slow
+def test_the_blocks_on_agents_as_code_are_one_program_that_runs(tmp_path: Path) -> None:
+    page = (DOCS / "agents-as-code.md").read_text()
+    agent, hooks, training = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    large = 'model="smollm2", steps=30'
+    assert large in training
+    small = "steps=1, tasks_per_step=2, group_size=2, hooks=[Sandboxes()]"
+    tasks = 'train = test = [{"question": "What is 2 + 3?", "answer": "5"}] * 2\n'
+    (tmp_path / "program.py").write_text(agent + hooks + tasks + training.replace(large, small))
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held-out accuracy" in done.stdout
+
+
 def test_the_first_screen_shows_the_first_example_in_twelve_lines() -> None:
     program = (ROOT / "examples" / "first.py").read_text()
     assert f"```python\n{program}```" in (ROOT / "README.md").read_text()
