@@ -1,6 +1,7 @@
 """Endpoints elsewhere: text only, their key kept from agents, the rollout's temperature forced."""
 
 import json
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,8 @@ class Upstream:
 
         async def events():
             for piece in (*text, None):
+                if question == "stream break" and piece in ("b", "B"):
+                    raise ConnectionResetError
                 delta = {"content": piece} if piece else {}
                 choice = {"index": 0, "delta": delta, "finish_reason": None if piece else "stop"}
                 chunk = common | {"object": "chat.completion.chunk", "choices": [choice]}
@@ -166,6 +169,49 @@ def test_what_cannot_be_passed_on_is_a_clear_refusal(tmp_path: Path, upstream: U
     )
     assert done.comparison.scores["big"].greedy == (1.0,)
     assert seen == {"no key": 401, "no json": 400, "no object": 400, "other attempt": 401}
+
+
+def test_what_an_agent_tells_of_itself_is_not_for_the_endpoint(
+    tmp_path: Path, upstream: Upstream
+) -> None:
+    posts = """
+import os, urllib.request
+
+urllib.request.urlopen(urllib.request.Request(
+    os.environ["WHET_REWARD_URL"],
+    headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    data=b'{"value": 0.25}',
+))
+"""
+    done = whet.evaluate(
+        whet.command([sys.executable, "-c", posts]),
+        ["a"],
+        ["big"],
+        endpoint=upstream.url,
+        quiet=True,
+        dir=str(tmp_path),
+        evaluation={"samples": 0},
+    )
+    assert done.comparison.scores["big"].greedy == (0.25,)
+    assert not upstream.asked
+
+
+def test_an_endpoint_that_breaks_off_is_seen_by_the_agent(
+    tmp_path: Path, upstream: Upstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = whet.evaluate(
+        shout,
+        ["stream break"],
+        ["big"],
+        endpoint=upstream.url,
+        quiet=True,
+        dir=str(tmp_path),
+        evaluation={"samples": 0},
+        runner={"max_attempts": 1},
+    )
+    [failure] = done.comparison.scores["big"].failures
+    assert "APIConnectionError" in failure.message
+    assert "an endpoint broke off in its reply" in caplog.text
 
 
 def test_a_partner_elsewhere_is_asked_by_name_and_never_trained(

@@ -7,24 +7,25 @@ Nothing of it is recorded as sampled, so nothing of it can be trained.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.app.relay import Relay, check_endpoint
+from whet.config import GatewayConfig
 from whet.errors import ConfigError, RequestError
 from whet.gateway.asgi import Request
 from whet.gateway.delivery import tell
 from whet.gateway.dialects.parts import openai_error
-from whet.protocols import AttemptLog
+from whet.gateway.service import Log
 
 FORM = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)@(https?://.+)")
 
 
 def relays_of(
-    endpoints: Sequence[str], log: AttemptLog, secret: bytes, say: Callable[[str], None]
+    config: GatewayConfig, log: Log, secret: bytes, say: Callable[[str], None]
 ) -> dict[str, Relay]:
     """A relay for each `NAME=MODEL@URL`, once each answers; says that they are not trained.
 
@@ -32,7 +33,7 @@ def relays_of(
         ConfigError: one is no such thing, or does not answer to its key.
     """
     relays: dict[str, Relay] = {}
-    for spec in endpoints:
+    for spec in config.endpoints:
         found = FORM.fullmatch(spec)
         if found is None:
             raise ConfigError(f"gateway.endpoints are of the form NAME=MODEL@URL; found {spec!r}")
@@ -40,7 +41,9 @@ def relays_of(
         variable = f"WHET_{re.sub(r'[^A-Z0-9]', '_', name.upper())}_KEY"
         key = os.environ.get(variable) or os.environ.get("OPENAI_API_KEY", "")
         check_endpoint(url, key, f"{variable} or OPENAI_API_KEY")
-        relays[name] = Relay(url, model, key, log=log, secret=secret, forces_sampling=False)
+        relays[name] = Relay(
+            url, model, key, log=log, secret=secret, config=config, forces_sampling=False
+        )
         say(f"note: calls to {name!r} go to {url} as text; they are never trained")
     return relays
 

@@ -138,7 +138,7 @@ async def _serving(
         async with serve_model(model, config, store, secret, place) as gateway:
             yield gateway
         return
-    relay = Relay(model.url, model.source, key, log=store, secret=secret)
+    relay = Relay(model.url, model.source, key, log=store, secret=secret, config=config.gateway)
     server = AppServer(
         relay.app,
         host=config.gateway.host,

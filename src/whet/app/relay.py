@@ -7,33 +7,35 @@ an attempt that has ended is refused, and the endpoint's key never reaches an ag
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
 import httpx
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.types import Send
 
+from whet.config import GatewayConfig
 from whet.errors import ConfigError, EngineError, RequestError, WhetError
-from whet.gateway import keys
-from whet.gateway.attribution import Unauthorized
-from whet.gateway.delivery import tell
+from whet.gateway import asgi
+from whet.gateway.app import serve_routes
+from whet.gateway.asgi import ClientLeft, Request, Route
+from whet.gateway.attribution import Unauthorized, read_caller
+from whet.gateway.delivery import JsonReply, tell
 from whet.gateway.dialects.parts import openai_error
-from whet.protocols import AttemptLog
+from whet.gateway.reports import report_routes
+from whet.gateway.service import Log
 from whet.types import AttemptId
 
 logger = logging.getLogger(__name__)
 
-PATHS = ("/rollout/{rollout}/attempt/{attempt}/v1/v1", "/rollout/{rollout}/attempt/{attempt}/v1")
+KEPT = ("content-type", "retry-after", "x-request-id")
+"""Headers of an endpoint's reply that its client sees."""
 TIMEOUT = httpx.Timeout(600.0, connect=30.0)
 PROBE_S = 20.0
 
 
 class Relay:
-    """One model of an endpoint, for the attempts of one log."""
+    """One model of an endpoint, for the attempts of one log; it is told their rewards and spans."""
 
     def __init__(
         self,
@@ -41,8 +43,9 @@ class Relay:
         model: str,
         key: str,
         *,
-        log: AttemptLog,
+        log: Log,
         secret: bytes,
+        config: GatewayConfig,
         forces_sampling: bool = True,
     ) -> None:
         """With `forces_sampling` a rollout's own sampling is that of this model too."""
@@ -52,37 +55,35 @@ class Relay:
         self._headers = _headers(key)
         self._log = log
         self._secret = secret
+        self._trace_header = config.trace_header
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        routes = [Route(p + "/{path:path}", self._pass_on, methods=["GET", "POST"]) for p in PATHS]
-        self.app = Starlette(routes=routes)
+        rest = [Route(method, "/{path:path}", self._pass_on) for method in ("GET", "POST")]
+        self.app = serve_routes([*report_routes(log, self._caller), *rest])
 
     def close(self) -> None:
         """Let go of the endpoint, from another thread than the server's, while that still runs."""
         if self._client is not None and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10)
 
-    async def _pass_on(self, request: Request) -> Response:
-        try:
-            body = await self._body(request)
-            path = f"{self._url}/{request.path_params['path']}"
-            with_query = f"{path}?{request.url.query}" if request.url.query else path
-            sent = self._open().build_request(
-                request.method, with_query, headers=self._headers, content=body
-            )
-            return await self._answer(sent)
-        except WhetError as error:
-            told = tell(error)
-            return JSONResponse(openai_error(told), told.status)
+    def _caller(self, request: Request) -> AttemptId:
+        attempt = read_caller(request, self._secret, self._trace_header).attempt
+        if attempt is None:
+            raise Unauthorized("the call names no attempt: use the attempt's own URL or key")
+        return attempt
+
+    async def _pass_on(self, request: Request) -> asgi.Reply:
+        body = await self._body(request)
+        url = httpx.URL(f"{self._url}/{request.params['path']}")
+        if request.query_string:
+            url = url.copy_with(query=request.query_string.encode("latin-1"))
+        client = self._open()
+        sent = client.build_request(request.method, url, headers=self._headers, content=body)
+        return _PassedOn(client, sent)
 
     async def _body(self, request: Request) -> bytes:
         """The request as the endpoint is to see it. Raises as `AttemptLog.attempt` does."""
-        named = AttemptId(request.path_params["attempt"])
-        _, _, bearer = request.headers.get("authorization", "").partition(" ")
-        sent = (bearer.strip(), request.headers.get("x-api-key", ""))
-        if named not in [keys.read(key, self._secret) for key in sent]:
-            raise Unauthorized("send the attempt's API key: llm.api_key")
-        attempt = await self._log.attempt(named)
+        attempt = await self._log.attempt(self._caller(request))
         if request.method == "GET":
             return b""
         try:
@@ -96,21 +97,6 @@ class Relay:
             forced = attempt.rollout.sampling.model_dump(exclude_none=True)
         return json.dumps({**cast(dict[str, Any], asked), "model": self._model, **forced}).encode()
 
-    async def _answer(self, sent: httpx.Request) -> Response:
-        try:
-            reply = await self._open().send(sent, stream=True)
-        except httpx.HTTPError as error:
-            raise EngineError(f"the endpoint does not answer: {_reason(error)}") from error
-
-        async def pieces() -> AsyncGenerator[bytes]:
-            async with aclosing(reply):
-                async for piece in reply.aiter_bytes():
-                    yield piece
-
-        kept = ("content-type", "retry-after", "x-request-id")
-        headers = {name: reply.headers[name] for name in kept if name in reply.headers}
-        return StreamingResponse(pieces(), status_code=reply.status_code, headers=headers)
-
     def _open(self) -> httpx.AsyncClient:
         """The client, made where it is used: in the loop of the server's thread."""
         if self._client is None:
@@ -118,6 +104,42 @@ class Relay:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
             self._client = httpx.AsyncClient(timeout=TIMEOUT, limits=limits)
         return self._client
+
+
+class _PassedOn(asgi.Reply):
+    """What the endpoint answers, as it comes. A client that leaves ends it there too."""
+
+    def __init__(self, client: httpx.AsyncClient, sent: httpx.Request) -> None:
+        self._client = client
+        self._sent = sent
+
+    async def deliver(self, request: Request, send: Send) -> None:
+        try:
+            with request.watched():
+                try:
+                    reply = await self._client.send(self._sent, stream=True)
+                except httpx.HTTPError as error:
+                    raise EngineError(f"the endpoint does not answer: {_reason(error)}") from error
+                await _copy(reply, send)
+        except ClientLeft:
+            pass
+        except WhetError as error:
+            told = tell(error)
+            await JsonReply(openai_error(told), told.status).deliver(request, send)
+
+
+async def _copy(reply: httpx.Response, send: Send) -> None:
+    kept = [(name, reply.headers[name]) for name in KEPT if name in reply.headers]
+    headers = [(name.encode(), value.encode()) for name, value in kept]
+    async with aclosing(reply):
+        await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+        try:
+            async for piece in reply.aiter_bytes():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except httpx.HTTPError as error:  # its client sees it too: the reply has no end
+            logger.warning("an endpoint broke off in its reply: %s", _reason(error))
+            return
+        await send({"type": "http.response.body", "body": b""})
 
 
 def check_endpoint(url: str, key: str, key_name: str) -> None:

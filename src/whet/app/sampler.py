@@ -1,7 +1,7 @@
 """What samples for a gateway, and a gateway at work with it. No torch, and no client of servers."""
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,13 @@ from starlette.types import ASGIApp
 from whet.app.notify import notified
 from whet.app.published import PublishedPolicy, ServedPolicy
 from whet.app.working import POLICY, Gateway
-from whet.config import RunConfig
+from whet.config import GatewayConfig, RunConfig
 from whet.errors import MissingExtra
 from whet.gateway.app import build_app
 from whet.gateway.render import Renderer
 from whet.gateway.service import Log, Service
 from whet.gateway.template import ChatTemplate
-from whet.protocols import AttemptLog, Engine
+from whet.protocols import Engine
 from whet.serving import AppServer
 from whet.types import Attempt
 
@@ -67,7 +67,7 @@ async def serve(
         elsewhere = None
         app: ASGIApp = build_app(service, secret, config.gateway)
         if config.gateway.endpoints:
-            app = elsewhere = _elsewhere(app, config.gateway.endpoints, log, secret, say)
+            app = elsewhere = _elsewhere(app, config.gateway, log, secret, say)
         server = AppServer(
             app,
             host=config.gateway.host,
@@ -86,8 +86,8 @@ async def serve(
 
 def _elsewhere(
     app: ASGIApp,
-    endpoints: Sequence[str],
-    log: AttemptLog,
+    config: GatewayConfig,
+    log: Log,
     secret: bytes,
     say: Callable[[str], None],
 ) -> "Elsewhere":
@@ -95,7 +95,7 @@ def _elsewhere(
         from whet.app.elsewhere import Elsewhere, relays_of  # noqa: PLC0415 - only if needed
     except ModuleNotFoundError as error:
         raise MissingExtra.of(f"gateway.endpoints ({error})", "eval") from error
-    return Elsewhere(app, relays_of(endpoints, log, secret, say))
+    return Elsewhere(app, relays_of(config, log, secret, say))
 
 
 @asynccontextmanager

@@ -38,7 +38,12 @@ understood, and so are those that leave it out."""
 
 def build_app(service: Service, secret: bytes, config: GatewayConfig) -> ASGIApp:
     """The endpoint: under an attempt's own path, or at the root by the API key."""
-    router = Router(PREFIX, _Gateway(service, secret, config).routes())
+    return serve_routes(_Gateway(service, secret, config).routes())
+
+
+def serve_routes(routes: list[Route]) -> ASGIApp:
+    """An app of some routes, each behind any path that an attempt may have."""
+    router = Router(PREFIX, routes)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

@@ -43,7 +43,7 @@ class Request:
         self.path: str = scope["path"]
         self.params: Mapping[str, str | None] = {}
         """What the path names."""
-        self._query: bytes = scope["query_string"]
+        self.query_string: str = scope["query_string"].decode("latin-1")
         self._receive = receive
         self._headers: dict[str, list[str]] = {}
         for name, value in cast(list[tuple[bytes, bytes]], scope["headers"]):
@@ -59,7 +59,7 @@ class Request:
 
     def query(self, name: str, default: str) -> str:
         """What the query says under a name."""
-        return parse_qs(self._query.decode("latin-1")).get(name, [default])[0]
+        return parse_qs(self.query_string).get(name, [default])[0]
 
     async def body(self) -> bytes:
         """The whole body. Raises RequestError for one that is too large, too slow or cut off."""
