@@ -16,6 +16,7 @@ import pytest
 from test_sqlite import call, claim, rollouts
 
 from whet.errors import StoreError
+from whet.store.schema import PAGE_BYTES
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, AttemptId, Outcome
 
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.anyio
 
 HERE = Path(__file__).parent
 NOBODY = 65534
-PAGE = 4096
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ async def fill(path: Path, count: int = 60) -> Attempt:
 async def test_a_damaged_last_page_is_named_wherever_it_is_met(path: Path) -> None:
     attempt = await fill(path)
     whole = contents(path)
-    replace(path, whole[:-PAGE] + bytes([255]) * PAGE)
+    replace(path, whole[:-PAGE_BYTES] + bytes([255]) * PAGE_BYTES)
     async with SQLiteStore(path) as store:
         with pytest.raises(StoreError, match=r"malformed; keep a copy.*\.recover") as caught:
             await store.calls(attempt.id)
@@ -168,7 +168,7 @@ async def test_a_damaged_last_page_is_named_wherever_it_is_met(path: Path) -> No
 async def test_a_truncated_file_is_refused_and_left_as_it_is(path: Path, left: float) -> None:
     await fill(path)
     whole = contents(path)
-    cut = whole[: int(len(whole) * left) // PAGE * PAGE]
+    cut = whole[: int(len(whole) * left) // PAGE_BYTES * PAGE_BYTES]
     replace(path, cut)
     with pytest.raises(StoreError, match=r"malformed; keep a copy.*\.recover") as caught:
         SQLiteStore(path)

@@ -45,6 +45,9 @@ from whet.types import (
 )
 
 LEASE_S = 10.0
+PATIENCE_S = 300
+"""Only against waiting for ever: thirty rollouts are a hundred commits one after another, and a
+busy disk takes seconds for one. What is too late is said by the clock below."""
 LOST = FailureKind.WORKER_LOST
 
 Open = Callable[[ExitStack, "Clock"], list[Store]]
@@ -171,7 +174,7 @@ class QueueMachine(RuleBasedStateMachine):
                 gave[n] = error
 
         async def run() -> None:
-            with anyio.fail_after(20):
+            with anyio.fail_after(PATIENCE_S):
                 async with anyio.create_task_group() as group:
                     for n, act in enumerate(acts):
                         group.start_soon(do, n, act)

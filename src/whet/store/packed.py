@@ -4,6 +4,8 @@ import json
 from functools import lru_cache
 from typing import NamedTuple
 
+from pydantic import ValidationError
+
 from whet.errors import StoreError, boundary
 from whet.store.packing import (
     checked_to_json,
@@ -150,7 +152,10 @@ def unpack_trajectory(packed: PackedTrajectory) -> Trajectory:
 
 def parse_rollout(body: str) -> Rollout:
     """A stored rollout."""
-    return Rollout.model_validate(json.loads(body))
+    try:
+        return Rollout.model_validate_json(body)
+    except ValidationError:  # a lone surrogate, or nested very deeply: Python's parser takes it
+        return Rollout.model_validate(json.loads(body))
 
 
 def parse_resources(text: str | None) -> dict[str, int]:

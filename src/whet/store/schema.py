@@ -324,6 +324,11 @@ MIGRATIONS = (FIRST, SECOND, TICKETS, TARGETS, SPANS)
 """The statements that lead from one version to the next; a released one is never edited."""
 
 
+PAGE_BYTES = 8192
+"""Of a new file. A call with its generation is about ten thousand bytes: in pages of SQLite's 4096
+it lies in chains of them, and each is written, summed and copied back by itself."""
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """A connection without implicit transactions, that may be handed to another thread."""
     db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
@@ -347,6 +352,7 @@ def open_file(path: Path) -> sqlite3.Connection:
 
 
 def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # a file that is there keeps its own
     (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
         raise StoreError(
