@@ -1,21 +1,28 @@
-"""What of the `tinker` client works here, as the tests that show it say themselves."""
+"""What of the `tinker` client works here, as the tests that show it say themselves.
 
+A test that says so has to call the method: `watch` notes the calls, and conftest.py compares.
+"""
+
+import functools
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import tinker
-from tinker.lib.public_interfaces.rest_client import RestClient
 
+HERE = Path(__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "tinker.md"
 MODULES = ("test_training", "test_samples", "test_listing", "test_restart", "test_refusals")
 CLIENTS: tuple[type, ...] = (
     tinker.ServiceClient,
     tinker.TrainingClient,
     tinker.SamplingClient,
-    RestClient,
+    tinker.RestClient,
+    tinker.AdminClient,
 )
 NOT_OF_THE_WIRE = {
     "create",
@@ -41,22 +48,50 @@ class Line(NamedTuple):
 
 def shows(*methods: str, note: str = "") -> Callable[[Test], Test]:
     """The test shows that these methods do what the client expects."""
-    return _marked(methods, True, note)
+    return _marked(dict.fromkeys(methods, note), works=True)
 
 
-def refuses(*methods: str, note: str) -> Callable[[Test], Test]:
-    """The test shows that these are refused, at once and with a reason."""
-    return _marked(methods, False, note)
+def refuses(reasons: Mapping[str, str]) -> Callable[[Test], Test]:
+    """The test, run once for each `method` with its `reason`, shows that it is refused so."""
+    each = pytest.mark.parametrize(("method", "reason"), reasons.items(), ids=list(reasons))
+    mark = _marked(reasons, works=False)
+    return lambda test: each(mark(test))
 
 
-def _marked(methods: tuple[str, ...], works: bool, note: str) -> Callable[[Test], Test]:
+def _marked(notes: Mapping[str, str], *, works: bool) -> Callable[[Test], Test]:
     def mark(test: Test) -> Test:
-        place = f"{test.__module__.split('.')[-1]}.py"
-        lines = [Line(method, works, note, f"{place}: {test.__name__}") for method in methods]
+        place = f"{test.__module__.split('.')[-1]}.py: {test.__name__}"
+        lines = [Line(method, works, note, place) for method, note in notes.items()]
         test.conforms = [*getattr(test, "conforms", ()), *lines]
         return test
 
     return mark
+
+
+def shown_by(test: Test) -> set[str]:
+    """The methods that a test says it shows."""
+    return {line.method for line in getattr(test, "conforms", ()) if line.works}
+
+
+def watch(called: set[str]) -> None:
+    """Note what tests call from now on; what the client calls by itself is not theirs."""
+    for client in CLIENTS:
+        for name, method in list(vars(client).items()):
+            if not name.startswith("_") and callable(method):
+                setattr(client, name, _watched(method, f"{client.__name__}.{name}", called))
+
+
+def _watched(method: Any, name: str, called: set[str]) -> Any:
+    static = isinstance(method, staticmethod)
+    function: Callable[..., Any] = method.__func__ if static else method
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if Path(sys._getframe(1).f_code.co_filename).parent == HERE:
+            called.add(name)
+        return function(*args, **kwargs)
+
+    return staticmethod(noted) if static else noted
 
 
 def lines() -> list[Line]:

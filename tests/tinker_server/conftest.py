@@ -2,11 +2,27 @@ import urllib.request
 from collections.abc import Generator
 from pathlib import Path
 
+import conformance
 import pytest
 import tinker
 
 from tinker_serving import Server
 from whet.policies.catalogue import resolve_model
+
+
+@pytest.fixture(scope="session")
+def watched() -> set[str]:
+    called: set[str] = set()
+    conformance.watch(called)
+    return called
+
+
+@pytest.fixture(autouse=True)
+def called(request: pytest.FixtureRequest, watched: set[str]) -> Generator[set[str]]:
+    """The methods of the client that a test calls, with its own fixtures: those that it shows."""
+    watched.clear()
+    yield watched
+    assert conformance.shown_by(request.function) <= watched
 
 
 @pytest.fixture(scope="session")

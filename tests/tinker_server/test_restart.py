@@ -1,10 +1,12 @@
 """Whatever was saved is there after a kill."""
 
+import random
+import time
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 import tinker
+from conformance import shows
 from tinker import types
 
 from tinker_serving import KEY, MARKS, Server
@@ -19,10 +21,19 @@ DATA = [
     )
 ]
 
+DICE = random.Random(1)
+LONG = [
+    types.Datum(
+        model_input=types.ModelInput.from_ints([DICE.randrange(3, 1000) for _ in range(600)]),
+        loss_fn_inputs={"target_tokens": [5] * 600, "weights": [1.0] * 600},
+    )
+    for _ in range(300)
+]
 
-@pytest.fixture
-def server(tmp_path: Path) -> Generator[Server]:
-    server = Server(tmp_path / "dir")
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
+    server = Server(tmp_path_factory.mktemp("restarted") / "dir")
     yield server
     server.stop()
 
@@ -33,6 +44,7 @@ def step(client: tinker.TrainingClient) -> float:
     return client.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
 
 
+@shows("SamplingClient.from_sampler_handle", note="also after a restart of the server")
 def test_a_kill_between_steps_loses_nothing_that_was_saved(server: Server) -> None:
     service = server.client()
     training = service.create_lora_training_client(base_model="tiny", rank=8, seed=1)
@@ -54,3 +66,25 @@ def test_a_kill_between_steps_loses_nothing_that_was_saved(server: Server) -> No
         training.forward(DATA, "cross_entropy").result()
     resumed = server.client().create_training_client_from_state_with_optimizer(state)
     assert [step(resumed), step(resumed)] == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_a_kill_in_the_middle_of_a_step_leaves_what_was_saved_before(server: Server) -> None:
+    training = server.client().create_lora_training_client(base_model="tiny", rank=8, seed=1)
+    step(training)
+    state = training.save_state("whole").result().path
+    undisturbed = step(training)
+    run = training.get_info().model_id
+    # A pass that takes seconds, and a step and a save that wait for it.
+    gradient = training.forward_backward(LONG, "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=3e-3))
+    training.save_state("half")
+    time.sleep(1)
+    assert not gradient.future().done()
+    server.kill()
+    server.start()
+    found = server.rest().list_checkpoints(run).result().checkpoints
+    assert [one.tinker_path for one in found] == [state]
+    with pytest.raises(Exception, match="expired/broken"):  # the client's kind is its own business
+        gradient.result(timeout=60)
+    resumed = server.client().create_training_client_from_state_with_optimizer(state)
+    assert step(resumed) == pytest.approx(undisturbed, rel=1e-5)

@@ -1,7 +1,9 @@
 """Training by the real client: each number against plain torch."""
 
 import asyncio
+import json
 import random
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +104,9 @@ def test_new_adapters_change_nothing_and_other_tools_load_them(model: Path, adap
 @shows(
     "TrainingClient.forward",
     "TrainingClient.forward_backward",
-    "TrainingClient.optim_step",
     note="`cross_entropy`, `importance_sampling`, `ppo`, `cispo`, `dro`, `gspo`",
 )
+@shows("TrainingClient.optim_step", note="AdamW")
 def test_losses_gradients_and_steps_are_those_of_the_formulas(
     loss: Any, training: tinker.TrainingClient, model: Path, adapter: Path
 ) -> None:
@@ -155,31 +157,47 @@ def test_several_targets_for_each_token(
     close(training.forward_backward([sent], "cross_entropy").result(), logprobs, value)
 
 
-@shows(
-    "TrainingClient.forward_backward_custom",
-    "ServiceClient.create_custom_loss",
-    note="computed by the client",
-)
+@shows("TrainingClient.forward_backward_custom", note="computed by the client")
 def test_a_loss_of_the_clients_own(
-    service: tinker.ServiceClient, training: tinker.TrainingClient, model: Path, adapter: Path
+    training: tinker.TrainingClient, model: Path, adapter: Path
 ) -> None:
     def squares(data: list[types.Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return sum(((lp + 3) ** 2).sum() for lp in logprobs), {"seen": float(len(data))}
 
+    found = own_loss_is_that_of_the_reference(training, Reference(model, adapter), squares)
+    assert found.metrics["seen"] == 5
+
+
+@shows("ServiceClient.create_custom_loss", note="computed by the client")
+def test_a_loss_that_the_client_traced(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, model: Path, adapter: Path
+) -> None:
+    def squares(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+        return ((logprobs + 3) ** 2).sum(), {"custom/weights:sum": weights.sum()}
+
+    handle = service.create_custom_loss(squares, {"logprobs": 1, "weights": 1}).result()
+    assert handle.loss_id is None, "it was uploaded"
+    found = own_loss_is_that_of_the_reference(training, Reference(model, adapter), handle)
+    weights = sum(sum(given["weights"]) for _, given in examples("cross_entropy"))
+    assert found.metrics["custom/weights:sum"] == pytest.approx(weights, rel=NEAR)
+
+
+def own_loss_is_that_of_the_reference(
+    training: tinker.TrainingClient, reference: Reference, loss: Any
+) -> types.ForwardBackwardOutput:
     data = examples("cross_entropy")
-    reference = Reference(model, adapter)
+    sent = [datum(one) for one in data]
     logprobs, _ = expected(reference, "cross_entropy", data)
-    value, _ = squares([], logprobs)
-    found = training.forward_backward_custom([datum(one) for one in data], squares).result()
+    value = torch.stack([((lp + 3) ** 2).sum() for lp in logprobs]).sum()
+    found = training.forward_backward_custom(sent, loss).result()
     stepped = training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     close(found, logprobs, value)
-    assert found.metrics["seen"] == 5
     value.backward()
     assert stepped.metrics is not None
     assert stepped.metrics["grad_norm:mean"] == pytest.approx(reference.step(lr=1e-2), rel=1e-3)
     logprobs, value = expected(reference, "cross_entropy", data)
-    sent = [datum(one) for one in data]
     close(training.forward(sent, "cross_entropy").result(), logprobs, value)
+    return found
 
 
 def test_2500_datums_split_by_the_client_come_back_in_order(
@@ -263,11 +281,24 @@ def test_the_async_methods_are_the_same(service: tinker.ServiceClient) -> None:
     assert asyncio.run(train()) == 2
 
 
-@shows("ServiceClient.close")
+@shows("ServiceClient.close", note="its runs leave memory, samplers without a name the disk")
 def test_a_closed_session_lets_go_of_its_runs(server: Server) -> None:
     service = server.client()
     training = service.create_lora_training_client(base_model="tiny", rank=4)
-    session = training.get_info().model_id.split(":")[0]
+    run = training.get_info().model_id
+    kept = training.save_weights_for_sampler("kept").result().path
+    sampler = training.save_weights_and_get_sampling_client()
+    unnamed = server.rest().get_sampler(sampler._sampling_session_id).result().model_path
+    assert unnamed is not None
     service.close("success").result()
-    assert (server.folder / "tinker" / "sessions" / f"{session}.json").exists()
-    assert session in server.rest().list_sessions(limit=100).result().sessions
+    rest = server.rest()
+    assert run.split(":")[0] in rest.list_sessions(limit=100).result().sessions
+    assert [one.tinker_path for one in rest.list_checkpoints(run).result().checkpoints] == [kept]
+    later = server.client()
+    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
+        later.create_sampling_client(model_path=unnamed)
+    later.create_sampling_client(model_path=kept)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.post("get_info", json.dumps({"model_id": run}))
+    assert refused.value.code == 404
+    assert "its session has ended" in json.load(refused.value)["detail"]

@@ -1,18 +1,21 @@
 """The server as an ASGI app."""
 
+from collections.abc import Callable
+
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from whet.errors import NotFound, RequestError
 from whet.tinker_server.context import Context
 from whet.tinker_server.keys import Signer, allowed
 from whet.tinker_server.listing import listing_routes
 from whet.tinker_server.records import Records
+from whet.tinker_server.refusals import refusing_routes
+from whet.tinker_server.requests import TooLarge
 from whet.tinker_server.sampling import sampling_routes
 from whet.tinker_server.service import service_routes
 from whet.tinker_server.training import training_routes
@@ -27,35 +30,38 @@ def build_server(runs: TrainingRuns, samplers: Samplers, records: Records, key: 
     """Everything under `/api/v1`, for whoever has the key."""
     context = Context(runs, samplers, records)
     routes = [
+        *refusing_routes(),
         *service_routes(context),
         *training_routes(context),
         *sampling_routes(context),
         *listing_routes(context, Signer(key)),
     ]
 
-    class Guard(BaseHTTPMiddleware):
-        """Turns away who has no key."""
-
-        async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-            if not request.url.path.startswith(OPEN) and not allowed(request, key):
-                return JSONResponse({"detail": "wrong API key: set TINKER_API_KEY"}, 401)
-            return await call_next(request)
-
-    return Starlette(
+    server = Starlette(
         routes=[Mount(ROOT, routes=routes)],
-        middleware=[Middleware(Guard)],
-        exception_handlers={RequestError: _refused, NotFound: _not_found, 404: _unknown},
+        exception_handlers={
+            TooLarge: _answering(413),
+            RequestError: _answering(400),
+            NotFound: _answering(404),
+            HTTPException: _unknown,
+        },
     )
 
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        if request.url.path.startswith(OPEN) or allowed(request, key):
+            return await server(scope, receive, send)
+        refusal = JSONResponse({"detail": "wrong API key: set TINKER_API_KEY"}, 401)
+        return await refusal(scope, receive, send)
 
-def _refused(request: Request, error: Exception) -> Response:
-    return JSONResponse({"detail": str(error)}, 400)
+    return guarded
 
 
-def _not_found(request: Request, error: Exception) -> Response:
-    return JSONResponse({"detail": str(error)}, 404)
+def _answering(status: int) -> Callable[[Request, Exception], Response]:
+    return lambda request, error: JSONResponse({"detail": str(error)}, status)
 
 
 def _unknown(request: Request, error: Exception) -> Response:
-    # Not 501: the client would ask again for minutes.
-    return JSONResponse({"detail": f"this server has no {request.url.path}"}, 404)
+    assert isinstance(error, HTTPException)
+    detail = f"this server has no {request.method} {request.url.path}"
+    return JSONResponse({"detail": detail}, error.status_code, error.headers)

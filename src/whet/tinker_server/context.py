@@ -33,10 +33,16 @@ class Context:
         self._heard[session.id] = time.monotonic()
 
     def beat(self, id: str) -> bool:
-        """Note that a session is alive; says whether it may go on."""
-        session = self.records.session(id)
+        """Note that a session is alive; says whether it may go on. Raises NotFound."""
+        if self.records.session(id).finished:
+            return False
         self._heard[id] = time.monotonic()
-        return not session.finished
+        return True
+
+    def require_session(self, id: str) -> None:
+        """Raises RequestError, or NotFound, unless there is such a session that goes on."""
+        if not self.beat(id):
+            raise RequestError(f"the session {id!r} has ended: make another client")
 
     def finish(self, id: str) -> None:
         """Let go of what a session held in memory, and of what it saved without a name."""
@@ -65,7 +71,11 @@ class Context:
         return self.records.run(id)
 
     def in_order(self, run: str, number: int, work: Callable[[], Awaitable[Reply]]) -> JSONResponse:
-        """Promise work on a run, to be done when it is its turn."""
+        """Promise work on a run, to be done when it is its turn.
+
+        What is wrong with a request is for the work to say: one that is refused before would leave
+        a number out, and all requests after it waiting.
+        """
         line = self._lines[run]
 
         async def on_turn() -> Reply:
@@ -84,7 +94,7 @@ class Context:
     def _forget(self, session: str) -> None:
         self._heard.pop(session, None)
         for run in [run for run in self._lines if run.startswith(f"{session}:")]:
-            del self._lines[run]
+            self._lines.pop(run).close()
             self.runs.forget(run)
 
 

@@ -2,11 +2,14 @@
 
 import hashlib
 import hmac
+import re
 import time
 
 from starlette.requests import Request
 
 from whet.errors import RequestError
+
+TIME = re.compile("[0-9]{1,12}")
 
 
 class Signer:
@@ -24,7 +27,9 @@ class Signer:
     def check(self, token: str, path: str) -> None:
         """Raises RequestError for a token that is not of this path, or no longer."""
         until, _, digest = token.partition("-")
-        good = until.isdigit() and hmac.compare_digest(digest, self._digest(path, int(until)))
+        good = TIME.fullmatch(until) and hmac.compare_digest(
+            digest.encode(), self._digest(path, int(until)).encode()
+        )
         if not good or int(until) < time.time():
             raise RequestError("the address is not valid any more: ask for another")
 

@@ -164,6 +164,8 @@ def _page(request: Request, found: list[T], limit: int) -> tuple[list[T], dict[s
         offset = int(request.query_params.get("offset", 0))
     except ValueError as error:
         raise RequestError("limit and offset are whole numbers") from error
+    if limit < 0 or offset < 0:
+        raise RequestError(f"limit and offset are at least 0; found {limit} and {offset}")
     cursor: dict[str, JsonValue] = {"offset": offset, "limit": limit, "total_count": len(found)}
     return found[offset : offset + limit], cursor
 

@@ -1,9 +1,10 @@
 """The JSON requests of the wire. A field that is not here is one the server need not know."""
 
+import asyncio
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from whet.config import AdamConfig, explain
 from whet.errors import RequestError
@@ -11,6 +12,21 @@ from whet.errors import RequestError
 B = TypeVar("B", bound="Body")
 
 NO_CLIPPING = 1e30
+LARGEST_BODY = 512 * 2**20
+"""Of one request, unpacked. The client splits its own far below."""
+BODY_TIMEOUT_S = 300.0
+TEN_YEARS_S = 10 * 365 * 24 * 3600
+
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+"""Of a request, by the client's own count."""
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""Whether the vocabulary has it is for the model to say."""
+Lasting = Annotated[int, Field(ge=1, le=TEN_YEARS_S)]
+"""Seconds that a checkpoint is kept."""
+
+
+class TooLarge(RequestError):
+    """The body is larger than we read."""
 
 
 class Body(BaseModel):
@@ -57,7 +73,7 @@ class LoraShape(Body):
 class CreateModel(OfSession):
     """New adapters."""
 
-    model_seq_id: Annotated[int, Field(ge=0)]
+    model_seq_id: Number
     base_model: str
     user_metadata: dict[str, JsonValue] | None = None
     lora_config: LoraShape | None = None
@@ -68,7 +84,7 @@ class OfModel(Body):
     """About a training run, in the order of `seq_id`."""
 
     model_id: str
-    seq_id: Annotated[int, Field(ge=1)] = 1
+    seq_id: Annotated[Number, Field(ge=1)] = 1
 
 
 class AdamParams(Body):
@@ -108,7 +124,7 @@ class Save(OfModel):
 
     path: str | None = None
     sampling_session_seq_id: int | None = None
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    ttl_seconds: Lasting | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     age_encryption_recipients: list[str] | None = None
@@ -124,7 +140,7 @@ class Load(OfModel):
 class CreateSampler(OfSession):
     """A new sampling client."""
 
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -134,7 +150,7 @@ class SamplingParams(Body):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[int] | list[str] | None = None
+    stop: str | list[TokenId] | list[str] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -144,7 +160,7 @@ class Chunk(Body):
     """A part of a prompt."""
 
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: list[TokenId] = []
 
 
 class Prompt(Body):
@@ -156,7 +172,7 @@ class Prompt(Body):
 class Tensor(Body):
     """An array; sparse if it has indices."""
 
-    data: list[int]
+    data: list[TokenId]
     shape: list[int]
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
@@ -166,7 +182,7 @@ class Sample(Body):
     """Sample from a prompt."""
 
     sampling_session_id: str
-    seq_id: int
+    seq_id: Number
     num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
     prompt: Prompt
     sampling_params: SamplingParams
@@ -194,15 +210,46 @@ class OfPath(Body):
 class Lifetime(Body):
     """How long a checkpoint is kept from now on."""
 
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    ttl_seconds: Lasting | None = None
 
 
 async def read(request: Request, kind: type[B]) -> B:
     """The request's body. Raises RequestError with the first thing wrong with it."""
+    return parse(await whole(request), kind)
+
+
+def parse(body: bytes, kind: type[B]) -> B:
+    """A body that was read. Raises RequestError with the first thing wrong with it."""
     try:
-        return kind.model_validate_json(await request.body() or b"{}")
+        return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
         raise RequestError(_explained(error)) from error
+
+
+async def whole(request: Request) -> bytes:
+    """The bytes of a request. Raises RequestError if they are too many, too slow or cut off."""
+    declared = request.headers.get("content-length", "0")
+    if len(declared) > 18 or int(declared) > LARGEST_BODY:
+        raise too_large()
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > LARGEST_BODY:
+                    raise too_large()
+    except TimeoutError as error:
+        raise RequestError(f"the body was not whole after {BODY_TIMEOUT_S:.0f} s") from error
+    except ClientDisconnect as error:
+        raise RequestError("the client left before its request was whole") from error
+    return b"".join(parts)
+
+
+def too_large() -> TooLarge:
+    """For a body beyond the limit, packed or not."""
+    return TooLarge(f"the body is larger than {LARGEST_BODY // 2**20} MiB")
 
 
 def _explained(error: ValidationError) -> str:

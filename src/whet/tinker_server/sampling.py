@@ -37,7 +37,7 @@ class _Sampling:
     async def create(self, request: Request) -> Response:
         body = await read(request, CreateSampler)
         context, served = self._context, self._context.samplers.served
-        context.beat(body.session_id)
+        context.require_session(body.session_id)
         if body.model_path is not None:
             saved = context.records.checkpoint(body.model_path)
             if saved.kind == "external_weights":
@@ -70,7 +70,7 @@ class _Sampling:
         body = await read(request, Sample)
         sampler = self._context.records.sampler(body.sampling_session_id)
         id = f"{sampler.id}:{body.seq_id}"
-        self._context.promises.make(id, lambda: self._sample(body, sampler))
+        self._context.promises.make(id, lambda: self._sample(body, sampler), cancellable=True)
         ids = [f"{id}:{index}" for index in range(body.num_samples)]
         return JSONResponse({"request_id": id, "sample_sequence_ids": ids})
 

@@ -1,5 +1,6 @@
 """Endpoints for sessions, promises and what the server can do."""
 
+import re
 import time
 from collections.abc import Callable
 
@@ -118,5 +119,5 @@ class _Service:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    parts = text.split(".")[:2]
-    return tuple(int(part) for part in parts) if all(p.isdigit() for p in parts) else OLDEST
+    numbers = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", text)
+    return tuple(map(int, numbers.groups())) if numbers else OLDEST

@@ -1,6 +1,9 @@
 """Endpoints that train: adapters, gradients, steps, and what is saved of them."""
 
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,14 +15,19 @@ from whet.tinker_server.context import Context, new_id
 from whet.tinker_server.promises import Reply
 from whet.tinker_server.records import SCHEME, Checkpoint, Kind, Run, Sampler
 from whet.tinker_server.requests import (
+    Body,
     CreateModel,
     Load,
     OfModel,
     OptimStep,
     Save,
+    parse,
     read,
+    whole,
 )
 from whet.tinker_server.workshop import Lora
+
+B = TypeVar("B", bound=Body)
 
 
 def training_routes(context: Context) -> list[Route]:
@@ -45,7 +53,7 @@ class _Training:
         body = await read(request, CreateModel)
         context, id = self._context, f"{body.session_id}:train:{body.model_seq_id}"
         context.refuse_other_models(body.base_model)
-        context.beat(body.session_id)
+        context.require_session(body.session_id)
         if body.lora_config is None:
             raise RequestError("this server trains LoRA adapters alone: give a lora_config")
         if body.optimizer_config.type != "adamw":
@@ -87,67 +95,56 @@ class _Training:
         )
 
     async def forward_backward(self, request: Request) -> Response:
-        encoding = request.headers.get("content-encoding")
-        asked = wire.decode_pass(await request.body(), encoding)
-        run = self._context.run(asked.run)
+        encoding = request.headers.get("content-encoding", "")
+        asked = wire.parse_pass(await whole(request), encoding)
+        run = self._context.run(asked.model_id)
 
         async def work() -> Reply:
+            data, settings = wire.examples(asked), wire.settings(asked)
             passed = await self._context.runs.forward_backward(
-                run.id, asked.data, asked.loss, asked.settings, forward_only=asked.forward_only
+                run.id, data, asked.loss_fn, settings, forward_only=asked.forward_only
             )
             return wire.encode_pass(passed)
 
-        return self._context.in_order(run.id, asked.sequence, work)
+        return self._context.in_order(run.id, asked.seq_id, work)
 
     async def optim_step(self, request: Request) -> Response:
-        body = await read(request, OptimStep)
-        run = self._context.run(body.model_id)
+        return await self._numbered(request, OptimStep, self._step)
 
-        async def work() -> Reply:
-            if body.adam_params is None:
-                raise RequestError("this server has AdamW alone: give AdamParams")
-            metrics = await self._context.runs.optim_step(run.id, body.adam_params.adam())
-            return {"metrics": {**metrics}, "type": "optim_step"}
-
-        return self._context.in_order(run.id, body.seq_id, work)
+    async def _step(self, run: Run, body: OptimStep) -> Reply:
+        if body.adam_params is None:
+            raise RequestError("this server has AdamW alone: give AdamParams")
+        metrics = await self._context.runs.optim_step(run.id, body.adam_params.adam())
+        return {"metrics": {**metrics}, "type": "optim_step"}
 
     async def save(self, request: Request) -> Response:
-        return await self._save(request, "weights")
+        return await self._numbered(request, Save, partial(self._save, "weights"))
 
     async def save_external(self, request: Request) -> Response:
-        return await self._save(request, "external_weights")
+        return await self._numbered(request, Save, partial(self._save, "external_weights"))
 
     async def save_for_sampler(self, request: Request) -> Response:
-        return await self._save(request, "sampler_weights")
+        return await self._numbered(request, Save, partial(self._save, "sampler_weights"))
 
-    async def _save(self, request: Request, kind: Kind) -> Response:
-        body = await read(request, Save)
-        run = self._context.run(body.model_id)
-
-        async def work() -> Reply:
-            if body.age_encryption_recipients:
-                raise RequestError("this server does not encrypt: leave out the recipients")
-            saved = await self._write(run, kind, body)
-            named = {
-                "weights": "save_weights",
-                "external_weights": "save_weights_external",
-                "sampler_weights": "save_weights_for_sampler",
-            }
-            reply: Reply = {"path": saved.path, "type": named[kind]}
-            if saved.ephemeral:
-                sampler = f"{run.session}:sample:{new_id()}"
-                self._context.records.keep_sampler(
-                    Sampler(
-                        id=sampler,
-                        session=run.session,
-                        base_model=run.base_model,
-                        model_path=saved.path,
-                    )
-                )
-                reply = {"sampling_session_id": sampler, "type": named[kind]}
-            return reply
-
-        return self._context.in_order(run.id, body.seq_id, work)
+    async def _save(self, kind: Kind, run: Run, body: Save) -> Reply:
+        if body.age_encryption_recipients:
+            raise RequestError("this server does not encrypt: leave out the recipients")
+        saved = await self._write(run, kind, body)
+        named = {
+            "weights": "save_weights",
+            "external_weights": "save_weights_external",
+            "sampler_weights": "save_weights_for_sampler",
+        }
+        if not saved.ephemeral:
+            return {"path": saved.path, "type": named[kind]}
+        sampler = Sampler(
+            id=f"{run.session}:sample:{new_id()}",
+            session=run.session,
+            base_model=run.base_model,
+            model_path=saved.path,
+        )
+        self._context.records.keep_sampler(sampler)
+        return {"sampling_session_id": sampler.id, "type": named[kind]}
 
     async def _write(self, run: Run, kind: Kind, body: Save) -> Checkpoint:
         records = self._context.records
@@ -174,23 +171,29 @@ class _Training:
         return saved
 
     async def load(self, request: Request) -> Response:
-        body = await read(request, Load)
-        run = self._context.run(body.model_id)
+        return await self._numbered(request, Load, self._load)
 
-        async def work() -> Reply:
-            saved = self._context.records.checkpoint(body.path)
-            if saved.kind != "weights":
-                raise RequestError(
-                    f"{body.path!r} is for samplers; what save_state gave, "
-                    f"{SCHEME}RUN/weights/NAME, can be trained on"
-                )
-            if saved.lora != run.lora:
-                raise RequestError(
-                    f"{body.path!r} has adapters of rank {saved.lora.rank}, "
-                    f"this run {run.lora.rank}, or on other layers"
-                )
-            folder = self._context.records.folder(body.path)
-            await self._context.runs.load(run.id, folder, optimizer=body.optimizer)
-            return {"path": body.path, "type": "load_weights"}
+    async def _load(self, run: Run, body: Load) -> Reply:
+        saved = self._context.records.checkpoint(body.path)
+        if saved.kind != "weights":
+            raise RequestError(
+                f"{body.path!r} is for samplers; what save_state gave, "
+                f"{SCHEME}RUN/weights/NAME, can be trained on"
+            )
+        if saved.lora != run.lora:
+            raise RequestError(
+                f"{body.path!r} has adapters of rank {saved.lora.rank}, "
+                f"this run {run.lora.rank}, or on other layers"
+            )
+        folder = self._context.records.folder(body.path)
+        await self._context.runs.load(run.id, folder, optimizer=body.optimizer)
+        return {"path": body.path, "type": "load_weights"}
 
-        return self._context.in_order(run.id, body.seq_id, work)
+    async def _numbered(
+        self, request: Request, kind: type[B], work: Callable[[Run, B], Awaitable[Reply]]
+    ) -> Response:
+        """Promise work on a run; its body is read when it is its turn."""
+        said = await whole(request)
+        place = parse(said, OfModel)
+        run = self._context.run(place.model_id)
+        return self._context.in_order(run.id, place.seq_id, lambda: work(run, parse(said, kind)))

@@ -11,45 +11,55 @@ from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
 from whet.errors import RequestError
+from whet.tinker_server.requests import LARGEST_BODY, too_large
 from whet.tinker_server.workshop import Example, Floats, Ids, Passed, PromptScores, Sampled
 
 MEDIA_TYPE = "application/x-protobuf"
 MASKED = -99999.0
 """The log-probability of a place among the likeliest that nothing fills."""
 TARGETS = "target_tokens"
-LARGEST_BODY = 512 * 2**20
+LARGEST_SPARSE = 2**26
+"""Entries of a sparse tensor, most of which no body had to carry."""
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 
-class PassRequest(NamedTuple):
-    """A forward pass, or one with a gradient."""
-
-    run: str
-    sequence: int
-    data: list[Example]
-    loss: str
-    settings: dict[str, float]
-    forward_only: bool
-
-
-def decode_pass(body: bytes, encoding: str | None) -> PassRequest:
+def parse_pass(body: bytes, encoding: str) -> pb.ForwardBackwardRequest:
     """A forward_backward request. Raises RequestError for what is none."""
     message = pb.ForwardBackwardRequest()
     try:
-        if encoding == "zstd":
-            body = zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_BODY)
-        message.ParseFromString(body)
+        message.ParseFromString(_unpacked(body, encoding))
     except (DecodeError, zstandard.ZstdError) as error:
         raise RequestError(f"the body is no ForwardBackwardRequest: {error}") from error
-    return PassRequest(
-        run=message.model_id,
-        sequence=message.seq_id,
-        data=[_example(datum, index) for index, datum in enumerate(message.data)],
-        loss=message.loss_fn,
-        settings=_settings(message),
-        forward_only=message.forward_only,
-    )
+    if message.seq_id < 1:
+        raise RequestError(f"seq_id is {message.seq_id}; the first is 1")
+    return message
+
+
+def _unpacked(body: bytes, encoding: str) -> bytes:
+    if encoding not in ("", "identity", "zstd"):
+        raise RequestError(f"the body is packed as {encoding!r:.40}; this server unpacks zstd")
+    if encoding != "zstd":
+        return body
+    # What the frame declares is believed before any limit: it is looked at first.
+    if zstandard.frame_content_size(body) > LARGEST_BODY:
+        raise too_large()
+    return zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_BODY)
+
+
+def examples(message: pb.ForwardBackwardRequest) -> list[Example]:
+    """The data of a request. Raises RequestError for what is none."""
+    return [_example(datum, index) for index, datum in enumerate(message.data)]
+
+
+def settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+    """The settings of its loss. Raises RequestError for one that is text."""
+    found = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") == "text":
+            raise RequestError(f"the loss setting {name!r} is text; here all are numbers")
+        found[name] = value.number
+    return found
 
 
 def encode_pass(passed: Passed) -> bytes:
@@ -146,27 +156,25 @@ def _tensor(values: Floats | Ids, dtype: pb.DType.ValueType) -> pb.Tensor:
     return pb.Tensor(dense=values.tobytes(), dtype=dtype, shape=values.shape)
 
 
-def _settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
-    settings = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():
-        if value.WhichOneof("value") == "text":
-            raise RequestError(f"the loss setting {name!r} is text; here all are numbers")
-        settings[name] = value.number
-    return settings
-
-
 def _example(datum: pb.Datum, index: int) -> Example:
     tokens: list[int] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise RequestError(f"datum {index} has images or audio; this server takes text alone")
-        tokens += _array(chunk.encoded_text.tokens, pb.DTYPE_INT32).tolist()
+        packed = chunk.encoded_text.tokens
+        if len(packed) % 4:
+            raise RequestError(f"datum {index} has tokens that are none: {len(packed)} bytes")
+        tokens += _array(packed, pb.DTYPE_INT32).tolist()
     inputs = {name: _decoded(tensor, index) for name, tensor in datum.loss_fn_inputs.items()}
     if TARGETS not in inputs:
         raise RequestError(f"datum {index} has no {TARGETS}")
-    targets = inputs.pop(TARGETS).astype(np.int64)
+    targets = inputs.pop(TARGETS)
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise RequestError(f"datum {index} has {TARGETS} of {targets.dtype}; expected int64")
     return Example(
-        tuple(tokens), targets, {name: one.astype(np.float32) for name, one in inputs.items()}
+        tuple(tokens),
+        targets.astype(np.int64),
+        {name: one.astype(np.float32) for name, one in inputs.items()},
     )
 
 
@@ -183,6 +191,8 @@ def _decoded(tensor: pb.Tensor, index: int) -> NDArray[np.generic]:
 
 def _from_sparse(tensor: pb.Tensor, shape: tuple[int, ...]) -> NDArray[np.generic]:
     rows, columns = shape
+    if rows * columns > LARGEST_SPARSE:
+        raise ValueError(f"{rows} by {columns} entries are more than {LARGEST_SPARSE}")
     values = _array(tensor.sparse_csr.values, tensor.dtype)
     ends = _array(tensor.sparse_csr.crow_indices, pb.DTYPE_INT64).astype(np.int64)
     places = _array(tensor.sparse_csr.col_indices, pb.DTYPE_INT64).astype(np.int64)

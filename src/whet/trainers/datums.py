@@ -86,7 +86,7 @@ class DatumTrainer:
         """Add the gradient of a loss, unless `forward_only`.
 
         Raises:
-            RequestError: the data or the settings do not go with the loss; nothing was changed.
+            RequestError: the data or the settings do not go with the loss.
         """
         config = _config(loss, settings)
         for index, datum in enumerate(data):
@@ -124,6 +124,8 @@ class DatumTrainer:
         value = loss_N.sum()
         loss = value.item()
         if not math.isfinite(loss):
+            if bool(logp_N.isfinite().all()):
+                raise RequestError(f"the loss is {loss}: weights or advantages are too large")
             raise TrainerError(f"the loss is {loss}: the model's logits are not finite")
         if not forward_only:
             self._passes.weights.add(self._passes.weights.gradient(value))
@@ -145,14 +147,13 @@ class DatumTrainer:
             raise RequestError(
                 f"{here} has {len(datum.tokens)} tokens; this model takes 1 to {most}"
             )
-        if datum.targets.ndim not in (1, 2) or len(datum.targets) != len(datum.tokens):
+        shape = datum.targets.shape
+        if len(shape) not in (1, 2) or shape[0] != len(datum.tokens) or 0 in shape:
             raise RequestError(
-                f"{here} has target_tokens of shape {datum.targets.shape} for "
+                f"{here} has target_tokens of shape {shape} for "
                 f"{len(datum.tokens)} tokens; expected one or K targets for each"
             )
-        ids = [min(datum.tokens), max(datum.tokens)]
-        if datum.targets.size:
-            ids += [int(datum.targets.min()), int(datum.targets.max())]
+        ids = [*datum.tokens, int(datum.targets.min()), int(datum.targets.max())]
         if min(ids) < 0 or max(ids) >= self._policy.vocabulary:
             raise RequestError(f"{here} has ids outside 0 to {self._policy.vocabulary - 1}")
         if set(datum.inputs) != set(INPUTS[loss]):
@@ -161,10 +162,9 @@ class DatumTrainer:
                 f"target_tokens, {', '.join(INPUTS[loss])}"
             )
         for name, values in datum.inputs.items():
-            if values.shape != datum.targets.shape:
+            if values.shape != shape:
                 raise RequestError(
-                    f"{here} has {name} of shape {values.shape}, "
-                    f"but target_tokens of shape {datum.targets.shape}"
+                    f"{here} has {name} of shape {values.shape}, but target_tokens of shape {shape}"
                 )
             if not np.isfinite(values).all():
                 raise RequestError(f"{here} has {name} that are not finite")
