@@ -15,6 +15,7 @@ import httpx
 import pytest
 from processes import Command, start
 
+from tinker_serving import KEY, Server
 from whet.store.sqlite import SQLiteStore
 from whet.types import Status
 
@@ -183,6 +184,29 @@ def test_what_the_user_has_to_mend_ends_all_of_it(folder: Path) -> None:
         assert up.ends() == 2
         assert "runner-1 | whet: 'agent.py' has no 'slove'" in up.lines
         assert not processes_in(folder)
+
+
+@pytest.fixture
+def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
+    server = Server(tmp_path_factory.mktemp("tinker") / "dir")
+    yield server
+    server.stop()
+
+
+def test_all_of_it_at_a_tinker_service(folder: Path, service: Server) -> None:
+    place = ("--trainer=tinker", "--trainer.weights=lora", f"--tinker.base-url={service.url}")
+    command = ("up", "agent.py:solve", *TRAINING, "--runner.concurrency=3", *place)
+    with start(folder, *command, TINKER_API_KEY="tml-another") as up:
+        assert up.ends() == 2
+        assert "wrong API key: set TINKER_API_KEY" in up.hears("train    | whet: ")
+    with start(folder, *command, TINKER_API_KEY=KEY) as up:
+        for number, name in enumerate(["serve", "train"], start=1):
+            up.hears(f" {number}/4 ")
+            os.kill(pid_of(folder, name), signal.SIGKILL)
+            up.hears(f"{name:<9}| died (SIGKILL)")
+        assert up.ends() == 0, up.said
+        assert not processes_in(folder)
+    check(folder, json.loads((folder / ".whet/runs/default/report.json").read_text()))
 
 
 def processes_in(folder: Path) -> dict[str, int]:

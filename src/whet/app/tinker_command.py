@@ -36,6 +36,11 @@ def tinker_server_command(args: argparse.Namespace, config: RunConfig) -> int:
 async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
     if args.engines < 1:
         raise ConfigError(f"--engines is at least 1; found {args.engines}")
+    if config.engine.kind != "local":
+        raise ConfigError(
+            f"engine.kind is {config.engine.kind!r}, but this server samples from the model in its "
+            "own process: leave --engine out"
+        )
     key = make_token(config.dir, file=KEY, variable=VARIABLE, prefix=PREFIX)
     if not key.value.startswith(PREFIX):
         raise ConfigError(f"the client takes no key that does not begin with {PREFIX!r}")
