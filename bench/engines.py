@@ -1,6 +1,6 @@
 """What the gateway costs in front of vLLM: tokens per second, and time to the first token.
 
-    python bench/engines.py --url http://127.0.0.1:8000 [--model smollm2] [--concurrency 1 16 64]
+    python bench/engines.py --url http://127.0.0.1:8000 [--pid PID] [--concurrency 1 16 64]
 
 The same streamed chat requests, for ids and log-probabilities as any recorder for training asks
 them, go to a vLLM that runs already (1) straight and (2) through the gateway, which renders,
@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -51,8 +51,10 @@ class Measured:
     seconds: float
     first: float
     """Median time to the first token."""
-    cpu: float
+    gateway_cpu: float
     """Seconds that the gateway computed meanwhile."""
+    vllm_cpu: float
+    """Seconds that the vLLM did, where its process is known."""
 
     @property
     def rate(self) -> float:
@@ -113,9 +115,9 @@ async def measure(
     count: int,
     most: int,
     seed: int,
-    pid: int,
+    pids: tuple[int, int | None],
 ) -> Measured:
-    """`count` requests to these places, so many at once; `pid` is the gateway's."""
+    """`count` requests to these places, so many at once; `pids` are the gateway's and vLLM's."""
     tasks = iter(problems("train", count, seed))
     results: list[tuple[int, float]] = []
 
@@ -137,14 +139,14 @@ async def measure(
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        began, before = time.perf_counter(), cpu_seconds(pid)
+        began, before = time.perf_counter(), [cpu_seconds(pid) for pid in pids]
         await asyncio.gather(*(work(n) for n in range(concurrency)))
         seconds = time.perf_counter() - began
     return Measured(
         sum(tokens for tokens, _ in results),
         seconds,
-        statistics.median(first for _, first in results),
-        cpu_seconds(pid) - before,
+        median(first for _, first in results),
+        *(cpu_seconds(pid) - spent for pid, spent in zip(pids, before, strict=True)),
     )
 
 
@@ -155,10 +157,18 @@ def start_gateway(url: str, model: str) -> tuple[subprocess.Popen[str], list[dic
     return server, json.loads(server.stdout.readline())
 
 
-def cpu_seconds(pid: int) -> float:
-    """What a process has computed: unlike rates, it does not depend on what else is going on."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(pid: int | None) -> float:
+    """What a process and its descendants have computed: rates depend on what else is going on."""
+    family, ticks = {pid}, 0
+    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if (number := int(stat.parent.name)) in family or int(fields[1]) in family:
+            family.add(number)
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -168,8 +178,9 @@ async def run(args: argparse.Namespace) -> None:
         model = (await reply.json())["data"][0]["id"]
     sides = {"straight": ([(f"{args.url}/v1", "none")], model), "gateway": (through, "policy")}
     print(f"{args.model}, {args.most} new tokens at most; medians of {args.rounds} rounds in turns")
-    print("| at once | straight tok/s | gateway | ratio | straight first | gateway | CPU a token |")
-    print("|---|---|---|---|---|---|---|")
+    print("| at once | straight tok/s | gateway | ratio | straight first | gateway |", end="")
+    print(" CPU µs a token: vLLM, straight | vLLM, through | gateway |")
+    print("|---|---|---|---|---|---|---|---|---|")
     try:
         for concurrency in args.concurrency:
             count = max(args.least, args.each * concurrency)
@@ -179,7 +190,13 @@ async def run(args: argparse.Namespace) -> None:
                 # Each goes first in turn, and with new tasks: nothing is in a prefix cache but
                 # what all begin with.
                 for side in sorted(sides, reverse=turn % 2 == 0):
-                    load = (concurrency, count, args.most, random.getrandbits(32), server.pid)
+                    load = (
+                        concurrency,
+                        count,
+                        args.most,
+                        random.getrandbits(32),
+                        (server.pid, args.pid),
+                    )
                     found[side] = await measure(*sides[side], *load)
                 rounds.append(found)
             print(row(concurrency, rounds[1:]), flush=True)  # the first warms up
@@ -191,16 +208,20 @@ async def run(args: argparse.Namespace) -> None:
 
 def row(concurrency: int, rounds: Sequence[dict[str, Measured]]) -> str:
     """Of the table: what both came to in the same rounds."""
-    ratio = statistics.median(each["gateway"].rate / each["straight"].rate for each in rounds)
-    cpu = statistics.median(each["gateway"].cpu / each["gateway"].tokens for each in rounds)
-    rates, firsts = (
-        [statistics.median(tell(each[side]) for each in rounds) for side in ("straight", "gateway")]
-        for tell in (lambda m: m.rate, lambda m: m.first)
-    )
-    return (
-        f"| {concurrency} | {rates[0]:.1f} | {rates[1]:.1f} | {ratio:.3f} | "
-        f"{1000 * firsts[0]:.0f} ms | {1000 * firsts[1]:.0f} ms | {1e6 * cpu:.0f} µs |"
-    )
+    straight, gateway = ([each[side] for each in rounds] for side in ("straight", "gateway"))
+    ratios = [b.rate / a.rate for a, b in zip(straight, gateway, strict=True)]
+    cells = [
+        f"{concurrency}",
+        *(f"{median(m.rate for m in side):.1f}" for side in (straight, gateway)),
+        f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        *(f"{1000 * median(m.first for m in side):.0f} ms" for side in (straight, gateway)),
+        *(
+            f"{1e6 * median(m.vllm_cpu / m.tokens for m in side):.0f}"
+            for side in (straight, gateway)
+        ),
+        f"{1e6 * median(m.gateway_cpu / m.tokens for m in gateway):.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -208,6 +229,7 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--pid", type=int, help="of `vllm serve`, to tell what it computes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most", type=int, default=32, help="new tokens of a request")
     parser.add_argument("--each", type=int, default=2, help="requests for each that runs at once")
