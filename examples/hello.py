@@ -23,6 +23,7 @@ import whet
 from whet.app.addresses import DEFAULT_STORE, PORT
 from whet.app.cli import main as whet_command
 from whet.demos.hello import identities, say_it
+from whet.errors import ConfigError
 
 RUN = "hello"
 TINKER = "http://127.0.0.1:4748"
@@ -106,4 +107,7 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"hello: {error}")

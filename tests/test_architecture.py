@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "protocols": {"types", "config"},
+    "durable": set(),
     "jsonlines": {"errors"},
     "rows": {"types", "config"},
     "recorded": {"types", "protocols", "errors"},
@@ -34,18 +35,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gateway": SHARED | {"otlp"},
     "store": SHARED | {"serving", "otlp"},
     "tracking": SHARED | {"jsonlines"},
-    "policies": SHARED,
-    "trainers": SHARED | {"policies"},
+    "policies": SHARED | {"durable"},
+    "trainers": SHARED | {"policies", "durable"},
     "engines": SHARED | {"policies"},
     "step": SHARED | {"rows", "selection"},
     "loop": SHARED | {"step"},
     "overlapped": SHARED | {"step"},
     "demos": PUBLIC,
-    "tinker_server": SHARED,
+    "tinker_server": SHARED | {"durable"},
     "app": SHARED
     | {"rows", "selection", "loop", "overlapped", "algorithms", "runners", "gateway", "store"}
     | {"policies", "trainers", "engines", "demos", "serving", "jsonlines", "tracking", ""}
-    | {"tinker_server", "recorded"},
+    | {"tinker_server", "recorded", "durable"},
     # The package itself: its names are imported when they are asked for, not before.
     "": set(),
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from whet.config import RunConfig, explain, merge, resolve
+from whet.durable import whole_file
 from whet.errors import ConfigError
 
 MAY_CHANGE = frozenset(
@@ -173,15 +174,10 @@ def _writing(path: Path) -> Generator[None]:
 
 
 def _write_whole(file: Path, content: bytes, mode: int = 0o666) -> None:
-    """The file has all of it or was not touched, whenever the process is killed."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.unlink(missing_ok=True)
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(handle, "wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(partial, file)
+    with whole_file(file) as partial:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(handle, "wb") as opened:
+            opened.write(content)
 
 
 def _leaves(values: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, JsonValue]]:

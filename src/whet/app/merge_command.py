@@ -8,9 +8,9 @@ import anyio
 
 from whet.app.sources import LocalModel, read_models
 from whet.config import TrainerConfig
+from whet.durable import whole_folder
 from whet.errors import ConfigError, boundary
 from whet.policies.local import LocalPolicy
-from whet.trainers.checkpoint import appear_whole
 from whet.trainers.local import LocalTrainer
 
 
@@ -38,8 +38,8 @@ async def _merge(model: LocalModel, out: Path) -> None:
     if model.checkpoint is not None:
         await LocalTrainer(policy).restore(model.checkpoint)
     policy.merge()
-    with boundary(ConfigError, f"cannot write {str(out)!r}"):
-        appear_whole(out, policy.write_model)
+    with boundary(ConfigError, f"cannot write {str(out)!r}"), whole_folder(out) as folder:
+        policy.write_model(folder)
 
 
 def _say(text: str) -> None:

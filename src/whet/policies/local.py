@@ -4,7 +4,6 @@ In bf16 the weights that are run are rounded copies of what the trainer keeps in
 trainer run the same ones, so that their log-probabilities differ only by the order of sums.
 """
 
-import os
 import shutil
 import threading
 import warnings
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from whet.config import TrainerConfig
+from whet.durable import whole_file
 from whet.errors import ConfigError, EngineError, TrainerError, boundary
 from whet.policies import attention
 from whet.policies.head import Head
@@ -169,11 +169,8 @@ class LocalPolicy:
     def write_weights(self, file: Path) -> None:
         """What training changes, for a policy in another process. Appears whole or not at all."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.partial")
-        safetensors.save_file({n: p.detach() for n, p in self.trainable().items()}, partial)
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(partial, file)
+        with whole_file(file) as to:
+            safetensors.save_file({n: p.detach() for n, p in self.trainable().items()}, to)
 
     def load_weights(self, file: Path, version: int) -> None:
         """Take over what `write_weights` wrote; bit for bit, so both give the same numbers.

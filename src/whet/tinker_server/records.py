@@ -6,16 +6,17 @@ runs/<run>/run.json
 runs/<run>/<weights | sampler_weights | external_weights>/<name>/checkpoint.json
 """
 
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import JsonValue
 
+from whet.durable import PARTIAL, whole_file, whole_folder
 from whet.errors import NotFound, RequestError
 from whet.tinker_server.workshop import Lora
 from whet.types import Value
@@ -30,6 +31,8 @@ KINDS: dict[str, str] = {
 }
 """As paths name them, and as the client does."""
 SCHEME = "tinker://"
+SAID = "checkpoint.json"
+"""What is said of a checkpoint, among its files."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,199}")
 
 
@@ -144,7 +147,7 @@ class Records:
 
     def checkpoint(self, path: str) -> Checkpoint:
         """One checkpoint. Raises NotFound if there is none, or no longer."""
-        found = _read(self.folder(path) / "checkpoint.json", Checkpoint, "checkpoint", path)
+        found = _read(self.folder(path) / SAID, Checkpoint, "checkpoint", path)
         if found.expires is not None and found.expires < time.time():
             raise NotFound(f"the checkpoint {path!r} has expired")
         return found
@@ -167,28 +170,16 @@ class Records:
         """Bytes on disk."""
         return sum(file.stat().st_size for file in self.folder(path).rglob("*") if file.is_file())
 
-    def keep_checkpoint(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Have what was written to a folder be the checkpoint, whole from one moment on."""
-        target = self.folder(checkpoint.path)
-        _write(folder / "checkpoint.json", checkpoint)
-        for file in folder.rglob("*"):
-            _sync(file)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(folder, target)
-        _sync(target.parent)
+    @contextmanager
+    def keeping(self, checkpoint: Checkpoint) -> Generator[Path]:
+        """An empty folder to write a checkpoint to, which is there whole from one moment on."""
+        with whole_folder(self.folder(checkpoint.path)) as folder:
+            yield folder
+            (folder / SAID).write_text(checkpoint.model_dump_json())
 
     def change(self, checkpoint: Checkpoint) -> None:
         """Write what is said of a checkpoint anew."""
-        _write(self.folder(checkpoint.path) / "checkpoint.json", checkpoint)
-
-    def partial(self, path: str) -> Path:
-        """An empty folder to write a checkpoint to."""
-        target = self.folder(path)
-        folder = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        return folder
+        _write(self.folder(checkpoint.path) / SAID, checkpoint)
 
     def delete(self, path: str) -> None:
         """Remove a checkpoint. Raises NotFound."""
@@ -208,7 +199,7 @@ class Records:
                 yield file.parent
 
     def _drop_unfinished(self) -> None:
-        for folder in self._folder.glob("runs/*/*/.*.partial"):
+        for folder in self._folder.glob(f"runs/*/*/{PARTIAL.format('*')}"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -226,15 +217,5 @@ def _read(file: Path, kind: type[V], what: str, name: str | None = None) -> V:
 
 
 def _write(file: Path, value: Value) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(value.model_dump_json())
-    _sync(partial)
-    os.replace(partial, file)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with whole_file(file) as partial:
+        partial.write_text(value.model_dump_json())

@@ -165,9 +165,8 @@ class _Training:
         if records.folder(saved.path).exists() and not body.overwrite:
             again = "pass overwrite=True or " if kind == "weights" else ""
             raise RequestError(f"there is a checkpoint {saved.path!r}: {again}choose another name")
-        folder = records.partial(saved.path)
-        await self._context.runs.save(run.id, folder, kind)
-        records.keep_checkpoint(saved, folder)
+        with records.keeping(saved) as folder:
+            await self._context.runs.save(run.id, folder, kind)
         return saved
 
     async def load(self, request: Request) -> Response:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from whet.config import AdamConfig, LossConfig
+from whet.durable import whole_folder
 from whet.errors import TrainerError, boundary
 from whet.protocols import Trainer
-from whet.trainers.checkpoint import appear_whole
 from whet.types import Metrics, Row
 
 STATE = "state.json"
@@ -63,7 +63,8 @@ class FakeTrainer(Trainer):
         return self.version
 
     async def save(self, folder: Path) -> None:
-        appear_whole(folder, self._write)
+        with whole_folder(folder) as to:
+            self._write(to)
 
     async def restore(self, folder: Path) -> None:
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
@@ -72,7 +73,8 @@ class FakeTrainer(Trainer):
         self._gradient = []
 
     async def export(self, folder: Path) -> None:
-        appear_whole(folder, self._write)
+        with whole_folder(folder) as to:
+            self._write(to)
 
     def _write(self, folder: Path) -> None:
         state = {"version": self.version, "trained": self.trained}

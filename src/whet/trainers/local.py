@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from whet.config import AdamConfig, LossConfig
+from whet.durable import whole_folder
 from whet.errors import TrainerError, boundary
 from whet.policies.local import LocalPolicy
 from whet.protocols import Trainer
 from whet.trainers.batch import Batch
-from whet.trainers.checkpoint import appear_whole
 from whet.trainers.loss import divergence, ratios, total
 from whet.trainers.passes import Passes
 from whet.trainers.scoring import Scores
@@ -48,13 +48,13 @@ class LocalTrainer(Trainer):
         return self._policy.version
 
     async def save(self, folder: Path) -> None:
-        await self._passes.in_thread(lambda: appear_whole(folder, self._write_state))
+        await self._passes.in_thread(lambda: _write(folder, self._write_state))
 
     async def restore(self, folder: Path) -> None:
         await self._passes.in_thread(lambda: self._restore(folder))
 
     async def export(self, folder: Path) -> None:
-        await self._passes.in_thread(lambda: appear_whole(folder, self._policy.write_model))
+        await self._passes.in_thread(lambda: _write(folder, self._policy.write_model))
 
     # ----------------------------------------------------------------- in a worker thread
 
@@ -126,6 +126,11 @@ class LocalTrainer(Trainer):
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
             version = int(json.loads((folder / STATE).read_text())["version"])
         self._passes.weights.restore(folder, version)
+
+
+def _write(folder: Path, write: Callable[[Path], None]) -> None:
+    with whole_folder(folder) as to:
+        write(to)
 
 
 def _refuse_unusable(rows: Sequence[Row]) -> None:

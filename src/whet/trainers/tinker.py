@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whet.config import AdamConfig, LossConfig
+from whet.durable import whole_folder
 from whet.errors import TrainerError, boundary
 from whet.policies.tinker import Datum, Floats, TinkerPolicy
 from whet.protocols import Trainer
-from whet.trainers.checkpoint import appear_whole
 from whet.types import Metrics, Row
 
 STATE = "state.json"
@@ -53,7 +53,8 @@ class TinkerTrainer(Trainer):
     async def save(self, folder: Path) -> None:
         path = await self._policy.save()
         state = {"path": path, "version": self._policy.version}
-        appear_whole(folder, lambda to: _write(to, state))
+        with whole_folder(folder) as to:
+            _write(to, state)
         before, self._states[folder] = self._states.get(folder), path
         gone = [known for known in self._states if not known.exists()]
         for old in [before, *map(self._states.pop, gone)]:
@@ -69,7 +70,8 @@ class TinkerTrainer(Trainer):
 
     async def export(self, folder: Path) -> None:
         files = await self._policy.export()
-        appear_whole(folder, lambda to: _write_files(to, files))
+        with whole_folder(folder) as to:
+            _write_files(to, files)
 
     def _measured(self, rows: Sequence[Row], logprobs: list[Floats], loss: LossConfig) -> Metrics:
         """Means over trained tokens; the entropy is estimated from what was sampled."""

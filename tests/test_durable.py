@@ -5,27 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from whet.trainers.checkpoint import appear_whole
+from whet.durable import whole_file, whole_folder
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from whet.trainers.checkpoint import appear_whole
+from whet.durable import whole_folder
 
-def write(folder):
+with whole_folder(Path(sys.argv[1])) as folder:
     (folder / "weights").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
-
-appear_whole(Path(sys.argv[1]), write)
 """
 
 
 def write(text: str, folder: Path) -> None:
-    def one(partial: Path) -> None:
+    with whole_folder(folder) as partial:
         (partial / "deep").mkdir()
         (partial / "deep" / "weights").write_text(text)
-
-    appear_whole(folder, one)
 
 
 def read(folder: Path) -> str:
@@ -51,10 +47,31 @@ def test_a_failure_while_writing_leaves_what_was_there_before(tmp_path: Path) ->
     folder = tmp_path / "step"
     write("old", folder)
 
-    def fails(partial: Path) -> None:
-        (partial / "weights").write_text("half")
-        raise OSError("disk full")
+    def fails() -> None:
+        with whole_folder(folder) as partial:
+            (partial / "weights").write_text("half")
+            raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        appear_whole(folder, fails)
+        fails()
     assert read(folder) == "old"
+
+
+def test_a_file_is_the_old_one_until_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "said.json"
+    with whole_file(file) as partial:
+        partial.write_text("old")
+
+    def fails() -> None:
+        with whole_file(file) as partial:
+            partial.write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fails()
+    assert file.read_text() == "old"
+    with whole_file(file) as partial:
+        assert not partial.exists()
+        partial.write_text("new")
+    assert file.read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["said.json"]
