@@ -9,10 +9,10 @@ import torch
 
 from whet.app.local_sampler import LocalWeights
 from whet.app.published import PolicyFollower, PublishedPolicy, PublishingTrainer
-from whet.app.working import POLICY
 from whet.config import AdamConfig, RunConfig, TrainerConfig
 from whet.errors import EngineError
 from whet.policies.local import LocalPolicy
+from whet.runners.given import POLICY
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import Attempt, AttemptId, Rollout

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
-from whet.app.working import POLICY
 from whet.errors import ConfigError, NotFound
 from whet.protocols import Resources
 from whet.runners.agent import Agent, read_agent
-from whet.runners.given import check_resources
+from whet.runners.given import POLICY, check_resources
 from whet.runners.hooks import Hooks
 from whet.types import GATEWAY_PREFIX, Name
 

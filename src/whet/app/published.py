@@ -9,11 +9,11 @@ from typing import Protocol
 import anyio
 from pydantic import ValidationError
 
-from whet.app.working import POLICY
 from whet.config import AdamConfig, LossConfig, RunConfig, TinkerConfig, TrainerConfig
 from whet.errors import EngineError, NotFound, StoreError
 from whet.policies.catalogue import available, resolve_model
 from whet.protocols import Resources, Trainer
+from whet.runners.given import POLICY
 from whet.types import Attempt, Metrics, Resource, Row, Value
 
 logger = logging.getLogger(__name__)

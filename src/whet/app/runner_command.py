@@ -13,7 +13,6 @@ from anyio import create_task_group
 
 from whet.app.places import Place, allow_many_files, joined, place_of, say
 from whet.app.signals import run_async, stoppable
-from whet.app.working import POLICY
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.gateway import keys
@@ -21,6 +20,7 @@ from whet.protocols import Store
 from whet.runners.agent import Agent, read_agent
 from whet.runners.execution import check_runnable
 from whet.runners.gateways import Gateways, NoGateway, RemoteGateways
+from whet.runners.given import POLICY
 from whet.runners.hooks import Hooks, load_hooks
 from whet.runners.local import LocalRunner
 from whet.types import Attempt, GatewayAddress, Outcome

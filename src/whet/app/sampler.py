@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from whet.app.notify import notified
 from whet.app.published import PublishedPolicy, ServedPolicy
-from whet.app.working import POLICY, Gateway
+from whet.app.working import Gateway
 from whet.config import GatewayConfig, RunConfig
 from whet.errors import MissingExtra
 from whet.gateway.app import build_app
@@ -19,6 +19,7 @@ from whet.gateway.render import Renderer
 from whet.gateway.service import Log, Service
 from whet.gateway.template import ChatTemplate
 from whet.protocols import Engine
+from whet.runners.given import POLICY
 from whet.serving import AppServer
 from whet.types import Attempt
 

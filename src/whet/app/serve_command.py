@@ -13,11 +13,11 @@ from whet.app.places import Place, allow_many_files, joined, place_of, say
 from whet.app.published import PolicyFollower, PublishedPolicy, read_policy
 from whet.app.sampler import Sampler, serve, served_sampler
 from whet.app.signals import run_async, stoppable
-from whet.app.working import POLICY
 from whet.config import EngineConfig, RunConfig, resolve
 from whet.errors import ConfigError, MissingExtra, NotFound
 from whet.policies.catalogue import resolve_model
 from whet.protocols import Resources, Store
+from whet.runners.given import POLICY
 from whet.store.sql import DEFAULT_RUN
 from whet.types import GATEWAY_PREFIX
 

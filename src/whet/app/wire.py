@@ -13,7 +13,7 @@ from whet.app.given import Surroundings, published
 from whet.app.local_sampler import local_sampler
 from whet.app.published import PolicyFollower, PublishingTrainer, TrainedPolicy, read_policy
 from whet.app.sampler import serve, served_sampler
-from whet.app.working import POLICY, Gateway, agents_at_work
+from whet.app.working import Gateway, agents_at_work
 from whet.config import RunConfig
 from whet.engines.scorer import LocalScorer
 from whet.errors import MissingExtra
@@ -23,6 +23,7 @@ from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, Trainer
 from whet.runners.agent import Agent
 from whet.runners.collect import QueueCollector
 from whet.runners.execution import check_runnable
+from whet.runners.given import POLICY
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.types import Attempt, Endpoint, Outcome

@@ -15,9 +15,6 @@ from whet.runners.hooks import Hooks
 from whet.runners.local import LocalRunner, Work
 from whet.types import Attempt, Endpoint, Outcome
 
-POLICY = "policy"
-"""The resource that says what is served; and the name agents see as their model."""
-
 
 def endpoint_of(url: str, secret: bytes, model: str) -> Callable[[Attempt], Endpoint]:
     """Where an attempt reaches its model: path and key both name the attempt."""

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import JsonValue
 
-from whet.errors import BadReward
+from whet.errors import AgentFailed, BadReward
 from whet.types import Endpoint, Reward
 
 TIMEOUT_S = 30.0
@@ -57,7 +57,11 @@ def environment_of(llm: Endpoint) -> dict[str, str]:
 
 
 def read_posted(llm: Endpoint) -> list[Reward]:
-    """The rewards that were posted for the attempt so far; none if its gateway does not say."""
+    """The rewards that were posted for the attempt so far; none if its gateway does not say.
+
+    Raises:
+        AgentFailed: the gateway cannot be asked, so nobody knows what was posted.
+    """
     url = urlsplit(f"{llm.base_url}/rewards")
     connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     connection = connect(url.hostname or "", url.port, timeout=TIMEOUT_S)
@@ -69,7 +73,9 @@ def read_posted(llm: Endpoint) -> list[Reward]:
         if reply.status != 200:
             return []
         return [Reward.model_validate(each) for each in json.loads(body)["rewards"]]
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+    except (OSError, http.client.HTTPException) as error:
+        raise AgentFailed(f"cannot ask {url.netloc} which rewards were posted: {error}") from error
+    except (ValueError, KeyError, TypeError):
         return []
     finally:
         connection.close()

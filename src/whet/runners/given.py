@@ -12,7 +12,8 @@ from whet.types import Attempt, AttemptedRollout, Endpoint, PromptTemplate
 T = TypeVar("T", bound=BaseModel)
 
 POLICY = "policy"
-"""Of `llms`: the model that is trained."""
+"""The model that is trained: of `llms`, as agents see it, and as the resource that says where its
+weights are."""
 
 
 class KeyedEndpoint(BaseModel):
