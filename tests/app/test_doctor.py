@@ -1,15 +1,20 @@
-"""What `whet doctor` says of a template."""
+"""What `whet doctor` says of templates, traffic and runs."""
 
 import argparse
 import json
 from pathlib import Path
 
+import anyio
 import pytest
 
 from whet.app.cli import build_parser
 from whet.app.doctor import run_doctor, template_verdict
+from whet.app.folder import RunFolder
+from whet.config import RunConfig
 from whet.errors import ConfigError
 from whet.policies.catalogue import TINY
+from whet.store.sqlite import SQLiteStore
+from whet.types import Outcome, Rollout
 
 COUNTING = (
     "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -131,3 +136,28 @@ def test_traffic_that_is_not_json_is_told_by_its_line(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run"):
         run_doctor(args_of(run=str(tmp_path)))
+
+
+def test_a_run_of_several_processes_is_found_in_the_store_beside_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WHET_STORE", raising=False)
+    folder = RunFolder.create(RunConfig(name="mine"), "train")
+    with pytest.raises(ConfigError, match="are not on this machine: name their store with --store"):
+        run_doctor(args_of(run="mine"))
+
+    async def fill(run: str, rollouts: int) -> None:
+        async with SQLiteStore(tmp_path / ".whet" / "store.db", run=run) as store:
+            for number in range(rollouts):
+                await store.enqueue([Rollout(id=f"{number}", task=None, group="g")])
+                attempt = await store.claim("w", lease_s=60, wait_s=0)
+                assert attempt is not None
+                await store.finish(attempt.id, Outcome(reward=1.0))
+
+    anyio.run(fill, "mine", 2)
+    anyio.run(fill, "another", 3)
+    for named in ("mine", ".whet/runs/mine", str(folder.path)):
+        run_doctor(args_of(run=named, as_json=True))
+        assert json.loads(capsys.readouterr().out)["rollouts"] == 2
+    assert not folder.store.exists()

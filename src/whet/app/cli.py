@@ -72,6 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--template", default=None, metavar="FILE", help="a template to judge")
     doctor.add_argument("--tokenizer", default=None, metavar="DIR", help="for --template")
     doctor.add_argument("--run", default=None, dest="run_folder", metavar="DIR", help="a run")
+    doctor.add_argument(
+        "--store",
+        default=os.environ.get(STORE_VARIABLE),
+        metavar="URL",
+        help="of a run in several processes, if it is not on this machine [WHET_STORE]",
+    )
     doctor.add_argument("--traffic", default=None, metavar="FILE", help="recorded calls, JSONL")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)

@@ -14,6 +14,7 @@ from typing import cast
 import anyio
 from pydantic import JsonValue
 
+from whet.app.addresses import STORE_VARIABLE
 from whet.app.drift import drift_report
 from whet.app.folder import RunFolder
 from whet.app.traffic import traffic_report
@@ -21,6 +22,9 @@ from whet.errors import ConfigError
 from whet.gateway.render import Renderer
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
+from whet.protocols import Store
+from whet.store.opening import open_store
+from whet.store.token import FOLDER
 
 ROWS = ("mode", "close", "drops_thinking", "tools", "parser", "reasoning")
 
@@ -42,9 +46,7 @@ def template_verdict(
 def run_doctor(args: argparse.Namespace) -> int:
     """Print what was found out: a table, or with `--json` one JSON object."""
     if args.run_folder:
-        folder = RunFolder(Path(args.run_folder))
-        selection = folder.config().selection
-        found = anyio.run(drift_report, folder.store, selection)
+        found = anyio.run(_drift, _run_of(args.run_folder), args.store)
         text = describe_counts(found)
     elif args.traffic:
         found = traffic_report(Path(args.traffic), ChatTemplate(_folder(args)))
@@ -54,6 +56,37 @@ def run_doctor(args: argparse.Namespace) -> int:
         text = describe(found)
     sys.stdout.write((json.dumps(found, ensure_ascii=False) if args.json else text) + "\n")
     return 0
+
+
+def _run_of(named: str) -> RunFolder:
+    """A run by its folder, or by the name it has in this folder."""
+    by_name = RunFolder(FOLDER / "runs" / named)
+    return by_name if by_name.config_file.exists() else RunFolder(Path(named))
+
+
+async def _drift(folder: RunFolder, store: str | None) -> dict[str, JsonValue]:
+    selection = folder.config().selection
+    async with _records(folder, store) as records:
+        return await drift_report(records, selection)
+
+
+def _records(folder: RunFolder, store: str | None) -> Store:
+    """Of a run: in its own file, at the store it is said to be at, or in the file of `whet store`.
+
+    Raises:
+        ConfigError: they are in none of these.
+    """
+    run, shared = folder.path.resolve().name, folder.path.resolve().parent.parent / "store.db"
+    if folder.store.exists():
+        return open_store(folder.store)
+    if store is not None:
+        return open_store(store, run=run)
+    if shared.exists():
+        return open_store(shared, run=run)
+    raise ConfigError(
+        f"the records of {str(folder.path)!r} are not on this machine: name their store with "
+        f"--store, or set {STORE_VARIABLE}"
+    )
 
 
 def describe_counts(found: dict[str, JsonValue]) -> str:

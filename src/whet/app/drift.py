@@ -3,15 +3,14 @@
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pydantic import JsonValue
 
 from whet.config import SelectionConfig
+from whet.protocols import Store
 from whet.recorded import Untold, untold_calls
 from whet.rows import build_rows
 from whet.selection import count_reasons, why_not
-from whet.store.sqlite import SQLiteStore
 from whet.types import Credit, Mode, StepRecord, Trajectory
 
 PAGE = 256
@@ -85,18 +84,17 @@ class Drift:
         }
 
 
-async def drift_report(file: Path, selection: SelectionConfig) -> dict[str, JsonValue]:
-    """Read a store through and report. `selection` says what would be trained."""
+async def drift_report(store: Store, selection: SelectionConfig) -> dict[str, JsonValue]:
+    """Read the records of a run through and report. `selection` says what would be trained."""
     drift = Drift()
-    async with SQLiteStore(file) as store:
-        last: str | None = None
-        while page := await store.rollouts(mode=Mode.TRAIN, after=last, limit=PAGE):
-            ids = [record.rollout.id for record in page]
-            for trajectory in await store.trajectories(ids):
-                drift.add(trajectory, selection)
-                if not trajectory.calls:
-                    id = trajectory.attempt.id
-                    for call in untold_calls(id, await store.spans(id)):
-                        drift.untold.setdefault(call.server, []).append(call)
-            last = ids[-1]
-        return drift.as_json(await store.steps())
+    last: str | None = None
+    while page := await store.rollouts(mode=Mode.TRAIN, after=last, limit=PAGE):
+        ids = [record.rollout.id for record in page]
+        for trajectory in await store.trajectories(ids):
+            drift.add(trajectory, selection)
+            if not trajectory.calls:
+                id = trajectory.attempt.id
+                for call in untold_calls(id, await store.spans(id)):
+                    drift.untold.setdefault(call.server, []).append(call)
+        last = ids[-1]
+    return drift.as_json(await store.steps())
