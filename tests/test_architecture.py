@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-SRC = Path(__file__).parent.parent / "src" / "whet"
+TESTS = Path(__file__).parent
+SRC = TESTS.parent / "src" / "whet"
 FILES = sorted(SRC.rglob("*.py"))
 
 SHARED = {"types", "errors", "config", "protocols"}
@@ -229,6 +230,12 @@ def test_nothing_banned_is_used(path: Path) -> None:
     roots = {i.module.split(".")[0] for i in imports(path)}
     assert not calls & BANNED_CALLS
     assert not roots & BANNED
+
+
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """pytest imports them by their names alone."""
+    names = [file.name for file in TESTS.rglob("*.py") if file.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_the_checks_see_what_they_should(tmp_path: Path) -> None:
