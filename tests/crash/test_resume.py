@@ -93,12 +93,12 @@ def go(folder: RunFolder, display: Display) -> Result:
     "when",
     [
         pytest.param(
-            lambda phase, step, done: phase == "evaluate before" and done == 2, id="before"
+            lambda phase, step, done: phase == "evaluate before" and done >= 2, id="before"
         ),
-        pytest.param(lambda phase, step, done: phase == "train" and done == 3, id="in a step"),
+        pytest.param(lambda phase, step, done: phase == "train" and done >= 3, id="in a step"),
         pytest.param(lambda phase, step, done: phase == "committed" and step == 2, id="committed"),
-        pytest.param(lambda phase, step, done: step == 2 and done == 5, id="in the last step"),
-        pytest.param(lambda phase, step, done: phase == "evaluate after" and done == 1, id="after"),
+        pytest.param(lambda phase, step, done: step == 2 and done >= 5, id="in the last step"),
+        pytest.param(lambda phase, step, done: phase == "evaluate after" and done >= 1, id="after"),
     ],
 )
 def test_nothing_is_lost_or_trained_twice(
@@ -117,14 +117,18 @@ def test_nothing_is_lost_or_trained_twice(
 
 
 @pytest.mark.parametrize(
-    ("phase", "step", "done"), [("train", 0, 5), ("committed", 1, 0), ("train", 1, 4)]
+    ("phase", "step", "done"), [("train", 0, 5), ("committed", 1, 0), ("train", 1, 1)]
 )
 def test_an_overlapped_run_loses_nothing_either(
     tmp_path: Path, phase: str, step: int, done: int
 ) -> None:
+    def is_due(now: str, steps: int, outcomes: int) -> bool:
+        # At least: how many rollouts end before the next step is trained is nobody's to say.
+        return now == phase and steps >= step and outcomes >= done
+
     folder = new_run(tmp_path, loop="overlapped")
     with pytest.raises(Stop):
-        go(folder, Breaking(lambda *found: found == (phase, step, done)))
+        go(folder, Breaking(is_due))
 
     result = go(RunFolder(folder.path), Breaking())
 
@@ -139,7 +143,7 @@ def test_an_overlapped_run_loses_nothing_either(
 def test_a_checkpoint_without_its_commit_did_not_happen(tmp_path: Path) -> None:
     folder = new_run(tmp_path)
     with pytest.raises(Stop):
-        go(folder, Breaking(lambda phase, step, done: step == 1 and done == 2))
+        go(folder, Breaking(lambda phase, step, done: step == 1 and done >= 2))
     for left in ("step-000001", ".step-000001.partial"):
         (folder.checkpoints / left).mkdir()
         (folder.checkpoints / left / "weights.safetensors").write_bytes(b"half")
@@ -154,7 +158,7 @@ def test_a_lost_checkpoint_is_said_and_nothing_is_trained_on_top_of_the_wrong_we
 ) -> None:
     folder = new_run(tmp_path)
     with pytest.raises(Stop):
-        go(folder, Breaking(lambda phase, step, done: step == 1 and done == 2))
+        go(folder, Breaking(lambda phase, step, done: step == 1 and done >= 2))
     (folder.checkpoints / "step-000000" / "weights.safetensors").unlink()
     with pytest.raises(TrainerError, match="cannot read the checkpoint"):
         go(folder, Breaking())
@@ -170,6 +174,6 @@ def test_a_finished_run_is_only_looked_at(tmp_path: Path) -> None:
 def test_other_tasks_are_refused(tmp_path: Path) -> None:
     folder = new_run(tmp_path)
     with pytest.raises(Stop):
-        go(folder, Breaking(lambda phase, step, done: done == 2))
+        go(folder, Breaking(lambda phase, step, done: done >= 2))
     with pytest.raises(ConfigError, match="the held-out tasks are not those"):
         anyio.run(run_training, ask, TASKS, [*HELD_OUT, "say seven"], folder, Breaking())
