@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from whet.errors import WhetError
+from whet.errors import StoreError, WhetError, boundary
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -45,14 +45,19 @@ class Batcher(Generic[Item, Answer]):
         waiting = _Waiting[Item, Answer](item, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if len(self._senders) < LANES:
-            sender = asyncio.create_task(self._send_all())
-            self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
+            self._senders.add(asyncio.create_task(self._send_all()))
         return await waiting.answer
 
     async def _send_all(self) -> None:
-        while self._waiting:
-            await self._send_some(self._take())
+        sender = asyncio.current_task()
+        assert sender is not None
+        try:
+            while self._waiting:
+                await self._send_some(self._take())
+        finally:
+            # In the same turn of the loop as the last look: whoever comes after it finds no lane
+            # taken by one that sends no more.
+            self._senders.discard(sender)
 
     def _take(self) -> list[_Waiting[Item, Answer]]:
         size, count = 0, 0
@@ -68,7 +73,9 @@ class Batcher(Generic[Item, Answer]):
         if not batch:
             return
         try:
-            answers = await self._send([waiting.item for waiting in batch])
+            with boundary(StoreError, "the store's answer cannot be read"):
+                answers = await self._send([waiting.item for waiting in batch])
+                results = list(zip(batch, answers, strict=True))
         except WhetError as error:
             if len(batch) > 1 and self._is_refusal(error):
                 for waiting in batch:  # one of them spoils it for the others
@@ -77,6 +84,6 @@ class Batcher(Generic[Item, Answer]):
                 for waiting in batch:
                     waiting.fail(error)
         else:
-            for waiting, answer in zip(batch, answers, strict=True):
+            for waiting, answer in results:
                 if not waiting.answer.done():
                     waiting.answer.set_result(answer)
