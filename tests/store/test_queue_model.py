@@ -13,12 +13,9 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
-    consumes,
     initialize,
     invariant,
-    multiple,
     rule,
     run_state_machine_as_test,
 )
@@ -49,6 +46,9 @@ PATIENCE_S = 300
 """Only against waiting for ever: thirty rollouts are a hundred commits one after another, and a
 busy disk takes seconds for one. What is too late is said by the clock below."""
 LOST = FailureKind.WORKER_LOST
+PICKS = st.integers(0, 59)
+"""Which of the attempts so far. Not a bundle of them: who wins a race is nobody's to say, and what
+is drawn must not depend on it."""
 
 Open = Callable[[ExitStack, "Clock"], list[Store]]
 """Opens stores on one new database: the first for most, all of them in races."""
@@ -144,8 +144,6 @@ def rollouts(draw: st.DrawFn) -> Rollout:
 class QueueMachine(RuleBasedStateMachine):
     """Does what orderers and workers do, in any order and some of it at once."""
 
-    attempts = Bundle("attempts")
-
     def __init__(self, open_: Open) -> None:
         super().__init__()
         self.stack = ExitStack()
@@ -154,6 +152,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.stores = open_(self.stack, self.clock)
         self.store = self.stores[0]
         self.models: dict[str, Model] = {}
+        self.attempts: list[str] = []
+        """All that were claimed, in the order of their ids within a claim."""
 
     def teardown(self) -> None:
         async def close() -> None:
@@ -185,6 +185,10 @@ class QueueMachine(RuleBasedStateMachine):
     def claimable(self) -> list[Model]:
         found = [m for m in self.models.values() if m.is_claimable(self.clock.now)]
         return sorted(found, key=lambda m: (-m.rollout.priority, m.order))
+
+    def picked(self, pick: int) -> list[str]:
+        """One of the attempts, if there is any."""
+        return [self.attempts[pick % len(self.attempts)]] if self.attempts else []
 
     def model_of(self, attempt: str) -> Model:
         return self.models[attempt.rpartition(".")[0]]
@@ -218,8 +222,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------- what workers do
 
-    @rule(target=attempts, count=st.integers(1, 4))
-    def claim(self, count: int) -> object:
+    @rule(count=st.integers(1, 4))
+    def claim(self, count: int) -> None:
         """Several at once in one process take the first ones, each another."""
         expected = self.claimable()[:count]
         gave = self.at_once(
@@ -230,10 +234,10 @@ class QueueMachine(RuleBasedStateMachine):
             model.claim(self.clock.now)
         assert sorted(a.id for a in claimed) == sorted(m.attempt for m in expected)
         assert [a.rollout for a in claimed if a.rollout != self.model_of(a.id).rollout] == []
-        return multiple(*(attempt.id for attempt in claimed))
+        self.attempts += sorted(attempt.id for attempt in claimed)
 
-    @rule(target=attempts, count=st.integers(2, 6))
-    def claim_from_everywhere(self, count: int) -> object:
+    @rule(count=st.integers(2, 6))
+    def claim_from_everywhere(self, count: int) -> None:
         """Several processes at once: none is claimed twice, and nothing that may not be."""
         claimable = {model.rollout.id for model in self.claimable()}
 
@@ -249,12 +253,12 @@ class QueueMachine(RuleBasedStateMachine):
             model = self.models[attempt.rollout.id]
             model.claim(self.clock.now)
             assert model.attempt == attempt.id
-        return multiple(*(attempt.id for attempt in claimed))
+        self.attempts += sorted(attempt.id for attempt in claimed)
 
-    @rule(
-        chosen=st.lists(st.tuples(attempts, OUTCOMES), max_size=4, unique_by=lambda pair: pair[0])
-    )
-    def finish(self, chosen: list[tuple[str, Outcome]]) -> None:
+    @rule(picked=st.lists(st.tuples(PICKS, OUTCOMES), max_size=4))
+    def finish(self, picked: list[tuple[int, Outcome]]) -> None:
+        chosen = list({attempt: o for pick, o in picked for attempt in self.picked(pick)}.items())
+
         def of(attempt: str, outcome: Outcome) -> Callable[[], Awaitable[object]]:
             return lambda: self.store.finish(AttemptId(attempt), outcome)
 
@@ -270,16 +274,25 @@ class QueueMachine(RuleBasedStateMachine):
                 assert isinstance(answer, LeaseLost)
                 model.late[attempt] = model.late.get(attempt, 0) + 1
 
-    @rule(attempt=attempts)
-    def heartbeat(self, attempt: str) -> None:
+    @rule(pick=PICKS)
+    def heartbeat(self, pick: int) -> None:
+        for attempt in self.picked(pick):
+            self.keep_lease(attempt)
+
+    def keep_lease(self, attempt: str) -> None:
         [gave] = self.at_once(lambda: self.store.heartbeat(AttemptId(attempt), lease_s=LEASE_S))
         assert isinstance(gave, LeaseLost) is not self.is_current(attempt)
         if self.is_current(attempt):
             self.model_of(attempt).lease_until = self.clock.now + LEASE_S
 
-    @rule(attempt=consumes(attempts), outcome=OUTCOMES)
-    def everybody_wants_another_end(self, attempt: str, outcome: Outcome) -> None:
+    @rule(pick=PICKS, outcome=OUTCOMES)
+    def everybody_wants_another_end(self, pick: int, outcome: Outcome) -> None:
         """Two reports and a cancel at once: one of them counts, and the others are told so."""
+        for attempt in self.picked(pick):
+            self.attempts.remove(attempt)
+            self.end_three_times(attempt, outcome)
+
+    def end_three_times(self, attempt: str, outcome: Outcome) -> None:
         model, current = self.model_of(attempt), self.is_current(attempt)
         before = model.status
         reports = [outcome, Outcome(reward=7.0)]
