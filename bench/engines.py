@@ -12,7 +12,6 @@ gateway is a process of its own.
 import argparse
 import asyncio
 import json
-import os
 import random
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import aiohttp
+from load import cpu_s
 
 from whet.app.working import endpoint_of
 from whet.config import GatewayConfig
@@ -139,14 +139,14 @@ async def measure(
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        began, before = time.perf_counter(), [cpu_seconds(pid) for pid in pids]
+        began, before = time.perf_counter(), [cpu_s(pid) for pid in pids]
         await asyncio.gather(*(work(n) for n in range(concurrency)))
         seconds = time.perf_counter() - began
     return Measured(
         sum(tokens for tokens, _ in results),
         seconds,
         median(first for _, first in results),
-        *(cpu_seconds(pid) - spent for pid, spent in zip(pids, before, strict=True)),
+        *(cpu_s(pid) - spent for pid, spent in zip(pids, before, strict=True)),
     )
 
 
@@ -155,20 +155,6 @@ def start_gateway(url: str, model: str) -> tuple[subprocess.Popen[str], list[dic
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     return server, json.loads(server.stdout.readline())
-
-
-def cpu_seconds(pid: int | None) -> float:
-    """What a process and its descendants have computed: rates depend on what else is going on."""
-    family, ticks = {pid}, 0
-    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if (number := int(stat.parent.name)) in family or int(fields[1]) in family:
-            family.add(number)
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 async def run(args: argparse.Namespace) -> None:

@@ -138,14 +138,15 @@ async def put_load(
     return measured
 
 
-def cpu_s(process: int) -> float:
-    """Processor time of a process and of what it started, so far."""
-    times = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def cpu_s(process: int | None) -> float:
+    """Processor time of a process and of all that came of it, so far; none of no process."""
+    family, ticks = {process}, 0
+    for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
         try:
-            numbers = stat.read_text().rpartition(")")[2].split()
-        except OSError:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
             continue
-        if process in (int(stat.parent.name), int(numbers[1])):
-            times += int(numbers[11]) + int(numbers[12])
-    return times / os.sysconf("SC_CLK_TCK")
+        if (number := int(stat.parent.name)) in family or int(fields[1]) in family:
+            family.add(number)
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

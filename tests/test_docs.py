@@ -69,20 +69,24 @@ def test_decisions_are_numbered_and_say_what_would_change_them() -> None:
             assert f"**{part}.**" in text, f"{file.name} has no {part}"
 
 
+def run(program: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, program],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 def test_the_programs_of_the_quickstart_run_as_printed(tmp_path: Path) -> None:
     programs = dict(PROGRAM.findall((DOCS / "quickstart.md").read_text()))
     assert set(programs) == {"agent.py", "train.py"}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
-    done = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run("train.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("last step: ")
     assert (tmp_path / ".whet" / "runs" / "even" / "report.json").exists()
@@ -97,14 +101,7 @@ def test_the_blocks_on_agents_as_code_are_one_program_that_runs(tmp_path: Path) 
     small = "steps=1, tasks_per_step=2, group_size=2, hooks=[Sandboxes()]"
     tasks = 'train = test = [{"question": "What is 2 + 3?", "answer": "5"}] * 2\n'
     (tmp_path / "program.py").write_text(agent + hooks + tasks + training.replace(large, small))
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = run("program.py", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "held-out accuracy" in done.stdout
 
@@ -117,14 +114,7 @@ def test_the_first_screen_shows_the_first_example_in_twelve_lines() -> None:
 
 @pytest.mark.slow
 def test_the_program_of_the_first_screen_runs_as_printed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "first.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = run(ROOT / "examples" / "first.py", tmp_path)
     assert done.returncode == 0, done.stderr
     base, trained = re.findall(r"greedy +│ +([\d.]+)% │ +([\d.]+)%", done.stdout)[0]
     assert float(trained) - float(base) >= 30

@@ -98,6 +98,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("store -- --max-num-seqs 4", "this command starts no server: leave out '-- --max-num"),
         ("demo -- node agent.js", "this command runs no agent of yours: leave out '-- node ag"),
         ("runner agent.py:solve -- --eager", "this command starts no server"),
+        ("doctor --store http://127.0.0.1:9", "name the run with --run"),
         ("up --tasks tasks.jsonl", "name one agent: module:function, or --service URL, or a"),
         ("up agent.py:solve --tasks tasks.jsonl -- node agent.js", "found 2"),
         ("train agent.py:solve --tasks tasks.jsonl --reward exit", "--reward is for a command"),

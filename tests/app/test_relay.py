@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 import whet
 from whet.app.elsewhere import Elsewhere
+from whet.app.scores import Scores
 from whet.errors import ConfigError
 from whet.serving import AppServer
 
@@ -98,6 +99,21 @@ async def shout(task: str, llm: whet.Endpoint) -> float:
     return float(said == task.upper())
 
 
+def scores_of(agent: Any, task: str, upstream: Upstream, folder: Path) -> Scores:
+    """Of the endpoint's model with an agent, greedily, on one task."""
+    evaluation = whet.evaluate(
+        agent,
+        [task],
+        ["big"],
+        endpoint=upstream.url,
+        quiet=True,
+        dir=str(folder),
+        evaluation={"samples": 0},
+        runner={"max_attempts": 1},
+    )
+    return evaluation.comparison.scores["big"]
+
+
 def test_an_endpoint_is_evaluated_like_a_model(tmp_path: Path, upstream: Upstream) -> None:
     evaluation = whet.evaluate(
         shout,
@@ -153,22 +169,21 @@ def test_what_cannot_be_passed_on_is_a_clear_refusal(tmp_path: Path, upstream: U
                 reply = await client.post(url, headers=headers, content=body)
                 seen[name] = reply.status_code
                 assert reply.json()["error"]["message"]
+            reply = await client.post(llm.base_url + "/%00", headers=right, content=b"{}")
+            seen["no path"] = reply.status_code
             nowhere = llm.base_url.replace("/attempt/", "/attempt/x")
             reply = await client.post(nowhere + "/chat/completions", headers=right, content=b"{}")
             seen["other attempt"] = reply.status_code
         return 1.0
 
-    done = whet.evaluate(
-        rude,
-        ["a"],
-        ["big"],
-        endpoint=upstream.url,
-        quiet=True,
-        dir=str(tmp_path),
-        evaluation={"samples": 0},
-    )
-    assert done.comparison.scores["big"].greedy == (1.0,)
-    assert seen == {"no key": 401, "no json": 400, "no object": 400, "other attempt": 401}
+    assert scores_of(rude, "a", upstream, tmp_path).greedy == (1.0,)
+    assert seen == {
+        "no key": 401,
+        "no json": 400,
+        "no object": 400,
+        "no path": 400,
+        "other attempt": 401,
+    }
 
 
 def test_what_an_agent_tells_of_itself_is_not_for_the_endpoint(
@@ -183,33 +198,15 @@ urllib.request.urlopen(urllib.request.Request(
     data=b'{"value": 0.25}',
 ))
 """
-    done = whet.evaluate(
-        whet.command([sys.executable, "-c", posts]),
-        ["a"],
-        ["big"],
-        endpoint=upstream.url,
-        quiet=True,
-        dir=str(tmp_path),
-        evaluation={"samples": 0},
-    )
-    assert done.comparison.scores["big"].greedy == (0.25,)
+    agent = whet.command([sys.executable, "-c", posts])
+    assert scores_of(agent, "a", upstream, tmp_path).greedy == (0.25,)
     assert not upstream.asked
 
 
 def test_an_endpoint_that_breaks_off_is_seen_by_the_agent(
     tmp_path: Path, upstream: Upstream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = whet.evaluate(
-        shout,
-        ["stream break"],
-        ["big"],
-        endpoint=upstream.url,
-        quiet=True,
-        dir=str(tmp_path),
-        evaluation={"samples": 0},
-        runner={"max_attempts": 1},
-    )
-    [failure] = done.comparison.scores["big"].failures
+    [failure] = scores_of(shout, "stream break", upstream, tmp_path).failures
     assert "APIConnectionError" in failure.message
     assert "an endpoint broke off in its reply" in caplog.text
 

@@ -31,13 +31,12 @@ def agent_arguments(args: argparse.Namespace) -> list[str]:
     """What names the same agent to another command, as the last of its arguments.
 
     Raises:
-        ConfigError: there is not exactly one.
+        ConfigError: there is not exactly one, or `--reward` is of none.
     """
     _check_one(args)
-    reward = ["--reward", args.reward] if args.reward else []
     if after := command_in(args):
-        return [*reward, "--", *after]
-    return [*reward, *(["--service", args.service] if args.service else [args.agent])]
+        return [*(["--reward", args.reward] if args.reward else []), "--", *after]
+    return ["--service", args.service] if args.service else [args.agent]
 
 
 def has_agent(args: argparse.Namespace) -> bool:
@@ -50,8 +49,6 @@ def load_agent(args: argparse.Namespace) -> Agent:
     _check_one(args)
     if after := command_in(args):
         return with_extra("whet.runners.command", "command")(after, reward=args.reward or "output")
-    if args.reward is not None:
-        raise ConfigError("--reward is for a command after --: any other agent gives its own")
     if args.service and "://" in args.service:
         return with_extra("whet.runners.service", "Service")(args.service)
     agent = load_function(args.service or args.agent)
@@ -69,3 +66,5 @@ def _check_one(args: argparse.Namespace) -> None:
             "name one agent: module:function, or --service URL, or a command after --"
             f"; found {len(named)}"
         )
+    if args.reward is not None and not command_in(args):
+        raise ConfigError("--reward is for a command after --: any other agent gives its own")

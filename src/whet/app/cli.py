@@ -73,10 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--tokenizer", default=None, metavar="DIR", help="for --template")
     doctor.add_argument("--run", default=None, dest="run_folder", metavar="DIR", help="a run")
     doctor.add_argument(
-        "--store",
-        default=os.environ.get(STORE_VARIABLE),
-        metavar="URL",
-        help="of a run in several processes, if it is not on this machine [WHET_STORE]",
+        "--store", default=None, metavar="URL", help="for --run, if it is elsewhere [WHET_STORE]"
     )
     doctor.add_argument("--traffic", default=None, metavar="FILE", help="recorded calls, JSONL")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")

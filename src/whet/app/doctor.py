@@ -7,6 +7,7 @@ would have cost. Needs neither weights nor torch.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import cast
@@ -14,7 +15,7 @@ from typing import cast
 import anyio
 from pydantic import JsonValue
 
-from whet.app.addresses import STORE_VARIABLE
+from whet.app.addresses import DATABASE, STORE_VARIABLE
 from whet.app.drift import drift_report
 from whet.app.folder import RunFolder
 from whet.app.traffic import traffic_report
@@ -45,6 +46,8 @@ def template_verdict(
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Print what was found out: a table, or with `--json` one JSON object."""
+    if args.store and not args.run_folder:
+        raise ConfigError("--store says where a run's records are: name the run with --run")
     if args.run_folder:
         found = anyio.run(_drift, _run_of(args.run_folder), args.store)
         text = describe_counts(found)
@@ -71,18 +74,17 @@ async def _drift(folder: RunFolder, store: str | None) -> dict[str, JsonValue]:
 
 
 def _records(folder: RunFolder, store: str | None) -> Store:
-    """Of a run: in its own file, at the store it is said to be at, or in the file of `whet store`.
+    """Of a run: at the store that is named, in its own file, or in the file of `whet store`.
 
     Raises:
         ConfigError: they are in none of these.
     """
-    run, shared = folder.path.resolve().name, folder.path.resolve().parent.parent / "store.db"
-    if folder.store.exists():
+    path = folder.path.resolve()
+    if store is None and folder.store.exists():
         return open_store(folder.store)
-    if store is not None:
-        return open_store(store, run=run)
-    if shared.exists():
-        return open_store(shared, run=run)
+    shared = path.parent.parent / DATABASE
+    if address := store or os.environ.get(STORE_VARIABLE) or (shared if shared.exists() else None):
+        return open_store(address, run=path.name)
     raise ConfigError(
         f"the records of {str(folder.path)!r} are not on this machine: name their store with "
         f"--store, or set {STORE_VARIABLE}"

@@ -10,15 +10,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.app.relay import Relay, check_endpoint
 from whet.config import GatewayConfig
 from whet.errors import ConfigError, RequestError
 from whet.gateway.asgi import Request
-from whet.gateway.delivery import tell
-from whet.gateway.dialects.parts import openai_error
+from whet.gateway.delivery import refusal
 from whet.gateway.service import Log
 
 FORM = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)@(https?://.+)")
@@ -59,11 +57,11 @@ class Elsewhere:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        request = Request(scope, receive)
         try:
-            body = await Request(scope, receive).body()
+            body = await request.body()
         except RequestError as error:
-            told = tell(error)
-            await JSONResponse(openai_error(told), told.status)(scope, receive, send)
+            await refusal(error).deliver(request, send)
             return
         relay = self._relays.get(_model(body))
         held: Iterator[Message] = iter([{"type": "http.request", "body": body}])

@@ -15,13 +15,12 @@ import httpx
 from starlette.types import Send
 
 from whet.config import GatewayConfig
-from whet.errors import ConfigError, EngineError, RequestError, WhetError
+from whet.errors import ConfigError, EngineError, RequestError, WhetError, boundary
 from whet.gateway import asgi
 from whet.gateway.app import serve_routes
 from whet.gateway.asgi import ClientLeft, Request, Route
-from whet.gateway.attribution import Unauthorized, read_caller
-from whet.gateway.delivery import JsonReply, tell
-from whet.gateway.dialects.parts import openai_error
+from whet.gateway.attribution import read_caller, require_attempt
+from whet.gateway.delivery import refusal
 from whet.gateway.reports import report_routes
 from whet.gateway.service import Log
 from whet.types import AttemptId
@@ -67,14 +66,12 @@ class Relay:
             asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(10)
 
     def _caller(self, request: Request) -> AttemptId:
-        attempt = read_caller(request, self._secret, self._trace_header).attempt
-        if attempt is None:
-            raise Unauthorized("the call names no attempt: use the attempt's own URL or key")
-        return attempt
+        return require_attempt(read_caller(request, self._secret, self._trace_header).attempt)
 
     async def _pass_on(self, request: Request) -> asgi.Reply:
         body = await self._body(request)
-        url = httpx.URL(f"{self._url}/{request.params['path']}")
+        with boundary(RequestError, "the path cannot be passed on"):
+            url = httpx.URL(f"{self._url}/{request.params['path']}")
         if request.query_string:
             url = url.copy_with(query=request.query_string.encode("latin-1"))
         client = self._open()
@@ -124,8 +121,7 @@ class _PassedOn(asgi.Reply):
         except ClientLeft:
             pass
         except WhetError as error:
-            told = tell(error)
-            await JsonReply(openai_error(told), told.status).deliver(request, send)
+            await refusal(error).deliver(request, send)
 
 
 async def _copy(reply: httpx.Response, send: Send) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from anyio import to_thread
 
+from whet.app.addresses import DATABASE
 from whet.app.places import allow_many_files, place_of, say
 from whet.app.signals import run_async, stoppable
 from whet.errors import ConfigError, StoreError
@@ -32,7 +33,7 @@ def serve_store(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace) -> None:
     directory = Path(args.dir)
     token = make_token(directory)
-    database = args.db or str(directory / "store.db")
+    database = args.db or str(directory / DATABASE)
     async with stoppable() as stop, open_database(database) as store:
         server = StoreServer(
             store, token=token.value, host=args.host, port=args.port, read_key=_keys_of(token.value)
@@ -79,7 +80,7 @@ async def _act(
 
 
 def _database(args: argparse.Namespace) -> str:
-    database = args.db or str(Path(args.dir) / "store.db")
+    database = args.db or str(Path(args.dir) / DATABASE)
     if "://" not in database and not Path(database).exists():
         raise ConfigError(f"there is no store {database!r}: name it with --db, --dir or --store")
     return database

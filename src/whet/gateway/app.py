@@ -11,7 +11,7 @@ from whet.config import GatewayConfig
 from whet.errors import NotFound, WhetError
 from whet.gateway.asgi import Handler, Reply, Request, Route, Router
 from whet.gateway.attribution import Caller, Unauthorized, read_caller
-from whet.gateway.delivery import Answer, JsonReply, tell
+from whet.gateway.delivery import Answer, JsonReply, refusal, tell
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
 from whet.gateway.dialects.dialect import Dialect, Json, Told, validate
@@ -243,7 +243,6 @@ async def _reply(handler: Handler | None, request: Request) -> Reply:
     try:
         if handler is not None:
             return await handler(request)
-        told = Told(404, "not_found", f"no such endpoint: {request.method} {request.path}")
+        raise NotFound(f"no such endpoint: {request.method} {request.path}")
     except WhetError as error:
-        told = tell(error)
-    return JsonReply(openai_error(told), told.status)
+        return refusal(error)

@@ -47,6 +47,13 @@ def read_caller(request: Request, secret: bytes, trace_header: str) -> Caller:
     return Caller(min(told | own, default=None), agent)
 
 
+def require_attempt(attempt: AttemptId | None) -> AttemptId:
+    """The attempt, of a request that must name one. Raises Unauthorized."""
+    if attempt is None:
+        raise Unauthorized("the request names no attempt: use the attempt's own URL or key")
+    return attempt
+
+
 def _keys(request: Request) -> list[str]:
     """What may be a key of ours: clients for both APIs may send another provider's beside it."""
     scheme, _, key = request.header("authorization").partition(" ")

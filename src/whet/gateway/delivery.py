@@ -17,6 +17,7 @@ from whet.gateway import asgi, strictjson
 from whet.gateway.asgi import ClientLeft, Request, TooLarge, TooSlow, send_whole
 from whet.gateway.attribution import Unauthorized
 from whet.gateway.dialects.dialect import Dialect, Json, Reply, ThreadUnsupported, Told
+from whet.gateway.dialects.parts import openai_error
 from whet.gateway.events import EventStream
 from whet.gateway.service import Prompt, Service
 from whet.types import Piece
@@ -64,6 +65,12 @@ class JsonReply(asgi.Reply):
         if self._status == 409:
             headers.append((b"x-should-retry", b"false"))
         await send_whole(send, self._status, headers, strictjson.dumps(self._value))
+
+
+def refusal(error: WhetError) -> JsonReply:
+    """An error as OpenAI tells it, where no wire format is known."""
+    told = tell(error)
+    return JsonReply(openai_error(told), told.status)
 
 
 class Answer(asgi.Reply):

@@ -9,7 +9,7 @@ from starlette.types import Send
 from whet.errors import RequestError, WhetError
 from whet.gateway import asgi
 from whet.gateway.asgi import BODY_LIMIT, Handler, Request, Route, TooLarge, send_whole
-from whet.gateway.attribution import Unauthorized
+from whet.gateway.attribution import require_attempt
 from whet.gateway.delivery import JsonReply, tell
 from whet.gateway.dialects.dialect import validate
 from whet.gateway.service import Log
@@ -38,7 +38,7 @@ def _post_reward(log: Log, caller_of: Callers) -> Handler:
     """A reward, as `whet.emit_reward` gives it."""
 
     async def post(request: Request) -> asgi.Reply:
-        attempt = _known(caller_of(request))
+        attempt = require_attempt(caller_of(request))
         reward = validate(Reward, await request.body())
         await log.emit(attempt, reward)
         return JsonReply({"recorded": True})
@@ -50,7 +50,7 @@ def _list_rewards(log: Log, caller_of: Callers) -> Handler:
     """What was posted so far."""
 
     async def show(request: Request) -> asgi.Reply:
-        rewards = await log.rewards(_known(caller_of(request)))
+        rewards = await log.rewards(require_attempt(caller_of(request)))
         return JsonReply({"rewards": [reward.model_dump(mode="json") for reward in rewards]})
 
     return show
@@ -74,12 +74,6 @@ def _take_traces(log: Log, caller_of: Callers) -> Handler:
         return _OtlpReply(encoding, answer(encoding, taken.rejected, taken.why))
 
     return traces
-
-
-def _known(attempt: AttemptId | None) -> AttemptId:
-    if attempt is None:
-        raise Unauthorized("the request names no attempt: use the attempt's own URL or key")
-    return attempt
 
 
 def _unpacked(request: Request, body: bytes) -> bytes:
