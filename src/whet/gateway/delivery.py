@@ -17,10 +17,11 @@ from whet.gateway import asgi, strictjson
 from whet.gateway.asgi import ClientLeft, Request, TooLarge, TooSlow, send_whole
 from whet.gateway.attribution import Unauthorized
 from whet.gateway.dialects.dialect import Dialect, Json, Reply, ThreadUnsupported, Told
+from whet.gateway.dialects.logprobs import Tops
 from whet.gateway.dialects.parts import openai_error
 from whet.gateway.events import EventStream
+from whet.gateway.pieces import Sampled
 from whet.gateway.service import Prompt, Service
-from whet.types import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +101,10 @@ class Answer(asgi.Reply):
                 self._service.lost(self._prompt)
 
     async def _send(self, request: Request, send: Send) -> bool:
-        tops: list[list[tuple[tuple[int, float], ...]]] = [[] for _ in range(self._prompt.ask.n)]
+        tops: list[Tops] = [()] * self._prompt.ask.n
 
-        def on_piece(index: int, piece: Piece) -> None:
-            tops[index] += piece.top
+        def on_piece(index: int, sampled: Sampled) -> None:
+            tops[index] = sampled.top
 
         try:
             call = await self._service.complete(self._prompt, on_piece, request.watched())

@@ -7,17 +7,16 @@ one nothing waits.
 
 import asyncio
 from collections.abc import Awaitable
-from itertools import groupby
 
 from starlette.types import Send
 
 from whet.gateway.dialects.dialect import Reply
 from whet.gateway.messages import Message
-from whet.gateway.pieces import join_pieces
+from whet.gateway.pieces import Sampled
 from whet.gateway.render import Renderer
 from whet.gateway.service import Prompt
-from whet.gateway.text import TextStream
-from whet.types import Call, Piece
+from whet.gateway.text import Delta, TextStream
+from whet.types import Call
 
 WINDOW_S = 0.005
 """How long sampled tokens wait at most for others to leave with."""
@@ -34,18 +33,13 @@ class EventStream:
     def __init__(self, send: Send, renderer: Renderer, prompt: Prompt, reply: Reply) -> None:
         self.started = False
         self._send = send
+        self._renderer = renderer
+        self._prompt = prompt
         self._reply = reply
-        self._texts = [
-            TextStream(
-                renderer,
-                prompt.sampling,
-                tools=prompt.ask.calls_tools,
-                prompt=prompt.tokens,
-                as_text=prompt.ask.raw is not None,
-            )
-            for _ in range(prompt.ask.n)
-        ]
-        self._waiting: list[tuple[int, Piece]] = []
+        self._sampled: dict[int, Sampled] = {}
+        """The choices that have begun."""
+        self._texts: dict[int, TextStream] = {}
+        """Of the choices of which something was said."""
         self._writing = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
@@ -53,9 +47,9 @@ class EventStream:
         self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
         self._task: asyncio.Task[None] | None = None
 
-    def piece(self, index: int, piece: Piece) -> Awaitable[None] | None:
-        """Some tokens of a choice were sampled; gives the write to wait for, if one is due."""
-        self._waiting.append((index, piece))
+    def piece(self, index: int, sampled: Sampled) -> Awaitable[None] | None:
+        """A choice has grown; gives the write to wait for, if one is due."""
+        self._sampled[index] = sampled
         if self._flush_timer is not None:
             return None
         due = self._last_write + WINDOW_S
@@ -70,11 +64,13 @@ class EventStream:
 
     async def finish(self, call: Call) -> None:
         """The call is recorded: say what is left of it."""
-        if not self._reply.shows_tokens:
-            self._waiting.clear()  # their text is in what is left
-        left = self._events()
-        messages = (Message.from_json(generation.message) for generation in call.generations)
-        rest = [text.finish(m) for text, m in zip(self._texts, messages, strict=True)]
+        # Where events say no more of tokens than their text, that is in what is left.
+        left = self._events() if self._reply.shows_tokens else b""
+        self._sampled.clear()
+        rest = [
+            self._rest(index, Message.from_json(generation.message))
+            for index, generation in enumerate(call.generations)
+        ]
         await self.end(left + self._reply.last(call, rest))
 
     async def end(self, events: bytes) -> None:
@@ -102,13 +98,30 @@ class EventStream:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     def _events(self) -> bytes:
-        """Of the tokens that wait, which are none then."""
-        waiting, self._waiting = self._waiting, []
+        """Of the tokens of which nothing was said yet."""
         events = b""
-        for index, pieces in groupby(waiting, key=lambda entry: entry[0]):
-            piece = join_pieces([piece for _, piece in pieces])
-            events += self._reply.piece(index, piece, self._texts[index].feed(piece.tokens))
+        for index, sampled in self._sampled.items():
+            text = self._texts.get(index) or self._begin_text(index)
+            if text.length < len(sampled.tokens):
+                piece = sampled.since(text.length)
+                events += self._reply.piece(index, piece, text.feed(piece.tokens))
         return events
+
+    def _rest(self, index: int, message: Message) -> Delta:
+        if index in self._texts:
+            return self._texts[index].finish(message)
+        return Delta(message.content, message.reasoning)
+
+    def _begin_text(self, index: int) -> TextStream:
+        prompt = self._prompt
+        text = self._texts[index] = TextStream(
+            self._renderer,
+            prompt.sampling,
+            tools=prompt.ask.calls_tools,
+            prompt=prompt.tokens,
+            as_text=prompt.ask.raw is not None,
+        )
+        return text
 
     # ------------------------------------------------------------- timers
 

@@ -1,26 +1,40 @@
-"""What an engine samples bit by bit, and what is done with each bit."""
+"""What an engine samples bit by bit, and who is told of it."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Awaitable, Callable
 
-from whet.types import Piece
-
-OnPiece = Callable[[int, Piece], Awaitable[None] | None]
-"""Told of every piece of a choice, by its index; gives what has to be waited for, if anything."""
-
-_tokens, _logprobs = attrgetter("tokens"), attrgetter("logprobs")
-_versions, _top = attrgetter("versions"), attrgetter("top")
+from whet.types import Piece, StopReason
 
 
-def join_pieces(pieces: Sequence[Piece]) -> Piece:
-    """What was sampled in several pieces, as one."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return Piece(
-        tuple(chain.from_iterable(map(_tokens, pieces))),
-        tuple(chain.from_iterable(map(_logprobs, pieces))),
-        tuple(chain.from_iterable(map(_versions, pieces))),
-        tuple(chain.from_iterable(map(_top, pieces))),
-        stop=pieces[-1].stop,
-    )
+class Sampled:
+    """What one choice has sampled so far."""
+
+    __slots__ = ("logprobs", "stop", "tokens", "top", "versions")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.top: list[tuple[tuple[int, float], ...]] = []
+        self.stop: StopReason | None = None
+
+    def add(self, piece: Piece) -> None:
+        """The next piece, in place: a reply may have as many pieces as tokens."""
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.versions += piece.versions
+        self.top += piece.top
+        self.stop = piece.stop
+
+    def since(self, start: int) -> Piece:
+        """All but the first `start` tokens, as one piece."""
+        return Piece(
+            tuple(self.tokens[start:]),
+            tuple(self.logprobs[start:]),
+            tuple(self.versions[start:]),
+            tuple(self.top[start:]),
+            stop=self.stop,
+        )
+
+
+OnPiece = Callable[[int, Sampled], Awaitable[None] | None]
+"""Told of a choice, by its index, whenever it has grown; gives what to wait for, if anything."""

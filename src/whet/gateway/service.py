@@ -21,7 +21,7 @@ from whet.gateway.conversations import Conversations
 from whet.gateway.graph import DELETED, TEXT, Graph, Turn
 from whet.gateway.memory import PromptMemory
 from whet.gateway.messages import Message
-from whet.gateway.pieces import OnPiece, join_pieces
+from whet.gateway.pieces import OnPiece, Sampled
 from whet.gateway.render import Renderer
 from whet.gateway.retries import Retries
 from whet.gateway.speech import Speech, learn_speech
@@ -211,7 +211,7 @@ class Service:
         """
         if prompt.recorded is not None:
             for index, generation in enumerate(prompt.recorded.generations):
-                if (wait := on_piece(index, _whole_piece(generation))) is not None:
+                if (wait := on_piece(index, _sampled(generation))) is not None:
                     await wait
             return prompt.recorded
         if prompt.attempt is None:
@@ -369,7 +369,7 @@ class Service:
     # ------------------------------------------------------------- sampling
 
     async def _sample(self, prompt: Prompt, on_piece: OnPiece) -> Call:
-        choices: list[list[Piece]] = [[] for _ in range(prompt.ask.n)]
+        choices = [Sampled() for _ in range(prompt.ask.n)]
 
         async def sample(index: int) -> None:
             sampled = choices[index]
@@ -381,8 +381,8 @@ class Service:
             )
             async with aclosing(pieces):
                 async for piece in pieces:
-                    sampled.append(piece)
-                    if (wait := on_piece(index, piece)) is not None:
+                    sampled.add(piece)
+                    if (wait := on_piece(index, sampled)) is not None:
                         await wait
 
         if len(choices) == 1:
@@ -394,7 +394,7 @@ class Service:
                         tasks.create_task(sample(index))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
-        return self._call(prompt, [join_pieces(pieces) for pieces in choices])
+        return self._call(prompt, [sampled.since(0) for sampled in choices])
 
     def _call(self, prompt: Prompt, choices: Sequence[Piece]) -> Call:
         return Call.unchecked(
@@ -468,5 +468,9 @@ def _tool_name(tool: JsonValue) -> str:
             return ""
 
 
-def _whole_piece(generation: Generation) -> Piece:
-    return Piece(generation.tokens, generation.logprobs, generation.versions, stop=generation.stop)
+def _sampled(generation: Generation) -> Sampled:
+    again = Sampled()
+    again.add(
+        Piece(generation.tokens, generation.logprobs, generation.versions, stop=generation.stop)
+    )
+    return again

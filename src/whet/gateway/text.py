@@ -113,6 +113,8 @@ class TextStream:
         self._reader = _Reader(renderer, tools=tools, prompt=prompt, as_text=as_text)
         self._decode = renderer.template.decode_all
         self._stops = sampling.stop
+        self.length = 0
+        """Of all the ids it was given."""
         self._ids: list[int] = []
         self._known = ""
         """The text of those ids that have gone out."""
@@ -123,6 +125,7 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> Delta:
         """Take new ids; returns the text that may go out now."""
+        self.length += len(ids)
         delta = self._reader.splitter.feed(self._until_stop(self._new_text(ids)))
         self._content += len(delta.content)
         self._reasoning += len(delta.reasoning)
