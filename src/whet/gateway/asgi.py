@@ -66,17 +66,21 @@ class Request:
         length = self.header("content-length")
         if length.isdecimal() and len(length) < 20 and int(length) > BODY_LIMIT:
             raise _too_large()
+        said = _said(self._receive)
+        if said is not None and not said.get("more_body", False):
+            return await self._read(said)  # most bodies come with their heads
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read()
+                return await self._read(said)
         except TimeoutError as error:
             raise TooSlow(f"the body was not whole after {BODY_TIMEOUT_S:.0f} s") from error
 
-    async def _read(self) -> bytes:
+    async def _read(self, said: Message | None) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
-            message = await self._receive()
+            message = said or await self._receive()
+            said = None
             if message["type"] == "http.disconnect":
                 raise RequestError("the client left before its request was whole")
             parts.append(message.get("body", b""))
@@ -94,13 +98,8 @@ class Request:
 
     def has_left(self) -> bool:
         """Whether the client is known to have gone, without waiting for any news."""
-        news = cast("_Coroutine", self._receive())
-        try:
-            news.send(None)
-        except StopIteration as told:
-            return told.value["type"] == "http.disconnect"
-        news.close()
-        return False
+        said = _said(self._receive)
+        return said is not None and said["type"] == "http.disconnect"
 
 
 class Watch:
@@ -145,6 +144,17 @@ class Watch:
 class _Coroutine(Protocol):
     def send(self, value: None, /) -> object: ...
     def close(self) -> None: ...
+
+
+def _said(receive: Receive) -> Message | None:
+    """What the client has said already, or None if one would have to wait for it."""
+    news = cast(_Coroutine, receive())
+    try:
+        news.send(None)
+    except StopIteration as told:
+        return told.value
+    news.close()
+    return None
 
 
 def _too_large() -> TooLarge:

@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from whet.gateway.graph import Graph
+from whet.gateway.messages import Message
 from whet.protocols import AttemptLog
 from whet.types import Attempt, AttemptId, Call
 
@@ -60,11 +61,11 @@ class Conversations:
         """The graph of an attempt, if it is in memory."""
         return self._graphs.get(id)
 
-    async def add(self, call: Call) -> None:
-        """A call was recorded."""
-        graph = await self.graph(call.attempt)
+    async def add(self, call: Call, messages: Sequence[Message] | None = None) -> None:
+        """A call was recorded; `messages` as in `Graph.add`."""
+        graph = self.held(call.attempt) or await self.graph(call.attempt)
         self._held -= graph.size
-        graph.add(call)
+        graph.add(call, messages)
         self._held += graph.size
 
     def ended(self, id: AttemptId) -> None:

@@ -42,6 +42,27 @@ class Found:
     """Whether a turn on the way came back without some of its text."""
 
 
+class Newest(NamedTuple):
+    """The turn that was added last, which most requests continue."""
+
+    turn: Turn
+    said: tuple[Message, ...]
+    """The whole conversation, with this turn."""
+
+    def is_continued(self, root: str, messages: Sequence[Message]) -> bool:
+        """Whether these messages continue this turn and none that is deeper.
+
+        Only what comes back word for word is told so quickly. A deeper turn would be a message of
+        the assistant after this one.
+        """
+        length = len(self.said)
+        return (
+            self.turn.call.root == root
+            and tuple(messages[:length]) == self.said
+            and all(message.role != "assistant" for message in messages[length:])
+        )
+
+
 class FoundText(NamedTuple):
     """How much of a raw text prompt is known already."""
 
@@ -61,26 +82,33 @@ class Graph:
         """Calls their agent asked to forget. They stay what they are: what was sampled."""
         self._turns: dict[GenerationId, Turn] = {}
         self._after: dict[GenerationId | None, list[Turn]] = {}
+        self._newest: Newest | None = None
         self._index = _Index()
         for call in calls:
             self.add(call)
 
-    def add(self, call: Call) -> None:
-        """Make the call's turns something to continue from."""
+    def add(self, call: Call, messages: Sequence[Message] | None = None) -> None:
+        """Make the call's turns something to continue from.
+
+        `messages` are the call's own, where they need not be read from it.
+        """
         self.calls[call.id] = call
         if (deleted := call.origin.shown.get(DELETED)) is not None:
             self.hidden.add(CallId(str(deleted)))
         self.size += len(call.context) + sum(len(g.tokens) for g in call.generations)
-        context = tuple(Message.from_json(m) for m in call.messages)
+        context = tuple(map(Message.from_json, call.messages) if messages is None else messages)
         for index, generation in enumerate(call.generations):
             message = Message.from_json(generation.message)
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)
             self._index.add(turn)
+            self._newest = Newest(turn, (*self._said_before(turn), *context, message))
 
     def find(self, root: str, messages: Sequence[Message]) -> Found:
         """The deepest turn that `messages` continue, under the same root."""
+        if (newest := self._newest) is not None and newest.is_continued(root, messages):
+            return Found(newest.turn, messages[len(newest.said) :])
         best = Found(None, messages)
         # Newest first: of two turns that read the same, the later is the one being continued.
         open_ends = [(turn, messages, False) for turn in self._index.begin(None, messages)]
@@ -189,6 +217,15 @@ class Graph:
             return []
         turn = self._turns[self.calls[call].generation_id(choice)]
         return [m for t in self.path(turn) for m in (*t.context, t.message)]
+
+    def _said_before(self, turn: Turn) -> Sequence[Message]:
+        """The conversation that a turn's own messages follow."""
+        parent, newest = turn.call.parent, self._newest
+        if parent is None:
+            return ()
+        if newest is not None and newest.turn.id == parent:
+            return newest.said
+        return [m for t in self.path(self._turns[parent]) for m in (*t.context, t.message)]
 
 
 class _Index:

@@ -88,13 +88,14 @@ class Message(NamedTuple):
 
     @classmethod
     def from_json(cls, value: dict[str, JsonValue]) -> "Message":
-        calls = cast(list[dict[str, str]], value.get("tool_calls", []))
+        """What `to_json` was called on."""
+        calls = cast(list[dict[str, str]], value.get("tool_calls", ()))
         return cls(
-            role=cast(Role, value["role"]),
-            content=str(value["content"]),
-            tool_calls=tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in calls),
-            tool_call_id=str(value.get("tool_call_id", "")),
-            reasoning=str(value.get("reasoning", "")),
+            cast(Role, value["role"]),
+            cast(str, value["content"]),
+            tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in calls) if calls else (),
+            cast(str, value.get("tool_call_id", "")),
+            cast(str, value.get("reasoning", "")),
         )
 
     def for_template(self) -> dict[str, JsonValue]:

@@ -7,12 +7,14 @@ where it does not, every call is rendered whole and becomes a row of its own, an
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.graph import Turn
-from whet.gateway.messages import Message, ToolCall
+from whet.gateway.messages import Message, Role, ToolCall
 from whet.gateway.parsers import choose_parser, choose_reasoning
 from whet.gateway.parsers.headed import HeadedParser
 from whet.gateway.probes import AVOIDABLE, Finding, Outcome, Prover, Shape
@@ -89,7 +91,7 @@ class Renderer:
         last = turn.generation.tokens[-1:]
         if ending is None or (last and last[0] in self.stop_ids and last[0] != ending.close):
             return Fork.TEMPLATE
-        outcomes = {self._findings[shape].outcome for shape in _shapes(path, rest)}
+        outcomes = {self._findings[shape].outcome for shape in _shapes(_going(path, rest))}
         if Outcome.FAILED in outcomes:
             return Fork.TEMPLATE
         if Outcome.DROPPED in outcomes and not self._keep_thinking:
@@ -233,11 +235,36 @@ def _calls(argument: str = STAND_IN) -> tuple[ToolCall, ...]:
     return (ToolCall("call_1", "calculator", json.dumps({"expression": argument})),)
 
 
-def _shapes(path: Sequence[Turn], rest: Sequence[Message]) -> list[Shape]:
+class _Going(NamedTuple):
+    """All that counts of how a conversation goes on."""
+
+    roles: frozenset[Role]
+    """Of the messages that follow."""
+    first: Role | None
+    calls: bool
+    """Whether the last turn called tools."""
+    text: bool
+    """Whether it also said something."""
+    called_before: bool
+    thinks: bool
+
+
+def _going(path: Sequence[Turn], rest: Sequence[Message]) -> _Going:
+    last = path[-1].message
+    return _Going(
+        frozenset([message.role for message in rest]),
+        rest[0].role if rest else None,
+        bool(last.tool_calls),
+        bool(last.content),
+        any(turn.message.tool_calls for turn in path[:-1]),
+        any(turn.message.reasoning for turn in path),
+    )
+
+
+@lru_cache(1024)
+def _shapes(going: _Going) -> Sequence[Shape]:
     """The probes that must have passed for a conversation to go on this way."""
-    roles = {message.role for message in rest}
-    calls = bool(path[-1].message.tool_calls)
-    thinks = any(turn.message.reasoning for turn in path)
+    roles, first, calls, text, called_before, thinks = going
     shapes: list[Shape] = []
     if "user" in roles and calls:
         shapes.append(Shape.THINKING_NUDGE if thinks else Shape.NUDGE)
@@ -246,16 +273,16 @@ def _shapes(path: Sequence[Turn], rest: Sequence[Message]) -> list[Shape]:
         shapes += [Shape.THINKING if thinks else Shape.TWO_TURNS, Shape.TOOLS]
     else:
         shapes.append(Shape.THINKING_RESULT if thinks else Shape.RESULT)
-    if "user" in roles and any(turn.message.tool_calls for turn in path[:-1]):
+    if "user" in roles and called_before:
         shapes.append(Shape.THINKING_ANSWER if thinks else Shape.ANSWER)
-    if calls and path[-1].message.content:
+    if calls and text:
         shapes.append(Shape.TEXT_AND_CALL)
     if "system" in roles:
         shapes.append(Shape.LATE_SYSTEM)
     if "assistant" in roles:
         shapes.append(Shape.EDITED)
-    if calls and rest and rest[0].role != "tool":
+    if calls and first not in ("tool", None):
         shapes.append(Shape.NO_RESULT)
-    if not rest:
+    if first is None:
         shapes += [Shape.ANOTHER_TURN, Shape.TURN_AFTER_TURN]
     return shapes

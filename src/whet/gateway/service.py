@@ -225,7 +225,7 @@ class Service:
             except LeaseLost:
                 self._conversations.ended(prompt.attempt)
                 raise
-            await self._conversations.add(call)
+            await self._conversations.add(call, prompt.messages)
         return call
 
     async def delete(self, call: Call) -> None:

@@ -30,33 +30,57 @@ class Job(NamedTuple, Generic[W]):
 
 
 class Inbox(Generic[W]):
-    """What waits for a thread, which takes all of it at once."""
+    """What waits for a thread, which takes all of it at once.
+
+    What is asked for in one turn of an event loop is handed over together: a thread that woke up
+    for the first of many would do them one by one.
+    """
 
     def __init__(self) -> None:
         self._jobs = SimpleQueue[Job[W] | None]()
-        self._closing = threading.Lock()
+        self._asked: dict[asyncio.AbstractEventLoop, list[Job[W]]] = {}
+        """In this turn of each loop."""
+        self._lock = threading.Lock()
         self._closed = False
 
     def ask(self, work: W) -> asyncio.Future[Any]:
         """Have it done; the future is of the running event loop. Raises StoreClosed."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self.put(Job(work, future, loop))
+        with self._lock:
+            self._check_open()
+            if loop not in self._asked:
+                self._asked[loop] = []
+                loop.call_soon(self._turn_ended, loop)
+            self._asked[loop].append(Job(work, future, loop))
         return future
 
     def put(self, job: Job[W]) -> None:
         """Raises StoreClosed."""
-        with self._closing:
-            if self._closed:
-                raise StoreClosed("the store is closed")
+        with self._lock:
+            self._check_open()
             self._jobs.put(job)
 
     def close(self) -> None:
         """Take no more, and wake who takes. Idempotent."""
-        with self._closing:
+        with self._lock:
             if not self._closed:
                 self._closed = True
+                for loop in [*self._asked]:
+                    self._hand_over(loop)
                 self._jobs.put(None)
+
+    def _turn_ended(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            self._hand_over(loop)
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        for job in self._asked.pop(loop, ()):
+            self._jobs.put(job)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed")
 
     def take(self, timeout_s: float | None = None) -> tuple[list[Job[W]], bool]:
         """All that waits, or nothing in time; and whether there may be more."""

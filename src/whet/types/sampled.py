@@ -1,10 +1,11 @@
 """What was sampled: exact tokens and where they came from."""
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from struct import Struct
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -144,8 +145,11 @@ class Call(Value):
         return GenerationId(f"{self.id}.{index}")
 
 
+_packing = lru_cache(1024)(Struct)
+
+
 def digest_tokens(tokens: Sequence[int], after: hashlib.blake2b | None = None) -> hashlib.blake2b:
     """The running digest of `tokens` after those of `after`, which is left as it was."""
     digest = after.copy() if after else hashlib.blake2b(digest_size=16)
-    digest.update(array("i", tokens))
+    digest.update(_packing(f"<{len(tokens)}i").pack(*tokens))  # an array takes three times as long
     return digest
