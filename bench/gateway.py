@@ -1,26 +1,32 @@
 """What recording every call exactly and durably costs in requests per second and in latency.
 
-    python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 32] [--delay-ms 0]
+    python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 100] [--delay-ms 0]
     AGL_PYTHON=/path/to/venv/bin/python python bench/gateway.py
 
 Conversations of several turns, in groups of eight that begin with the same task and go on each in
-its own words, run against (1) the gateway: tokenizer and template of the tiny
-model, an engine that always says the same, every call committed to a SQLite file before its reply
-ends; (2) the bare stub: the same bytes from a Starlette app that does nothing; and (3), where
-AGL_PYTHON names an environment with it, Agent Lightning's proxy in front of that stub. Each server
-is a process of its own, the load comes from another, and all are measured in the same run, in
-turns: what the machine does besides falls on each alike.
+its own words, run against
+
+1. the gateway: tokenizer and template of the tiny model, an engine that always says the same, every
+   call committed to a SQLite file before its reply ends;
+2. the bare stub (`stub.py`): the same replies from an app that does nothing, a stream token by
+   token, under uvicorn with the parser it is installed with, as the targets were set;
+3. the fast stub: the same app under the parser in C that whet's own servers use;
+4. where AGL_PYTHON names an environment with it, Agent Lightning's proxy in front of that stub.
+
+Each server is a process of its own, the load comes from another, and all are measured in the same
+run, in turns: what the machine does besides falls on each alike.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +34,9 @@ from typing import IO
 
 import uvloop
 from load import Connection, Measured, conversation, put_load
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from stub import UNIQUE
 
+from whet.app.cli import collect_seldom
 from whet.config import GatewayConfig
 from whet.gateway import keys
 from whet.gateway.app import build_app
@@ -53,9 +56,13 @@ MODEL = "m"
 SECRET = b"bench"
 TELLS = "bench: "
 """How a line begins that a server says to the bench."""
-AGL_LAUNCHER = Path(__file__).with_name("agl_proxy.py")
-UNIQUE = b"chatcmpl-" + b"0" * 24
-"""Stands in stored replies where every reply must have an id of its own."""
+HERE = Path(__file__).parent
+AGL_LAUNCHER = HERE / "agl_proxy.py"
+CALL = re.compile(rb"chatcmpl-[0-9a-f]{24}")
+APART_MS = 8.0
+"""Between tokens that are to leave each in an event of its own."""
+STUBS = {"stub": "h11", "fast stub": "httptools"}
+"""By the parser that uvicorn reads HTTP with."""
 
 
 # --------------------------------------------------------------------------- the servers
@@ -96,6 +103,7 @@ def _piece(tokens: Sequence[int], stop: StopReason | None = None) -> Piece:
 
 async def serve_gateway(folder: Path, tokens: int, delay_s: float) -> None:
     """Print the address; then, for each number read, make that many attempts."""
+    collect_seldom()  # as `whet serve` does
     template = ChatTemplate(resolve_model("tiny"))
     renderer = Renderer(template)
     answer = [*(template.encode("2 + 3 = 5. " * tokens)[: tokens - 1]), renderer.stop_ids[0]]
@@ -123,36 +131,6 @@ async def serve_gateway(folder: Path, tokens: int, delay_s: float) -> None:
         server.close()
 
 
-def serve_stub(folder: Path) -> None:
-    """The replies that lie in the folder, whole or event by event, and nothing else done."""
-    whole = (folder / "whole").read_bytes()
-    events = [event + b"\n\n" for event in (folder / "events").read_bytes().split(b"\n\n")[:-1]]
-    served = 0
-
-    class Events(Response):
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for event in events:
-                body = event.replace(UNIQUE, self.body)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-
-    async def handle(request: Request) -> Response:
-        nonlocal served
-        served += 1
-        id = b"chatcmpl-%024x" % served
-        if b'"stream": true' in (body := await request.body()) or b'"stream":true' in body:
-            return Events(id)
-        return Response(whole.replace(UNIQUE, id), media_type="application/json")
-
-    app = Starlette(routes=[Route("/{path:path}", handle, methods=["POST"])])
-    server = AppServer(app)
-    tell(server.url)
-    sys.stdin.read()
-    server.close()
-
-
 def tell(line: str) -> None:
     print(TELLS + line, flush=True)
 
@@ -178,7 +156,7 @@ def read_line(process: "subprocess.Popen[str]") -> str:
 
 
 @contextmanager
-def started(*command: str | Path, errors: IO[str] | None = None) -> Iterator[Server]:
+def started(*command: str | Path, errors: IO[str] | None = None) -> Generator[Server]:
     process = subprocess.Popen(
         [str(part) for part in command],
         stdin=subprocess.PIPE,
@@ -227,24 +205,26 @@ class Bench:
         self._stack = stack
         self._folder = folder
         self._options = options
-        size = ("--tokens", str(options.tokens), "--delay-ms", str(options.delay_ms))
-        command = (sys.executable, __file__, "--serve", "gateway", "--folder", folder, *size)
-        self.servers = {"gateway": stack.enter_context(started(*command))}
+        self.servers = {"gateway": self._gateway(folder, options.delay_ms)}
         self._answer = ""
         self._begun = 0
         """Conversations so far: no two measurements are about the same tasks."""
 
     async def prepare(self) -> None:
-        """Have the gateway answer once, and the others say the same."""
-        reply = json.loads(await self._capture("plain", stream=False))
+        """Have a slow gateway answer once, and the others say the same, token by token."""
+        slow = self._folder / "slow"
+        slow.mkdir()
+        gateway = self._gateway(slow, APART_MS)
+        reply = json.loads(await self._capture(gateway, "plain", stream=False))
         self._answer = reply["choices"][0]["message"]["content"]
-        await self._capture("plain", stream=True)
-        self.servers["stub"] = self._stub("plain")
+        await self._capture(gateway, "plain", stream=True)
+        for name, parser in STUBS.items():
+            self.servers[name] = self._stub("plain", parser)
         if python := os.environ.get("AGL_PYTHON"):
             wanted = {"return_token_ids": True, "logprobs": True}
-            await self._capture("vllm", stream=False, **wanted)
-            await self._capture("vllm", stream=True, **wanted)
-            upstream = self._stub("vllm")
+            await self._capture(gateway, "vllm", stream=False, **wanted)
+            await self._capture(gateway, "vllm", stream=True, **wanted)
+            upstream = self._stub("vllm", "httptools")
             log = self._stack.enter_context((self._folder / "agl.log").open("w"))
             command = (python, AGL_LAUNCHER, upstream.address + "/v1", MODEL)
             self.servers["agl"] = self._stack.enter_context(started(*command, errors=log))
@@ -254,7 +234,7 @@ class Bench:
     ) -> Measured:
         server = self.servers[name]
         count = 8 + int(seconds * 4000 / TURNS)
-        if name == "stub":
+        if name in STUBS:
             places = [("/v1/chat/completions", "x")] * count
         else:
             count = min(count, 8 + int(seconds * 50)) if name == "agl" else count
@@ -272,24 +252,27 @@ class Bench:
             seconds=seconds,
         )
 
-    async def _capture(self, name: str, *, stream: bool, **more: object) -> bytes:
-        [(path, key)] = json.loads(self.servers["gateway"].ask("1"))
+    async def _capture(self, gateway: Server, name: str, *, stream: bool, **more: object) -> bytes:
+        [(path, key)] = json.loads(gateway.ask("1"))
         [request, *_] = conversation(path, key, bodies("", 0, stream=stream, **more))
-        host, port = self.servers["gateway"].address.removeprefix("http://").split(":")
+        host, port = gateway.address.removeprefix("http://").split(":")
         loop = asyncio.get_running_loop()
         _, line = await loop.create_connection(Connection, host, int(port))
         body = await line.send(request)
         line.close()
-        body = unchunked(body) if stream else body
-        at = body.index(b"chatcmpl-")
-        body = body.replace(body[at : at + len(UNIQUE)], UNIQUE)
+        body = CALL.sub(UNIQUE, unchunked(body) if stream else body)
         place = self._folder / name / ("events" if stream else "whole")
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(body)
         return body
 
-    def _stub(self, name: str) -> Server:
-        command = (sys.executable, __file__, "--serve", "stub", "--folder", self._folder / name)
+    def _gateway(self, folder: Path, delay_ms: float) -> Server:
+        size = ("--tokens", str(self._options.tokens), "--delay-ms", str(delay_ms))
+        command = (sys.executable, __file__, "--serve-in", folder, *size)
+        return self._stack.enter_context(started(*command))
+
+    def _stub(self, replies: str, parser: str) -> Server:
+        command = (sys.executable, HERE / "stub.py", self._folder / replies, parser)
         return self._stack.enter_context(started(*command))
 
 
@@ -335,7 +318,7 @@ def show(
         f"{options.tokens} tokens a reply, {TURNS} turns a conversation, "
         f"{options.delay_ms:g} ms a token, {os.cpu_count()} cores, load average {load:.1f}\n"
     )
-    header = f"{'':8} {'at once':>7} {'server':8} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} "
+    header = f"{'':8} {'at once':>7} {'server':9} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} "
     print(header + f"{'first ms':>9} {'cpu ms':>7} {'of stub':>8} {'added p50':>10}")
     for stream in (False, True):
         for concurrency in options.concurrency:
@@ -345,7 +328,7 @@ def show(
                 first = 1000 * statistics.median(m.first_bytes)
                 added = m.latency_ms(0.5) - stub.latency_ms(0.5)
                 print(
-                    f"{'stream' if stream else 'plain':8} {concurrency:7} {name:8} "
+                    f"{'stream' if stream else 'plain':8} {concurrency:7} {name:9} "
                     f"{m.per_second:8.0f} {m.latency_ms(0.5):8.2f} {m.latency_ms(0.99):8.2f} "
                     f"{first:9.2f} {m.cpu_ms:7.2f} {m.per_second / stub.per_second:8.2f} "
                     f"{added:10.2f}"
@@ -360,12 +343,13 @@ def targets(results: dict[tuple[str, int, bool], Measured], options: argparse.Na
     added = gateway.latency_ms(0.5) - stub.latency_ms(0.5)
     print()
     promise(f"added p50 at {one}: {added:.2f} ms", added < 3, "under 3 ms")
-    plain, streamed = (
-        results["gateway", middle, stream].per_second / results["stub", middle, stream].per_second
-        for stream in (False, True)
-    )
-    promise(f"of the stub's requests/s at {middle}: {plain:.2f}", plain >= 0.25, "at least 0.25")
-    print(f"     of the stub's streamed calls/s at {middle}: {streamed:.2f}")
+    for name in STUBS:
+        for stream in (False, True):
+            share = results["gateway", middle, stream].per_second
+            share /= results[name, middle, stream].per_second
+            kind = "streamed" if stream else "plain"
+            said = f"of the {name}'s requests/s at {middle}, {kind}: {share:.2f}"
+            promise(said, share >= 0.25, "at least 0.25")
     cost = [1000 * results["gateway", middle, s].cpu_ms / options.tokens for s in (False, True)]
     promise(
         f"processor time a token at {middle}: {cost[1]:.0f} us streamed, {cost[0]:.0f} us plain",
@@ -397,15 +381,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of load for each number")
     parser.add_argument("--rounds", type=int, default=2, help="in which the servers take turns")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=100, help="of a reply")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the engine for each token")
-    parser.add_argument("--serve", choices=["gateway", "stub"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--serve-in", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve == "gateway":
-        asyncio.run(serve_gateway(options.folder, options.tokens, options.delay_ms / 1000))
-    elif options.serve == "stub":
-        serve_stub(options.folder)
+    if options.serve_in:
+        asyncio.run(serve_gateway(options.serve_in, options.tokens, options.delay_ms / 1000))
     else:
         uvloop.run(bench(options))
 
