@@ -98,7 +98,7 @@ def pack_call(call: Call) -> PackedCall:
 def _pack_generation(generation: Generation) -> GenerationRow:
     return GenerationRow(
         generation.stop,
-        checked_to_json(generation.sampling),
+        _sampling_text(generation.sampling),  # pyright: ignore[reportArgumentType]
         checked_to_json(generation.message),
         pack_runs(generation.versions),
         pack_ints(generation.tokens),
@@ -161,6 +161,11 @@ def parse_rollout(body: str) -> Rollout:
 def parse_resources(text: str | None) -> dict[str, int]:
     """The versions that an attempt was given."""
     return json.loads(text) if text else {}
+
+
+@lru_cache(1024)
+def _sampling_text(sampling: Sampling) -> str:  # frozen, which gives it a hash
+    return checked_to_json(sampling)
 
 
 @lru_cache(1024)

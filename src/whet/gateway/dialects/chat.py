@@ -60,15 +60,19 @@ class ChatMessage(Lenient):
 
     def canonical(self, index: int) -> Message:
         """In canonical form. Raises RequestError that names the part we cannot take."""
-        kinds = ("text", "refusal") if self.role == "assistant" else ("text",)
+        content = self.content
+        if not isinstance(content, str):
+            kinds = ("text", "refusal") if self.role == "assistant" else ("text",)
+            content = text_of(content, f"messages.{index}.content", kinds)
+        calls = [
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        ]
         thought = self.reasoning or self.reasoning_content
         return Message(
             ROLES[self.role],
-            text_of(self.content, f"messages.{index}.content", kinds),
-            tuple(
-                ToolCall(call.id, call.function.name, call.function.arguments)
-                for call in self.tool_calls or []
-            ),
+            content,
+            tuple(calls),
             self.tool_call_id or "",
             thought if isinstance(thought, str) and self.role == "assistant" else "",
         )

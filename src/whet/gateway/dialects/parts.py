@@ -1,6 +1,7 @@
 """What the wire formats have in common: how they say text, tools and sampling."""
 
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SkipValidation
@@ -49,19 +50,41 @@ class Sampled(Wire):
         seed: int | None = None,
         top_logprobs: int = 0,
     ) -> Sampling:
-        """As the engine takes it; the request was checked, and nothing is checked again."""
-        stops = [stop] if isinstance(stop, str) else stop or []
-        return Sampling.unchecked(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=max(0, self.top_k or 0),
-            max_tokens=max_tokens,
-            stop=tuple(text for text in stops if text),
-            stop_ids=(),
-            seed=seed,
-            top_logprobs=top_logprobs,
-            grammar=None,
+        """As the engine takes it."""
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        return _sampling(
+            1.0 if self.temperature is None else self.temperature,
+            self.top_p or 1.0,
+            max(0, self.top_k or 0),
+            max_tokens,
+            stops,
+            seed,
+            top_logprobs,
         )
+
+
+@lru_cache(1024)
+def _sampling(
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    max_tokens: int | None,
+    stops: tuple[str, ...],
+    seed: int | None,
+    top_logprobs: int,
+) -> Sampling:
+    """One value for all who ask for the same. The request was checked: nothing is checked again."""
+    return Sampling.unchecked(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        stop=tuple(text for text in stops if text),
+        stop_ids=(),
+        seed=seed,
+        top_logprobs=top_logprobs,
+        grammar=None,
+    )
 
 
 def text_of(content: JsonValue, where: str, kinds: Collection[str]) -> str:
