@@ -20,8 +20,7 @@
 An error takes only its message, so that it survives pickling.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from types import TracebackType
 
 
 class WhetError(Exception):
@@ -92,16 +91,27 @@ class BadReward(AttemptError):
     """The agent gave no finite number as its reward."""
 
 
-@contextmanager
-def boundary(error: type[WhetError], what: str) -> Generator[None]:
+class boundary:
     """Name whatever escapes foreign code after the boundary it crossed, in one line.
 
     An error of ours passes through: it crossed a narrower boundary first.
     """
-    try:
-        yield
-    except WhetError:
-        raise
-    except Exception as cause:
-        said = " ".join(str(cause).split())
-        raise error(f"{what}: {type(cause).__name__}: {said}") from cause
+
+    __slots__ = ("_error", "_what")
+
+    def __init__(self, error: type[WhetError], what: str) -> None:
+        self._error = error
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        cause: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(cause, Exception) and not isinstance(cause, WhetError):
+            said = " ".join(str(cause).split())
+            raise self._error(f"{self._what}: {type(cause).__name__}: {said}") from cause

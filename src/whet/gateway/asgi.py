@@ -45,17 +45,19 @@ class Request:
         """What the path names."""
         self.query_string: str = scope["query_string"].decode("latin-1")
         self._receive = receive
-        self._headers: dict[str, list[str]] = {}
+        self._headers: dict[bytes, list[bytes]] = {}
         for name, value in cast(list[tuple[bytes, bytes]], scope["headers"]):
-            self._headers.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+            self._headers.setdefault(name, []).append(value)
 
     def header(self, name: str, default: str = "") -> str:
         """The first header of a name, which is in lower case."""
-        return self._headers[name][0] if name in self._headers else default
+        found = self._headers.get(name.encode())
+        return found[0].decode("latin-1") if found else default
 
     def headers(self, name: str) -> list[str]:
         """All headers of a name, however it is written."""
-        return self._headers.get(name.lower(), [])
+        found = self._headers.get(name.lower().encode(), ())
+        return [value.decode("latin-1") for value in found]
 
     def query(self, name: str, default: str) -> str:
         """What the query says under a name."""

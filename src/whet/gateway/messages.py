@@ -89,13 +89,14 @@ class Message(NamedTuple):
     @classmethod
     def from_json(cls, value: dict[str, JsonValue]) -> "Message":
         """What `to_json` was called on."""
+        texts = cast(dict[str, str], value)
         calls = cast(list[dict[str, str]], value.get("tool_calls", ()))
         return cls(
-            cast(Role, value["role"]),
-            cast(str, value["content"]),
+            cast(Role, texts["role"]),
+            texts["content"],
             tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in calls) if calls else (),
-            cast(str, value.get("tool_call_id", "")),
-            cast(str, value.get("reasoning", "")),
+            texts.get("tool_call_id", ""),
+            texts.get("reasoning", ""),
         )
 
     def for_template(self) -> dict[str, JsonValue]:

@@ -358,9 +358,9 @@ class Service:
         return learn_speech(self.renderer)
 
     def _sampling(self, ask: Ask, forced: SamplingOverride, prompt: Sequence[int]) -> Sampling:
-        # Values are frozen, which gives them a hash that is not in their type.
-        asked = (ask.sampling, forced)
-        sampling = _merged(*asked, self.renderer.stop_ids)  # pyright: ignore[reportArgumentType]
+        # Sampling is frozen, which gives it a hash that is not in its type.
+        asked = (ask.sampling, tuple(vars(forced).items()), self.renderer.stop_ids)
+        sampling = _merged(*asked)  # pyright: ignore[reportArgumentType]
         if ask.constraint is None:
             return sampling
         grammar = ask.constraint.grammar(self._speech, opened=self.renderer.opens(prompt))
@@ -440,9 +440,11 @@ class Service:
 
 
 @lru_cache(1024)
-def _merged(asked: Sampling, forced: SamplingOverride, stop_ids: tuple[int, ...]) -> Sampling:
+def _merged(
+    asked: Sampling, forced: tuple[tuple[str, float | None], ...], stop_ids: tuple[int, ...]
+) -> Sampling:
     """As asked, but for what the rollout forces; it ends where the template ends a turn."""
-    update = forced.model_dump(exclude_none=True)
+    update: dict[str, object] = {name: value for name, value in forced if value is not None}
     update["stop_ids"] = tuple(dict.fromkeys((*asked.stop_ids, *stop_ids)))
     return asked.model_copy(update=update)
 

@@ -206,13 +206,18 @@ class ChatRequest(Sampled):
         )
 
     def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
-        schema: Schema | None = None
-        if isinstance(self.response_format, _ObjectFormat):
-            schema = ANY_OBJECT
-        elif isinstance(self.response_format, _SchemaFormat):
-            schema = self.response_format.json_schema.definition or ANY_OBJECT
-        if isinstance(self.tool_choice, _NamedChoice):
+        if not isinstance(self.tool_choice, str):
             return constraint(tools, named=self.tool_choice.function.name)
+        schema: Schema | None = None
+        match self.response_format:
+            case None:  # most have none, and to tell the others apart takes its time
+                pass
+            case _ObjectFormat():
+                schema = ANY_OBJECT
+            case _SchemaFormat():
+                schema = self.response_format.json_schema.definition or ANY_OBJECT
+            case _TextFormat():
+                pass
         return constraint(
             tools, choice=self.tool_choice, schema=schema, several=self.parallel_tool_calls
         )
