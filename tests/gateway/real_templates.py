@@ -54,7 +54,9 @@ def trl_templates() -> dict[str, str]:
     return {file.stem: Path(str(file.locate())).read_text() for file in found}
 
 
-def template_of(folder: Path, name: str, source: str) -> ChatTemplate:
+def template_of(
+    folder: Path, name: str, source: str, kind: type[ChatTemplate] = ChatTemplate
+) -> ChatTemplate:
     """The template with a small tokenizer, in which each marker of its family is one token."""
     eos = next((token for family, token in EOS.items() if name.startswith(family)), "<|im_end|>")
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
@@ -64,7 +66,7 @@ def template_of(folder: Path, name: str, source: str) -> ChatTemplate:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<bos>", "eos_token": eos}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return ChatTemplate(folder, source)
+    return kind(folder, source)
 
 
 def turn_of(

@@ -10,16 +10,19 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from pydantic import JsonValue
 
 from whet.errors import RequestError
+from whet.gateway.frames import Frame, Kinds, frame_of, texts_of, with_texts
 from whet.gateway.messages import Message, Role, ToolCall
+from whet.gateway.sketch import OpaqueError, Part, sketches
 from whet.gateway.template import ChatTemplate
 
 STAND_IN = f"0{secrets.token_hex(8)}0"
 """Text no template touches and no agent can write: no white space, no markup, never the same."""
+STAND_IN_ARGUMENTS = json.dumps({"a": STAND_IN})
 NEXT = f"1{secrets.token_hex(8)}1"
 
 QUESTION = Message("user", "What is 2 + 3?")
@@ -83,6 +86,7 @@ class Tails:
         """`syntax` are tokens inside a turn, such as those around a tool call."""
         self._template = template
         self._arguments = arguments
+        self._kinds = Kinds()
         self._probe_tools = (TOOL,) if tools else ()
         known = [text for mark, ends in ENDS.items() if mark in template.source for text in ends]
         ids = (template.token_id(text) for text in known)
@@ -106,15 +110,52 @@ class Tails:
         Raises:
             RequestError: the template does not end a turn in this place.
         """
-        ending = self.endings.get(way_of(turn, messages))
-        text = self._behind_stand_in(turn, messages, tools)
-        if ending is None:
-            raise RequestError("the chat template does not end the assistant's turn here")
-        lead = text.partition(ending.mark)[0]
-        ids = self._template.encode(text[len(lead) :])
-        if ids[:1] != [ending.close] or not self._ends_turn(turn, lead, ending):
+        texts = texts_of(turn, messages)
+        kind = None
+        if not self._template.tells_time:
+            kind = self._kinds.of(turn, messages, tools, texts)
+        frame = kind.fitting(texts) if kind else None
+        if frame is not None:
+            ids = frame.ids(texts, self._template.encode)
+        else:
+            ids = self._template.encode(self._from_close(turn, messages, tools))
+            if kind and kind.worth_a_try():
+                kind.frames += self._frames(turn, messages, tools)
+        if ids[:1] != [self.endings[way_of(turn, messages)].close]:
             raise RequestError("the chat template does not close the assistant's turn here")
         return ids
+
+    def _frames(
+        self, turn: Message, messages: Sequence[Message], tools: Sequence[JsonValue]
+    ) -> Sequence[Frame]:
+        """What is written around the texts of this tail; nothing if they may change it."""
+        mark = self.endings[way_of(turn, messages)].mark
+        texts = texts_of(turn, messages)
+        drawn, asked = sketches(texts)
+        encode = self._template.encode
+        try:
+            sketched = self._conversation(*with_texts(turn, messages, cast(list[str], drawn)))
+            parts = self._template.sketch(sketched, tools, self._arguments)
+            frame = frame_of(_from_mark(parts, mark), asked, self._template.seams, encode)
+            for trial in (texts, *_awkward(texts, mark)):
+                text = self._from_close(*with_texts(turn, messages, trial), tools)
+                if frame.fits(trial) and frame.ids(trial, encode) != encode(text):
+                    return ()
+        except (OpaqueError, RequestError):
+            return ()
+        return (frame,)
+
+    def _from_close(
+        self, turn: Message, messages: Sequence[Message], tools: Sequence[JsonValue]
+    ) -> str:
+        text = self._behind_stand_in(turn, messages, tools)
+        ending = self.endings.get(way_of(turn, messages))
+        if ending is None:
+            raise RequestError("the chat template does not end the assistant's turn here")
+        lead, mark, rest = text.partition(ending.mark)
+        if not mark or not self._ends_turn(turn, lead, ending):
+            raise RequestError("the chat template does not close the assistant's turn here")
+        return mark + rest
 
     def _ends_turn(self, turn: Message, lead: str, ending: Ending) -> bool:
         """Whether text before the closing token is the turn's own; after calls it may name them."""
@@ -125,12 +166,8 @@ class Tails:
     def _behind_stand_in(
         self, turn: Message, messages: Sequence[Message], tools: Sequence[JsonValue]
     ) -> str:
-        calls = tuple(
-            call._replace(arguments=json.dumps({"a": STAND_IN})) for call in turn.tool_calls
-        )
-        stand_in = Message("assistant", self._call_text if calls else STAND_IN, calls)
         text = self._template.render(
-            [QUESTION, stand_in, *messages],
+            self._conversation(turn, messages),
             tools,
             add_generation_prompt=True,
             arguments=self._arguments,
@@ -139,6 +176,11 @@ class Tails:
         if not found:
             raise RequestError("the chat template does not show the assistant's turn")
         return rest
+
+    def _conversation(self, turn: Message, messages: Sequence[Message]) -> list[Message]:
+        calls = tuple([call._replace(arguments=STAND_IN_ARGUMENTS) for call in turn.tool_calls])
+        stand_in = Message("assistant", self._call_text if calls else STAND_IN, calls)
+        return [QUESTION, stand_in, *messages]
 
     def _text_beside_calls(self) -> str:
         """Content for a stand-in with calls: none, unless the template shows nothing else of it."""
@@ -191,9 +233,31 @@ def way_of(turn: Message, messages: Sequence[Message]) -> Way:
 
 
 def _stand_in(*, calls: bool) -> Message:
-    made = (ToolCall("call_1", "calculator", json.dumps({"a": STAND_IN})),) if calls else ()
+    made = (ToolCall("call_1", "calculator", STAND_IN_ARGUMENTS),) if calls else ()
     return Message("assistant", STAND_IN, made)
 
 
 def _message(role: Role) -> Message:
     return Message(role, NEXT, tool_call_id="call_1" if role == "tool" else "")
+
+
+def _from_mark(parts: Sequence[Part], mark: str) -> list[Part]:
+    """What was written after the stand-in, from the token that closes its turn."""
+    for at in reversed(range(len(parts))):
+        part = parts[at]
+        if isinstance(part, str) and STAND_IN in part:
+            _, found, rest = part.rpartition(STAND_IN)[2].partition(mark)
+            if found:
+                return [found + rest, *parts[at + 1 :]]
+            break
+    raise OpaqueError
+
+
+def _awkward(texts: Sequence[str], mark: str) -> list[list[str]]:
+    """Texts that show what a template or a tokenizer might do to some, equal where these are."""
+    numbers = [texts.index(text) for text in texts]
+    made = (
+        [f'{mark[1:]}"\\&<é東🙂{mark}<think>{n}</think>{mark[:-1]}' for n in numbers],
+        [f" \t{n}{mark}\n " for n in numbers],
+    )
+    return [[new if old else "" for new, old in zip(trial, texts, strict=True)] for trial in made]

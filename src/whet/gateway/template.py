@@ -7,10 +7,11 @@ moment and carries no torch.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import NoReturn, cast
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -20,6 +21,8 @@ from tokenizers import Tokenizer
 from whet.errors import ConfigError, RequestError, boundary
 from whet.gateway.habits import Habits, find_habits
 from whet.gateway.messages import Message
+from whet.gateway.seams import Seams
+from whet.gateway.sketch import Part, let_sketch, parts_of
 
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 """What comes out of a template that was given something it was not written for."""
@@ -44,6 +47,7 @@ class ChatTemplate:
         with boundary(ConfigError, "cannot read the chat template"):
             environment = _environment()
             self._templates = {n: environment.from_string(s) for n, s in own.items()}
+        self._sources = own
         self.source = "\n".join(own.values())
         """The text of all its templates: what a model writes is guessed from it."""
         self.tells_time = "strftime_now" in self.source
@@ -53,6 +57,8 @@ class ChatTemplate:
         """Ids whose text is always one token, whatever stands beside it."""
         self.special = {id: token.content for id, token in added.items() if token.special}
         """The tokens that are markup, not text."""
+        self.seams = Seams(self._tokenizer)
+        """Where text may be cut before it is encoded."""
         self._habits = find_habits(self._render, self.source)
 
     def render(
@@ -68,6 +74,28 @@ class ChatTemplate:
         `arguments` are the template's own, such as `enable_thinking`.
         """
         return self._render(self._habits, messages, tools, add_generation_prompt, arguments)
+
+    def sketch(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[JsonValue],
+        arguments: Mapping[str, JsonValue],
+    ) -> Sequence[Part]:
+        """What `render` gives up to the next turn, for messages in which texts are sketches.
+
+        Raises:
+            OpaqueError: the template looks at the texts.
+            RequestError: as in `render`, or because a sketch is not a text.
+        """
+        return parts_of(
+            self._render(self._habits, messages, tools, True, arguments, self._sketching)
+        )
+
+    @cached_property
+    def _sketching(self) -> Mapping[str, Template]:
+        environment = _environment()
+        let_sketch(environment)
+        return {n: environment.from_string(s) for n, s in self._sources.items()}
 
     def encode(self, text: str) -> list[int]:
         """The ids of text; special tokens written in it are recognised, none are added."""
@@ -96,6 +124,7 @@ class ChatTemplate:
         tools: Sequence[JsonValue],
         add_generation_prompt: bool,
         arguments: Mapping[str, JsonValue] = NO_ARGUMENTS,
+        templates: Mapping[str, Template] | None = None,
     ) -> str:
         # Not by the tools alone: agents leave them out of a last request about their results.
         uses_tools = bool(tools) or any(m.tool_calls or m.role == "tool" for m in messages)
@@ -109,7 +138,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._templates[named].render(given)
+            return (templates or self._templates)[named].render(given)
         except (*REFUSALS, RecursionError) as error:
             raise RequestError(f"the chat template refuses this conversation: {error}") from error
 
@@ -165,9 +194,24 @@ class GenerationTag(Extension):
         return caller()
 
 
+DICT_NAMES = frozenset(dir(dict))
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Looks a key of a message up as such; Jinja first raises and catches an error."""
+
+    def getattr(self, obj: object, attribute: str) -> object:
+        if type(obj) is not dict or attribute in DICT_NAMES:
+            return super().getattr(obj, attribute)
+        found = cast(dict[str, object], obj)
+        if attribute in found:
+            return found[attribute]
+        return self.undefined(obj=obj, name=attribute)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """What templates may rely on: the settings, filters and functions Hugging Face gives them."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
