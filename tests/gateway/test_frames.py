@@ -178,7 +178,7 @@ def test_every_template_gives_the_same_tail(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@settings(SETTINGS, max_examples=500)
+@settings(SETTINGS, max_examples=100)
 @given(data=st.data())
 def test_every_template_gives_the_same_tail_at_length(
     name: str, named: Callable[[str], Both], data: st.DataObject
