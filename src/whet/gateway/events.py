@@ -7,6 +7,7 @@ one nothing waits.
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 
 from starlette.types import Send
 
@@ -15,7 +16,7 @@ from whet.gateway.messages import Message
 from whet.gateway.pieces import Sampled
 from whet.gateway.render import Renderer
 from whet.gateway.service import Prompt
-from whet.gateway.text import Delta, TextStream
+from whet.gateway.text import TextStream
 from whet.types import Call
 
 WINDOW_S = 0.005
@@ -27,6 +28,14 @@ KEEP_ALIVE_S = 15.0
 HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
+@dataclass(slots=True)
+class _Choice:
+    sampled: Sampled
+    text: TextStream
+    said: int = 0
+    """Tokens of which the reply has told."""
+
+
 class EventStream:
     """A reply that grows."""
 
@@ -36,10 +45,8 @@ class EventStream:
         self._renderer = renderer
         self._prompt = prompt
         self._reply = reply
-        self._sampled: dict[int, Sampled] = {}
-        """The choices that have begun."""
-        self._texts: dict[int, TextStream] = {}
-        """Of the choices of which something was said."""
+        self._choices: dict[int, _Choice] = {}
+        """Those that have begun, by index."""
         self._writing = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
@@ -49,26 +56,27 @@ class EventStream:
 
     def piece(self, index: int, sampled: Sampled) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
-        self._sampled[index] = sampled
-        if self._flush_timer is not None:
-            return None
-        due = self._last_write + WINDOW_S
-        if self._task is None:
-            # Once the engine has nothing more at hand: what it has leaves together.
-            self._flush_timer = self._loop.call_soon(self._begin, b"")
-        elif self._loop.time() >= due:
-            return self._write()
-        else:
-            self._flush_timer = self._loop.call_at(due, self._begin, b"")
+        if index not in self._choices:
+            self._choices[index] = self._begin_choice(sampled)
+        if self._flush_timer is None:
+            due = self._last_write + WINDOW_S
+            if self._task is None:
+                # Once the engine has nothing more at hand: what it has leaves together.
+                self._flush_timer = self._loop.call_soon(self._begin, b"")
+            elif self._loop.time() >= due:
+                return self._write()
+            else:
+                self._flush_timer = self._loop.call_at(due, self._begin, b"")
+        sampled.expected = True
         return None
 
     async def finish(self, call: Call) -> None:
         """The call is recorded: say what is left of it."""
         # Where events say no more of tokens than their text, that is in what is left.
         left = self._events() if self._reply.shows_tokens else b""
-        self._sampled.clear()
+        choices, self._choices = self._choices, {}
         rest = [
-            self._rest(index, Message.from_json(generation.message))
+            choices[index].text.finish(Message.from_json(generation.message))
             for index, generation in enumerate(call.generations)
         ]
         await self.end(left + self._reply.last(call, rest))
@@ -100,28 +108,29 @@ class EventStream:
     def _events(self) -> bytes:
         """Of the tokens of which nothing was said yet."""
         events = b""
-        for index, sampled in self._sampled.items():
-            text = self._texts.get(index) or self._begin_text(index)
-            if text.length < len(sampled.tokens):
-                piece = sampled.since(text.length)
-                events += self._reply.piece(index, piece, text.feed(piece.tokens))
+        for index, choice in self._choices.items():
+            sampled = choice.sampled
+            sampled.expected = False
+            if choice.said < len(sampled.tokens):
+                piece = sampled.since(choice.said)
+                choice.said = len(sampled.tokens)
+                if sampled.message is None:
+                    delta = choice.text.feed(piece.tokens)
+                else:
+                    delta = choice.text.finish(Message.from_json(sampled.message))
+                events += self._reply.piece(index, piece, delta)
         return events
 
-    def _rest(self, index: int, message: Message) -> Delta:
-        if index in self._texts:
-            return self._texts[index].finish(message)
-        return Delta(message.content, message.reasoning)
-
-    def _begin_text(self, index: int) -> TextStream:
+    def _begin_choice(self, sampled: Sampled) -> _Choice:
         prompt = self._prompt
-        text = self._texts[index] = TextStream(
+        text = TextStream(
             self._renderer,
             prompt.sampling,
             tools=prompt.ask.calls_tools,
             prompt=prompt.tokens,
             as_text=prompt.ask.raw is not None,
         )
-        return text
+        return _Choice(sampled, text)
 
     # ------------------------------------------------------------- timers
 

@@ -382,7 +382,7 @@ class Service:
             async with aclosing(pieces):
                 async for piece in pieces:
                     sampled.add(piece)
-                    if (wait := on_piece(index, sampled)) is not None:
+                    if not sampled.expected and (wait := on_piece(index, sampled)) is not None:
                         await wait
 
         if len(choices) == 1:
@@ -394,7 +394,10 @@ class Service:
                         tasks.create_task(sample(index))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
-        return self._call(prompt, [sampled.since(0) for sampled in choices])
+        call = self._call(prompt, [sampled.since(0) for sampled in choices])
+        for sampled, generation in zip(choices, call.generations, strict=True):
+            sampled.message = generation.message
+        return call
 
     def _call(self, prompt: Prompt, choices: Sequence[Piece]) -> Call:
         return Call.unchecked(
@@ -475,4 +478,5 @@ def _sampled(generation: Generation) -> Sampled:
     again.add(
         Piece(generation.tokens, generation.logprobs, generation.versions, stop=generation.stop)
     )
+    again.message = generation.message
     return again

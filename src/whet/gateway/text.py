@@ -43,11 +43,13 @@ def read_message(
     to arguments that were written without. `prompt` is what was sampled from, where it is known.
     `as_text` takes everything as content, for requests that were no conversation.
     """
-    reader = _Reader(renderer, tools=tools, prompt=prompt, as_text=as_text)
-    text = renderer.template.decode_all(reader.visible(ids))
-    ends = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
-    reader.splitter.feed(text[: min(ends)] if ends else text)
-    return reader.splitter.message(schemas)
+    sight = _sight(renderer, tools, as_text)
+    text = renderer.template.decode_all(sight.visible(ids))
+    if sampling.stop:
+        ends = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
+        text = text[: min(ends, default=len(text))]
+    splitter = _splitter(renderer, sight, tools=tools, prompt=prompt, as_text=as_text)
+    return splitter.whole(text, schemas)
 
 
 class _Sight(NamedTuple):
@@ -55,43 +57,44 @@ class _Sight(NamedTuple):
 
     hidden: frozenset[int]
     shown: tuple[str, ...]
+    headed: HeadedParser | None
+    """What else tells the parts of a turn apart, if it is not marks in the text."""
+
+    def visible(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids that are text, or that the formats look for."""
+        # Mostly the last one alone is neither.
+        said = ids[:-1] if ids and ids[-1] in self.hidden else ids
+        if self.hidden.isdisjoint(said):
+            return said
+        return [id for id in said if id not in self.hidden]
 
 
 @lru_cache(maxsize=64)
-def _sight(renderer: Renderer, tools: bool, thinking: bool) -> _Sight:
-    words = [*renderer.parser.format.tokens] if tools else []
-    if thinking:
+def _sight(renderer: Renderer, tools: bool, as_text: bool) -> _Sight:
+    headed = renderer.parser if isinstance(renderer.parser, HeadedParser) and not as_text else None
+    words = [*renderer.parser.format.tokens] if headed or (tools and not as_text) else []
+    if not as_text and not headed:
         words += [renderer.reasoning.open, renderer.reasoning.close]
-    if thinking and isinstance(renderer.parser, HeadedParser):
-        words = [*renderer.parser.format.tokens]
     special = renderer.template.special
     shown = {id: text for id, text in special.items() if any(text in word for word in words)}
     hidden = frozenset((*special, *renderer.stop_ids)) - frozenset(shown)
-    return _Sight(hidden, tuple(text for text in shown.values() if text))
+    return _Sight(hidden, tuple(text for text in shown.values() if text), headed)
 
 
-class _Reader:
-    """How the text of one generation is to be read."""
-
-    def __init__(
-        self, renderer: Renderer, *, tools: bool, prompt: Sequence[int], as_text: bool
-    ) -> None:
-        self._sight = _sight(renderer, tools and not as_text, not as_text)
-        self.splitter: Splitter
-        if isinstance(renderer.parser, HeadedParser) and not as_text:
-            self.splitter = HeadedSplitter(renderer.parser, calls_tools=tools)
-            return
-        opened = renderer.opens(prompt) if prompt else renderer.opens_thinking
-        self.splitter = InlineSplitter(
-            NONE if as_text else renderer.reasoning,
-            renderer.parser if tools and not as_text else None,
-            opened=opened and not as_text,
-            hidden=self._sight.shown,
-        )
-
-    def visible(self, ids: Sequence[int]) -> list[int]:
-        """The ids that are text, or that the formats look for."""
-        return [id for id in ids if id not in self._sight.hidden]
+def _splitter(
+    renderer: Renderer, sight: _Sight, *, tools: bool, prompt: Sequence[int], as_text: bool
+) -> Splitter:
+    """Reads the text of one generation."""
+    if as_text:
+        return InlineSplitter(NONE, None, opened=False, hidden=sight.shown)
+    if sight.headed is not None:
+        return HeadedSplitter(sight.headed, calls_tools=tools)
+    return InlineSplitter(
+        renderer.reasoning,
+        renderer.parser if tools else None,
+        opened=renderer.opens(prompt) if prompt else renderer.opens_thinking,
+        hidden=sight.shown,
+    )
 
 
 class TextStream:
@@ -110,11 +113,12 @@ class TextStream:
         prompt: Sequence[int] = (),
         as_text: bool = False,
     ) -> None:
-        self._reader = _Reader(renderer, tools=tools, prompt=prompt, as_text=as_text)
+        self._sight = _sight(renderer, tools, as_text)
+        self._splitter = _splitter(
+            renderer, self._sight, tools=tools, prompt=prompt, as_text=as_text
+        )
         self._decode = renderer.template.decode_all
         self._stops = sampling.stop
-        self.length = 0
-        """Of all the ids it was given."""
         self._ids: list[int] = []
         self._known = ""
         """The text of those ids that have gone out."""
@@ -125,19 +129,20 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> Delta:
         """Take new ids; returns the text that may go out now."""
-        self.length += len(ids)
-        delta = self._reader.splitter.feed(self._until_stop(self._new_text(ids)))
+        delta = self._splitter.feed(self._until_stop(self._new_text(ids)))
         self._content += len(delta.content)
         self._reasoning += len(delta.reasoning)
         return delta
 
     def finish(self, message: Message) -> Delta:
-        """What is left to send of the whole message."""
-        return Delta(message.content[self._content :], message.reasoning[self._reasoning :])
+        """What is left to send of the whole message, which is nothing then."""
+        rest = Delta(message.content[self._content :], message.reasoning[self._reasoning :])
+        self._content, self._reasoning = len(message.content), len(message.reasoning)
+        return rest
 
     def _new_text(self, ids: Sequence[int]) -> str:
         """The whole characters that these ids complete."""
-        self._ids += self._reader.visible(ids)
+        self._ids += self._sight.visible(ids)
         text = self._decode(self._ids)
         if text.endswith("\ufffd"):
             return ""

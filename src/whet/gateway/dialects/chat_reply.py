@@ -4,16 +4,15 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
+from whet.gateway.dialects.chunks import DONE, Chunks
 from whet.gateway.dialects.dialect import Json, Reply
 from whet.gateway.dialects.logprobs import Tops, token_logprobs
-from whet.gateway.dialects.parts import openai_usage, sse
+from whet.gateway.dialects.parts import openai_usage
 from whet.gateway.messages import Message
 from whet.gateway.service import Prompt
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
 from whet.types import Call, Generation, Piece
-
-DONE = b"data: [DONE]\n\n"
 
 
 class ChatReply(Reply):
@@ -36,6 +35,7 @@ class ChatReply(Reply):
         self._wants_ids = token_ids
         self.shows_tokens = logprobs or token_ids
         self._wants_usage = usage
+        self._chunks = Chunks(self._common("chat.completion.chunk"))
 
     def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
         choices: list[JsonValue] = []
@@ -50,7 +50,8 @@ class ChatReply(Reply):
             if self._wants_ids:
                 choice["token_ids"] = list(generation.tokens)
             choices.append(choice)
-        reply = self._frame("chat.completion", choices)
+        reply = self._common("chat.completion")
+        reply["choices"] = choices
         reply["usage"] = openai_usage(call)
         if self._wants_ids:
             reply["prompt_token_ids"] = list(self._prompt.tokens)
@@ -59,14 +60,13 @@ class ChatReply(Reply):
     # ------------------------------------------------------------- streamed
 
     def first(self) -> bytes:
-        choices: list[JsonValue] = [
+        choices: list[Json] = [
             {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             for i in range(self._prompt.ask.n)
         ]
-        event = self._frame("chat.completion.chunk", choices)
-        if self._wants_ids:
-            event["prompt_token_ids"] = list(self._prompt.tokens)
-        return sse(event)
+        if not self._wants_ids:
+            return self._chunks.event(choices)
+        return self._chunks.event(choices, {"prompt_token_ids": list(self._prompt.tokens)})
 
     def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
         choice: Json = {
@@ -79,7 +79,7 @@ class ChatReply(Reply):
             choice["token_ids"] = list(piece.tokens)
         elif not any(delta) and not self._wants_logprobs:
             return b""
-        return sse(self._frame("chat.completion.chunk", [choice]))
+        return self._chunks.event([choice])
 
     def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
         events: list[bytes] = []
@@ -91,28 +91,25 @@ class ChatReply(Reply):
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
             if delta:
                 choice: Json = {"index": index, "delta": delta, "finish_reason": None}
-                events.append(sse(self._frame("chat.completion.chunk", [choice])))
+                events.append(self._chunks.event([choice]))
             end: Json = {
                 "index": index,
                 "delta": {},
                 "finish_reason": _finish_reason(generation, message),
             }
-            events.append(sse(self._frame("chat.completion.chunk", [end])))
+            events.append(self._chunks.event([end]))
         if self._wants_usage:
-            usage = self._frame("chat.completion.chunk", [])
-            usage["usage"] = openai_usage(call)
-            events.append(sse(usage))
+            events.append(self._chunks.event([], {"usage": openai_usage(call)}))
         return b"".join([*events, DONE])
 
     # ------------------------------------------------------------- parts
 
-    def _frame(self, kind: str, choices: list[JsonValue]) -> Json:
+    def _common(self, kind: str) -> Json:
         return {
             "id": f"chatcmpl-{self._prompt.call}",
             "object": kind,
             "created": int(self._prompt.created),
             "model": self._model,
-            "choices": choices,
         }
 
     def _logprobs(

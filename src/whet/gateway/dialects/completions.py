@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.dialects.chat import StreamOptions
+from whet.gateway.dialects.chunks import DONE, Chunks
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
 from whet.gateway.dialects.logprobs import FLOOR, Tops
 from whet.gateway.dialects.parts import (
@@ -127,6 +128,7 @@ class CompletionReply(Reply):
         self._wants_ids = token_ids
         self.shows_tokens = logprobs or token_ids
         self._wants_usage = usage
+        self._chunks = Chunks(self._common())
         self._offsets = [0] * prompt.ask.n
 
     def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
@@ -141,7 +143,8 @@ class CompletionReply(Reply):
                 choice["token_ids"] = list(generation.tokens)
                 choice["prompt_token_ids"] = list(self._prompt.tokens)
             choices.append(choice)
-        reply = self._frame(choices)
+        reply = self._common()
+        reply["choices"] = choices
         reply["usage"] = openai_usage(call)
         return reply
 
@@ -149,11 +152,11 @@ class CompletionReply(Reply):
         if not self._wants_ids:
             return b""
         prompt: JsonValue = list(self._prompt.tokens)
-        choices: list[JsonValue] = [
+        choices = [
             self._choice(index, "", {}) | {"prompt_token_ids": prompt, "token_ids": []}
             for index in range(self._prompt.ask.n)
         ]
-        return sse(self._frame(choices))
+        return self._chunks.event(choices)
 
     def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
         choice = self._choice(index, delta.content, {})
@@ -162,26 +165,23 @@ class CompletionReply(Reply):
             choice["token_ids"] = list(piece.tokens)
         elif not delta.content and not self._wants_logprobs:
             return b""
-        return sse(self._frame([choice]))
+        return self._chunks.event([choice])
 
     def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
         events = [
-            sse(self._frame([self._choice(index, rest[index].content, self._end(generation))]))
+            self._chunks.event([self._choice(index, rest[index].content, self._end(generation))])
             for index, generation in enumerate(call.generations)
         ]
         if self._wants_usage:
-            usage = self._frame([])
-            usage["usage"] = openai_usage(call)
-            events.append(sse(usage))
-        return b"".join([*events, b"data: [DONE]\n\n"])
+            events.append(self._chunks.event([], {"usage": openai_usage(call)}))
+        return b"".join([*events, DONE])
 
-    def _frame(self, choices: list[JsonValue]) -> Json:
+    def _common(self) -> Json:
         return {
             "id": f"cmpl-{self._prompt.call}",
             "object": "text_completion",
             "created": int(self._prompt.created),
             "model": self._model,
-            "choices": choices,
         }
 
     def _choice(self, index: int, text: str, end: Json) -> Json:

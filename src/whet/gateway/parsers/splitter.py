@@ -1,7 +1,7 @@
-"""Text as it comes into thinking and content, holding back what may still be something else.
+"""Text into thinking, content and calls: whole, or as it comes.
 
-Fed in one go or letter by letter, the message at the end is the same: what a stream has sent is
-always the beginning of the whole message.
+What may still be something else is held back, so that what a stream has sent is always the
+beginning of the whole message.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class Splitter(Protocol):
         """Take more text; returns what may go out now."""
         ...
 
-    def message(self, tools: Sequence[JsonValue]) -> Message:
-        """The whole message, once there is no more text."""
+    def whole(self, text: str, tools: Sequence[JsonValue]) -> Message:
+        """The message of a text of which nothing was fed before."""
         ...
 
 
@@ -93,20 +93,25 @@ class InlineSplitter(Splitter):
             step()
         return Delta("".join(self._said[said:]), "".join(self._thought[thought:]))
 
-    def message(self, tools: Sequence[JsonValue]) -> Message:
-        if self._step == self._think or (self._opened and self._step == self._begin):
-            self._thought.append(self._pending.strip("\n") if not self._thought else self._left())
-            self._pending = ""
-        thought = "".join(self._thought)
-        text = "".join(self._said) + self._pending
-        parsed = self._parser.parse(text, tools) if self._parser else None
-        content, calls = parsed or (text, ())
+    def whole(self, text: str, tools: Sequence[JsonValue]) -> Message:
+        thought, said = self._thinking(text)
+        parsed = self._parser.parse(said, tools) if self._parser else None
+        content, calls = parsed or (said, ())
         for token in self._hidden:
             content = content.replace(token, "")
         return Message("assistant", content, calls, reasoning=thought)
 
-    def _left(self) -> str:
-        return self._pending.rstrip("\n")
+    def _thinking(self, text: str) -> tuple[str, str]:
+        """The thinking in a whole text, and what is said after it."""
+        if not self._format.open:
+            return "", text
+        begun = text.lstrip()
+        if begun.startswith(self._format.open):
+            text = begun[len(self._format.open) :]
+        elif not self._opened:
+            return "", text
+        thought, _, said = text.partition(self._format.close)
+        return thought.strip("\n"), said.lstrip("\n")
 
     def _begin(self) -> None:
         """Nothing is known yet but perhaps white space."""
@@ -167,22 +172,19 @@ class HeadedSplitter(Splitter):
         self._parser = parser
         self._calls_tools = calls_tools
         self._ends = (*parser.ends, START)
-        self._all: list[str] = []
         self._pending = ""
         self._kind: Kind | None = None
         """Of the message that is being read; None in a header."""
         self._begun: set[Kind] = set()
 
     def feed(self, text: str) -> Delta:
-        self._all.append(text)
         self._pending += text
         out: dict[Kind, list[str]] = {kind: [] for kind in Kind}
         while self._step(out):
             pass
         return Delta("".join(out[Kind.CONTENT]), "".join(out[Kind.REASONING]))
 
-    def message(self, tools: Sequence[JsonValue]) -> Message:
-        text = "".join(self._all)
+    def whole(self, text: str, tools: Sequence[JsonValue]) -> Message:
         if MESSAGE not in text:
             return Message("assistant", self._bare(text))
         parsed = self._parser.parse(text, tools) if self._calls_tools else None
