@@ -33,13 +33,14 @@ def running_attempts(
 ) -> tuple[dict[AttemptId, int], dict[AttemptId, StoreError]]:
     """The rows of those that run, which do not end before the commit, and why others do not."""
     rows: dict[AttemptId, int] = {}
-    refused: dict[AttemptId, StoreError] = {id_: _unknown(id_) for id_ in attempts}
-    for id_, seq, status in db.execute(ATTEMPTS, (run, to_json(list(refused)))):
+    ended: dict[AttemptId, StoreError] = {}
+    asked = list(dict.fromkeys(attempts))
+    for id_, seq, status in db.execute(ATTEMPTS, (run, to_json(asked))):
         if status == Status.RUNNING:
-            del refused[id_]
             rows[id_] = seq
         else:
-            refused[id_] = _ended(id_, status)
+            ended[id_] = _ended(id_, status)
+    refused = {id_: ended.get(id_) or _unknown(id_) for id_ in asked if id_ not in rows}
     return rows, refused
 
 

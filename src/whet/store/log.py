@@ -183,10 +183,13 @@ def _rewards(db: Db, attempts: Sequence[int]) -> dict[int, list[Reward]]:
 def _calls(db: Db, attempts: Sequence[int]) -> dict[int, list[PackedCall]]:
     """The calls of these attempts by attempt, in the order they were recorded."""
     asked = (to_json(list(attempts)),)
+    calls: dict[int, list[PackedCall]] = {attempt: [] for attempt in attempts}
+    rows = db.execute(CALLS, asked).fetchall()
+    if not rows:
+        return calls
     generations = defaultdict[int, list[GenerationRow]](list)
     for call, *generation in db.execute(GENERATIONS, asked):
         generations[call].append(GenerationRow(*generation))
-    calls: dict[int, list[PackedCall]] = {attempt: [] for attempt in attempts}
-    for seq, attempt, call, id_, *row in db.execute(CALLS, asked):
+    for seq, attempt, call, id_, *row in rows:
         calls[seq].append(PackedCall(attempt, id_, CallRow(*row), generations[call]))
     return calls
