@@ -60,7 +60,7 @@ class Server:
         command = [*SERVER, "--port", str(self.port), "--dir", str(self.folder)]
         with (self.folder.parent / "server.log").open("a") as log:
             self.process = subprocess.Popen(
-                [*command, "--model", self.model],
+                [*command, "--model", self.model, "--trainer.precision", "fp32"],
                 env={**os.environ, "TINKER_API_KEY": KEY},
                 stdout=log,
                 stderr=log,

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -19,13 +20,22 @@ LORA = Lora(rank=4)
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
     ("precision", "dtype", "near"),
     [("fp32", torch.float32, 1e-4), ("bf16", torch.bfloat16, 0.1)],
 )
 async def test_device_and_precision_reach_training_and_sampling(
-    tmp_path: Path, precision: str, dtype: torch.dtype, near: float
+    tmp_path: Path, device: str, precision: str, dtype: torch.dtype, near: float
 ) -> None:
-    settings = {"device": "cpu", "kv_tokens": 2048}
+    settings = {"device": device, "kv_tokens": 2048}
     config = resolve({"engine": settings, "trainer": {"precision": precision}})
     base = Base(resolve_model("tiny"), config)
     runs = LocalRuns(base)
@@ -46,7 +56,7 @@ async def test_device_and_precision_reach_training_and_sampling(
     assert len(sampled.tokens) == 3
     [desk] = samplers._desks
     for policy in (base.policy, trained, desk.policy):
-        assert policy.device == torch.device("cpu")
+        assert policy.device == torch.device(device)
         assert policy.dtype == dtype
         assert {weight.dtype for weight in policy.model.parameters()} == {dtype}
     # The base model is in memory once, whoever trains or samples.
@@ -66,3 +76,15 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tinker-server", "--dir", str(tmp_path), "--engine", "vllm"]) == 2
     assert "engine.kind is 'vllm'" in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_runs_made_at_once_have_the_adapters_of_their_seed() -> None:
+    runs = LocalRuns(Base(resolve_model("tiny"), resolve({"engine": {"device": "cpu"}})))
+    names = [f"run-{index}" for index in range(8)]
+    async with anyio.create_task_group() as tasks:
+        for name in names:
+            tasks.start_soon(runs.create, name, LORA, 1)
+    first, *others = [runs._found(name)[0].trainable() for name in names]
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)

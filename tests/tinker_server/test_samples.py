@@ -76,7 +76,8 @@ def test_samples_of_one_request_differ_and_a_seed_repeats_them(
     base: tinker.SamplingClient,
 ) -> None:
     def tokens(**params: Any) -> list[tuple[int, ...]]:
-        return [tuple(one.tokens) for one in ask(base, 4, **params)]
+        # Hot: at 1 the tiny model gives the same answer twice in one of fifty runs.
+        return [tuple(one.tokens) for one in ask(base, 4, temperature=2.0, **params)]
 
     assert len(set(tokens(stop=[]))) == 4
     assert tokens(seed=7) == tokens(seed=7)

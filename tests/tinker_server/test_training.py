@@ -259,7 +259,8 @@ def test_a_seed_makes_the_same_adapters_and_none_makes_others(
         client.optim_step(types.AdamParams(learning_rate=1e-2))
         return client.forward(data, "cross_entropy").result().metrics["loss:sum"]
 
-    assert after_a_step(seed=1) == after_a_step(seed=1)
+    # A GPU adds up in any order.
+    assert after_a_step(seed=1) == pytest.approx(after_a_step(seed=1), rel=1e-6)
     assert len({after_a_step(seed=1), after_a_step(seed=2), after_a_step(), after_a_step()}) == 4
     assert after_a_step(seed=1) != after_a_step(seed=1, train_unembed=False)
 

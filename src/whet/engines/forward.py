@@ -7,6 +7,7 @@ kernels; one by one they take eight times as long as they run.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol, cast
@@ -31,6 +32,9 @@ NARROWEST = 16
 AGREES = 0.5
 """Mean difference in logits between two ways to compute the same: far above what bf16 rounds."""
 LIKELIEST = 100
+RECORDING = threading.Lock()
+"""Held while a graph is recorded: nobody may wait for the whole GPU meanwhile, as recording does at
+its beginning, and all recordings of a process are on one stream."""
 
 
 class Forward(Protocol):
@@ -165,7 +169,8 @@ class Static(Forward):
         if self._device.type != "cuda":
             return self._compute(recorded)
         if recorded.graph is None:
-            self._record(recorded)
+            with RECORDING:
+                self._record(recorded)
         assert recorded.graph is not None
         recorded.graph.replay()
         return recorded.output

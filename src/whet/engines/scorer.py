@@ -108,7 +108,10 @@ def _drawn(logp_TV: Tensor, asked: Asked) -> Tensor:
     if asked.temperature == 0:
         return logp_TV.argmax(-1, keepdim=True).expand(-1, asked.draws)
     shares_TV = (logp_TV / asked.temperature).softmax(-1)
-    return torch.multinomial(shares_TV, asked.draws, replacement=True)
+    # Torch's own generator of a GPU draws nothing while another engine records a graph.
+    generator = torch.Generator(shares_TV.device)
+    generator.seed()
+    return torch.multinomial(shares_TV, asked.draws, replacement=True, generator=generator)
 
 
 def _floats(tensor: Tensor) -> NDArray[np.float32]:

@@ -239,6 +239,10 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     return deepcopy(model, shared)
 
 
+_SEEDING = threading.Lock()
+"""The CPU's random numbers and the filters of warnings are of the whole process."""
+
+
 def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> PeftModel:
     lora = LoraConfig(
         r=config.lora_rank,
@@ -246,7 +250,7 @@ def _with_lora(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Peft
         target_modules=_adapted(model, config.lora_layers),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with _SEEDING, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # Only the head has the adapter; the embedding it may share its weights with stays as it is.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         torch.manual_seed(seed)

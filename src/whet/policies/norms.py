@@ -1,5 +1,6 @@
 """RMS norms in one kernel instead of six, where there is a GPU, for sampler and trainer alike."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -58,9 +59,20 @@ class _Norm(torch.autograd.Function):
         return *kernels.rms_norm_slope(grads[0], hidden, weight_D, ctx.epsilon), None
 
 
+def noise(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Numbers to try a kernel with.
+
+    Not of torch's own generators: a GPU's draws nothing while an engine records a graph, and with
+    the CPU's somebody may be seeding adapters.
+    """
+    generator = torch.Generator(like.device)
+    generator.seed()
+    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+
+
 @torch.inference_mode()
 def _same(norm: nn.Module, fused: nn.Module, weight: nn.Parameter) -> bool:
-    hidden = torch.randn(64, len(weight), device=weight.device).to(weight.dtype)
+    hidden = noise((64, len(weight)), weight)
     expected, found = norm(hidden), fused(hidden)
     mostly = (expected == found).float().mean().item() > 0.9
     return mostly and torch.allclose(expected, found, rtol=ULP, atol=ULP / 2**7)

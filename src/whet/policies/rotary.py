@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from whet.policies.norms import noise
+
 try:
     from whet.policies import kernels
 except ModuleNotFoundError:  # Triton comes only with a torch that has a GPU
@@ -72,7 +74,7 @@ def _same(plain: Any, module: nn.Module) -> bool:
         return False
     weight = next(module.parameters())
     shapes = (2, 5, 3, width), (2, 2, 3, width), (2, 3, width), (2, 3, width)
-    given = [torch.randn(shape, device=weight.device).to(weight.dtype) for shape in shapes]
+    given = [noise(shape, weight) for shape in shapes]
     try:
         expected = cast(tuple[Tensor, Tensor], plain(*given))
     except (TypeError, RuntimeError):  # it wants something else

@@ -6,7 +6,7 @@ log-probability back.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -119,7 +119,7 @@ class DatumTrainer:
 
     def _one_tree(self, tree: Tree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
         batch = _batch(tree, self._policy.device)
-        logp_N = self._passes.score(self._passes.hidden(tree), batch).logp_N
+        logp_N = self._score(tree, batch)
         loss_N = LOSSES[config.name](logp_N, ratios(logp_N, batch, config), batch, config)
         value = loss_N.sum()
         loss = value.item()
@@ -139,6 +139,21 @@ class DatumTrainer:
             },
             loss,
         )
+
+    def _score(self, tree: Tree[Datum], batch: Batch) -> Tensor:
+        """Log-probabilities of the targets; what rows that begin alike all ask for is scored once.
+
+        Most positions of a group are those of its prompt, and logits are what costs most.
+        """
+        pair_N = batch.source_N * self._policy.vocabulary + batch.target_N
+        pair_M, place_N = cast(tuple[Tensor, Tensor], torch.unique(pair_N, return_inverse=True))
+        once = replace(
+            batch,
+            source_N=pair_M // self._policy.vocabulary,
+            target_N=pair_M % self._policy.vocabulary,
+            shaping=batch.shaping.part(slice(0, len(pair_M))),
+        )
+        return self._passes.score(self._passes.hidden(tree), once).logp_N[place_N]
 
     def _refuse_unusable(self, datum: Datum, index: int, loss: str) -> None:
         here = f"datum {index}"
