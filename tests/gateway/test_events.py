@@ -70,6 +70,11 @@ async def test_tokens_leave_while_the_record_is_slow_but_the_end_waits(
     await client.run()
     assert seen == [False]
     assert said(client).endswith("data: [DONE]\n\n")
+    # What left before the record and what left with it are the recorded message, nothing twice.
+    [call] = await gateway.calls()
+    deltas = [c["delta"] for event in read_events(said(client)) for c in event["choices"]]
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert text == call.generations[0].message["content"]
 
 
 async def test_every_choice_is_whole_when_pieces_are_joined(
