@@ -35,12 +35,8 @@ class Conversations:
 
     async def find(self, id: AttemptId) -> tuple[Attempt, Graph]:
         """A running attempt and its graph. Raises as `AttemptLog.attempt` does."""
-        attempt, graph = self._believed(id), self.held(id)
-        if attempt is not None and graph is not None:
-            self._graphs.move_to_end(id)
-            return attempt, graph
-        # Both at once: one way to the store's thread and back.
-        return await asyncio.gather(self._attempt(id), self.graph(id))
+        attempt = self._believed(id) or await self._attempt(id)
+        return attempt, await self.graph(id)
 
     async def graph(self, id: AttemptId) -> Graph:
         """What is known of an attempt's conversations, running or not."""
@@ -77,8 +73,6 @@ class Conversations:
         return attempt if time.monotonic() < until else None
 
     async def _attempt(self, id: AttemptId) -> Attempt:
-        if (believed := self._believed(id)) is not None:
-            return believed
         self._running.pop(id, None)
         attempt = await self._log.attempt(id)
         self._running[id] = attempt, time.monotonic() + BELIEVED_S

@@ -17,7 +17,6 @@ from whet.gateway import asgi, strictjson
 from whet.gateway.asgi import ClientLeft, Request, TooLarge, TooSlow, send_whole
 from whet.gateway.attribution import Unauthorized
 from whet.gateway.dialects.dialect import Dialect, Json, Reply, ThreadUnsupported, Told
-from whet.gateway.dialects.logprobs import Tops
 from whet.gateway.dialects.parts import openai_error
 from whet.gateway.events import EventStream
 from whet.gateway.pieces import Sampled
@@ -101,10 +100,11 @@ class Answer(asgi.Reply):
                 self._service.lost(self._prompt)
 
     async def _send(self, request: Request, send: Send) -> bool:
-        tops: list[Tops] = [()] * self._prompt.ask.n
+        choices: dict[int, Sampled] = {}
 
         def on_piece(index: int, sampled: Sampled) -> None:
-            tops[index] = sampled.top
+            choices[index] = sampled
+            sampled.expected = True
 
         try:
             call = await self._service.complete(self._prompt, on_piece, request.watched())
@@ -114,6 +114,7 @@ class Answer(asgi.Reply):
             await self._refuse(error, request, send)
             return True
         _check_there(request)
+        tops = [choices[index].since(0).top for index in range(len(call.generations))]
         await JsonReply(self._reply.whole(call, tops)).deliver(request, send)
         return True
 

@@ -33,7 +33,7 @@ class _Choice:
     sampled: Sampled
     text: TextStream
     said: int = 0
-    """Tokens of which the reply has told."""
+    """Pieces of which the reply has told."""
 
 
 class EventStream:
@@ -111,9 +111,9 @@ class EventStream:
         for index, choice in self._choices.items():
             sampled = choice.sampled
             sampled.expected = False
-            if choice.said < len(sampled.tokens):
+            if choice.said < len(sampled.pieces):
                 piece = sampled.since(choice.said)
-                choice.said = len(sampled.tokens)
+                choice.said = len(sampled.pieces)
                 if sampled.message is None:
                     delta = choice.text.feed(piece.tokens)
                 else:

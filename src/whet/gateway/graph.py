@@ -7,7 +7,6 @@ parallel calls and several choices are branches, found by the same walk.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from whet.gateway.messages import Message, all_same
@@ -19,8 +18,7 @@ DELETED = "deleted"
 """Where it keeps the id of a call that is not to be shown any more; such a call sampled nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A generation as a place to continue from."""
 
     id: GenerationId
@@ -30,8 +28,7 @@ class Turn:
     generation: Generation
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """How much of a request is known already."""
 
     turn: Turn | None
@@ -95,9 +92,10 @@ class Graph:
         self.calls[call.id] = call
         if (deleted := call.origin.shown.get(DELETED)) is not None:
             self.hidden.add(CallId(str(deleted)))
-        self.size += len(call.context) + sum(len(g.tokens) for g in call.generations)
+        self.size += len(call.context)
         context = tuple(map(Message.from_json, call.messages) if messages is None else messages)
         for index, generation in enumerate(call.generations):
+            self.size += len(generation.tokens)
             message = Message.from_json(generation.message)
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn

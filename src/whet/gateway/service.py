@@ -5,12 +5,12 @@ import json
 import secrets
 import time
 from asyncio import TaskGroup
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from anyio import to_thread
 from pydantic import JsonValue
@@ -52,15 +52,14 @@ LARGE_REQUEST = 256 * 2**10
 """Bytes from which on a request is rendered beside the event loop, to hold up nobody else's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A model request in canonical form: messages, or a raw prompt."""
 
     messages: tuple[Message, ...] = ()
     raw: str | tuple[int, ...] | None = None
     """The prompt itself, for formats that render nothing: text, or ids."""
     tools: tuple[JsonValue, ...] = ()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = Sampling()
     n: int = 1
     stream: bool = False
     calls_tools: bool = False
@@ -69,12 +68,11 @@ class Ask:
     """Whether a turn may show more than one; only the first is shown otherwise."""
     constraint: Constraint | None = None
     """What the answer must be, if it is not free."""
-    shown: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    shown: Mapping[str, JsonValue] = MappingProxyType({})
     """What the wire format needs to show the call again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Who asks."""
 
     attempt: Attempt | None
@@ -90,8 +88,7 @@ class Source:
     """Of the request, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """What the engine will be given, and where it hangs in the attempt's graph."""
 
     call: CallId
@@ -111,8 +108,7 @@ class Prompt:
     """The call that answered this very request before, if this is a retry of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a request hangs in the graph, and what of it is new."""
 
     turn: Turn | None
@@ -193,7 +189,7 @@ class Service:
                 request=source.request,
                 fork=graph.fork_raw(place.turn, context) if ask.raw is not None else place.fork,
                 lossy=place.lossy,
-                shown=ask.shown | ({TEXT: place.raw} if isinstance(place.raw, str) else {}),
+                shown={**ask.shown, **({TEXT: place.raw} if isinstance(place.raw, str) else {})},
             ),
             created=time.time(),
         )
@@ -295,9 +291,11 @@ class Service:
         )
 
     def _check_length(self, ask: Ask) -> None:
+        if self.context_length is None:
+            return
         said = [ask.raw] if isinstance(ask.raw, str) else [m.content for m in ask.messages]
         length = sum(map(len, said))
-        if self.context_length is not None and length > self.context_length * LONGEST_TOKEN:
+        if length > self.context_length * LONGEST_TOKEN:
             raise PromptTooLong(
                 f"the prompt has {length} characters, which cannot fit into "
                 f"{self.context_length} tokens"
@@ -381,7 +379,7 @@ class Service:
             )
             async with aclosing(pieces):
                 async for piece in pieces:
-                    sampled.add(piece)
+                    sampled.pieces.append(piece)
                     if not sampled.expected and (wait := on_piece(index, sampled)) is not None:
                         await wait
 
@@ -405,11 +403,11 @@ class Service:
             attempt=prompt.attempt or AttemptId(""),
             parent=prompt.parent,
             root=prompt.root,
-            messages=tuple(m.to_json() for m in prompt.messages),
+            messages=tuple([m.to_json() for m in prompt.messages]),
             context=prompt.context,
             prompt_length=len(prompt.tokens),
             prompt_digest=digest_tokens(prompt.tokens).hexdigest(),
-            generations=tuple(self._generation(prompt, choice) for choice in choices),
+            generations=tuple([self._generation(prompt, choice) for choice in choices]),
             created=prompt.created,
             origin=prompt.origin,
         )
@@ -475,7 +473,7 @@ def _tool_name(tool: JsonValue) -> str:
 
 def _sampled(generation: Generation) -> Sampled:
     again = Sampled()
-    again.add(
+    again.pieces.append(
         Piece(generation.tokens, generation.logprobs, generation.versions, stop=generation.stop)
     )
     again.message = generation.message
