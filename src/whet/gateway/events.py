@@ -58,6 +58,8 @@ class EventStream:
         """A choice has grown; gives the write to wait for, if one is due."""
         if index not in self._choices:
             self._choices[index] = self._begin_choice(sampled)
+        if sampled.message is not None:
+            return self._write_whole() if self._task is None else None
         if self._flush_timer is None:
             due = self._last_write + WINDOW_S
             if self._task is None:
@@ -104,6 +106,13 @@ class EventStream:
             self._last_write = self._loop.time()
             if data or not more:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    def _write_whole(self) -> Awaitable[None]:
+        """All was sampled before any of it was told."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        return self._write()
 
     def _events(self) -> bytes:
         """Of the tokens of which nothing was said yet."""

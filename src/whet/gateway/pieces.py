@@ -1,15 +1,10 @@
 """What an engine samples bit by bit, and who is told of it."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import chain
-from operator import attrgetter
 
 from pydantic import JsonValue
 
 from whet.types import Piece
-
-_tokens, _logprobs = attrgetter("tokens"), attrgetter("logprobs")
-_versions, _top = attrgetter("versions"), attrgetter("top")
 
 
 class Sampled:
@@ -36,14 +31,20 @@ class Sampled:
 def _join(pieces: Sequence[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
-    return Piece(
-        tuple(chain.from_iterable(map(_tokens, pieces))),
-        tuple(chain.from_iterable(map(_logprobs, pieces))),
-        tuple(chain.from_iterable(map(_versions, pieces))),
-        tuple(chain.from_iterable(map(_top, pieces))),
-        stop=pieces[-1].stop,
-    )
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    top: list[tuple[tuple[int, float], ...]] = []
+    for piece in pieces:  # as many as tokens, perhaps, and faster than any chain of iterators
+        tokens += piece.tokens
+        logprobs += piece.logprobs
+        versions += piece.versions
+        if piece.top:
+            top += piece.top
+    stop = pieces[-1].stop
+    return Piece(tuple(tokens), tuple(logprobs), tuple(versions), tuple(top), stop=stop)
 
 
 OnPiece = Callable[[int, Sampled], Awaitable[None] | None]
-"""Told of a choice, by its index, that it has grown; gives what to wait for, if anything."""
+"""Told of a choice, by its index, that it has grown or has its message; gives what to wait for, if
+anything."""

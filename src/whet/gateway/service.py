@@ -393,8 +393,10 @@ class Service:
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
         call = self._call(prompt, [sampled.since(0) for sampled in choices])
-        for sampled, generation in zip(choices, call.generations, strict=True):
-            sampled.message = generation.message
+        for index, sampled in enumerate(choices):
+            sampled.message = call.generations[index].message
+            if (wait := on_piece(index, sampled)) is not None:
+                await wait
         return call
 
     def _call(self, prompt: Prompt, choices: Sequence[Piece]) -> Call:
