@@ -9,7 +9,6 @@ parallel calls and several choices are branches, found by the same walk.
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from whet.gateway.heard import Heard
 from whet.gateway.messages import Message, all_same
 from whet.types import Call, CallId, Fork, Generation, GenerationId
 
@@ -76,8 +75,6 @@ class Graph:
         self.calls: dict[CallId, Call] = {}
         self.size = 0
         """Tokens held."""
-        self.heard = Heard()
-        """What the last request said."""
         self.hidden: set[CallId] = set()
         """Calls their agent asked to forget. They stay what they are: what was sampled."""
         self._turns: dict[GenerationId, Turn] = {}

@@ -3,19 +3,11 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, JsonValue
 
 from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
 from whet.gateway.dialects.chat_reply import ChatReply
-from whet.gateway.dialects.dialect import (
-    Asked,
-    Dialect,
-    Json,
-    Reply,
-    Told,
-    first_fault,
-    validate,
-)
+from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
 from whet.gateway.dialects.parts import (
     MOST_TOOLS,
     AnyJson,
@@ -86,18 +78,6 @@ class ChatMessage(Lenient):
         )
 
 
-_MESSAGES = TypeAdapter(list[ChatMessage])
-
-
-def read_messages(words: Sequence[JsonValue], number: int) -> list[Message]:
-    """Messages from the one of some number on. Raises RequestError that names what is at fault."""
-    try:
-        messages = _MESSAGES.validate_python(words)
-    except ValidationError as error:
-        raise first_fault(error, "messages", number) from error
-    return [message.canonical(index) for index, message in enumerate(messages, number)]
-
-
 class _ToolFunction(Lenient):
     model_config = ConfigDict(extra="allow", strict=True)
     name: str
@@ -161,7 +141,7 @@ class ChatRequest(Sampled):
     """What we honour. A field that is missing here, or a value outside its type, is a 400."""
 
     model: str
-    messages: Annotated[list[AnyJson], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: Annotated[tuple[ChatTool, ...], Field(max_length=MOST_TOOLS, strict=False)] = ()
     tool_choice: Literal["auto", "none", "required"] | _NamedChoice = "auto"
     parallel_tool_calls: bool = True
@@ -210,7 +190,7 @@ class ChatRequest(Sampled):
     def ask(self, graph: Graph) -> Ask:
         tools = tuple(each.canonical() for each in self.tools)
         return Ask(
-            messages=graph.heard.messages(self.messages, read_messages),
+            messages=tuple(m.canonical(index) for index, m in enumerate(self.messages)),
             tools=tools,
             sampling=self.sampling(
                 max_tokens=self.max_completion_tokens or self.max_tokens,

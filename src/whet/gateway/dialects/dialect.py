@@ -112,27 +112,16 @@ def validate(model: type[T], body: bytes) -> T:
             value = {name: part for name, part in value.items() if part is not None}
         return model.model_validate(value)
     except ValidationError as error:
-        raise first_fault(error) from error
+        fault = error.errors(include_url=False, include_input=False)[0]
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
-
-
-def first_fault(error: ValidationError, place: str = "", number: int = 0) -> RequestError:
-    """The first thing at fault, by the name of its field.
-
-    `place` is where a list stands of which the part from `number` on was checked.
-    """
-    fault = error.errors(include_url=False, include_input=False)[0]
-    loc = fault["loc"]
-    if place:
-        loc = (place, number + int(loc[0]), *loc[1:])
     # Where a union failed, the place names the branch; agents know no branches.
-    where = ".".join(str(part) for part in loc if not _is_branch(part))
+    where = ".".join(str(part) for part in fault["loc"] if not _is_branch(part))
     if fault["type"] == "extra_forbidden":
-        return RequestError(f"the field {where!r} is not supported")
+        raise RequestError(f"the field {where!r} is not supported")
     if fault["type"] == "model_type":
-        return RequestError(f"{where or 'the body'}: input should be an object")
-    return RequestError(f"{where}: {fault['msg'][:300].lower()}")
+        raise RequestError(f"{where or 'the body'}: input should be an object")
+    raise RequestError(f"{where}: {fault['msg'][:300].lower()}")
 
 
 def _is_branch(part: int | str) -> bool:
