@@ -209,3 +209,11 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         renderer_of(tmp_path, "{% if %}")
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         ChatTemplate(tmp_path / "nowhere", CHATML)
+
+
+@pytest.mark.parametrize("written", ["x | truncate(1)", "x.y.z", "x + 1", "1 / 0", "x[9:0:0]"])
+def test_whatever_goes_wrong_in_a_template_is_a_refusal_of_the_conversation(written: str) -> None:
+    source = "{% set x = messages[0].content %}{{ " + written + " }}"
+    template = ChatTemplate(TINY, source)
+    with pytest.raises(RequestError, match="the chat template refuses this conversation: "):
+        template.render([Message("user", "A long text")], (), add_generation_prompt=True)

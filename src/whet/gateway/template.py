@@ -24,7 +24,15 @@ from whet.gateway.messages import Message
 from whet.gateway.seams import Seams
 from whet.gateway.sketch import Part, let_sketch, parts_of
 
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,  # of Jinja's own filters
+)
 """What comes out of a template that was given something it was not written for."""
 NO_ARGUMENTS: Mapping[str, JsonValue] = {}
 
