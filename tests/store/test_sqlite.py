@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from whet.errors import LeaseLost, StoreError
 from whet.store.packing import (
     pack_floats,
-    pack_ints,
     pack_runs,
     unpack_floats,
-    unpack_ints,
     unpack_runs,
+    unpack_tokens,
 )
 from whet.store.schema import FIRST, MIGRATIONS
 from whet.store.sqlite import SQLiteStore
@@ -33,6 +32,7 @@ from whet.types import (
     Rollout,
     Sampling,
     StepRecord,
+    pack_tokens,
 )
 
 pytestmark = pytest.mark.anyio
@@ -336,7 +336,7 @@ async def test_several_event_loops_in_several_threads_share_a_store(store: SQLit
 
 @given(st.lists(INT32))
 def test_ints_are_unpacked_as_they_were_packed(values: list[int]) -> None:
-    assert unpack_ints(pack_ints(values)) == tuple(values)
+    assert unpack_tokens(pack_tokens(values)) == tuple(values)
 
 
 @given(st.lists(st.floats(allow_nan=True)))

@@ -59,7 +59,7 @@ class Conversations:
 
     async def add(self, call: Call, messages: Sequence[Message] | None = None) -> None:
         """A call was recorded; `messages` as in `Graph.add`."""
-        graph = self.held(call.attempt) or await self.graph(call.attempt)
+        graph = await self.graph(call.attempt)
         self._held -= graph.size
         graph.add(call, messages)
         self._held += graph.size

@@ -19,7 +19,7 @@ from whet.gateway.attribution import Unauthorized
 from whet.gateway.dialects.dialect import Dialect, Json, Reply, ThreadUnsupported, Told
 from whet.gateway.dialects.parts import openai_error
 from whet.gateway.events import EventStream
-from whet.gateway.pieces import Sampled
+from whet.gateway.pieces import SampledSoFar
 from whet.gateway.service import Prompt, Service
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,9 @@ class Answer(asgi.Reply):
                 self._service.lost(self._prompt)
 
     async def _send(self, request: Request, send: Send) -> bool:
-        choices: dict[int, Sampled] = {}
+        choices: dict[int, SampledSoFar] = {}
 
-        def on_piece(index: int, sampled: Sampled) -> None:
+        def on_piece(index: int, sampled: SampledSoFar) -> None:
             choices[index] = sampled
             sampled.expected = True
 

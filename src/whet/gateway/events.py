@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from whet.gateway.dialects.dialect import Reply
 from whet.gateway.messages import Message
-from whet.gateway.pieces import Sampled
+from whet.gateway.pieces import SampledSoFar
 from whet.gateway.render import Renderer
 from whet.gateway.service import Prompt
 from whet.gateway.text import TextStream
@@ -30,7 +30,7 @@ HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 
 @dataclass(slots=True)
 class _Choice:
-    sampled: Sampled
+    sampled: SampledSoFar
     text: TextStream
     said: int = 0
     """Pieces of which the reply has told."""
@@ -54,7 +54,7 @@ class EventStream:
         self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
         self._task: asyncio.Task[None] | None = None
 
-    def piece(self, index: int, sampled: Sampled) -> Awaitable[None] | None:
+    def piece(self, index: int, sampled: SampledSoFar) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
         if index not in self._choices:
             self._choices[index] = self._begin_choice(sampled)
@@ -130,7 +130,7 @@ class EventStream:
                 events += self._reply.piece(index, piece, delta)
         return events
 
-    def _begin_choice(self, sampled: Sampled) -> _Choice:
+    def _begin_choice(self, sampled: SampledSoFar) -> _Choice:
         prompt = self._prompt
         text = TextStream(
             self._renderer,

@@ -39,7 +39,7 @@ class Found(NamedTuple):
     """Whether a turn on the way came back without some of its text."""
 
 
-class Newest(NamedTuple):
+class _Newest(NamedTuple):
     """The turn that was added last, which most requests continue."""
 
     turn: Turn
@@ -79,7 +79,7 @@ class Graph:
         """Calls their agent asked to forget. They stay what they are: what was sampled."""
         self._turns: dict[GenerationId, Turn] = {}
         self._after: dict[GenerationId | None, list[Turn]] = {}
-        self._newest: Newest | None = None
+        self._newest: _Newest | None = None
         self._index = _Index()
         for call in calls:
             self.add(call)
@@ -101,7 +101,7 @@ class Graph:
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)
             self._index.add(turn)
-            self._newest = Newest(turn, (*self._said_before(turn), *context, message))
+            self._newest = _Newest(turn, (*self._said_before(turn), *context, message))
 
     def find(self, root: str, messages: Sequence[Message]) -> Found:
         """The deepest turn that `messages` continue, under the same root."""
@@ -214,6 +214,9 @@ class Graph:
         if call not in self.calls:
             return []
         turn = self._turns[self.calls[call].generation_id(choice)]
+        return self._said(turn)
+
+    def _said(self, turn: Turn) -> list[Message]:
         return [m for t in self.path(turn) for m in (*t.context, t.message)]
 
     def _said_before(self, turn: Turn) -> Sequence[Message]:
@@ -223,7 +226,7 @@ class Graph:
             return ()
         if newest is not None and newest.turn.id == parent:
             return newest.said
-        return [m for t in self.path(self._turns[parent]) for m in (*t.context, t.message)]
+        return self._said(self._turns[parent])
 
 
 class _Index:

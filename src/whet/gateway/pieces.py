@@ -7,7 +7,7 @@ from pydantic import JsonValue
 from whet.types import Piece
 
 
-class Sampled:
+class SampledSoFar:
     """What one choice has sampled so far."""
 
     __slots__ = ("_joined", "expected", "message", "pieces")
@@ -45,6 +45,6 @@ def _join(pieces: Sequence[Piece]) -> Piece:
     return Piece(tuple(tokens), tuple(logprobs), tuple(versions), tuple(top), stop=stop)
 
 
-OnPiece = Callable[[int, Sampled], Awaitable[None] | None]
+OnPiece = Callable[[int, SampledSoFar], Awaitable[None] | None]
 """Told of a choice, by its index, that it has grown or has its message; gives what to wait for, if
 anything."""

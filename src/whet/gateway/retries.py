@@ -6,7 +6,8 @@ client says so, or if the answer to an equal one was lost on the way.
 
 from asyncio import Event
 from collections import Counter, defaultdict
-from types import TracebackType
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from whet.types import AttemptId, CallId
 
@@ -18,18 +19,30 @@ class Retries:
     """What is known of the requests of this process; the store knows the recorded ones."""
 
     def __init__(self) -> None:
-        self._running: defaultdict[Key, list[_Answering]] = defaultdict(list)
+        self._running: defaultdict[Key, list[Event]] = defaultdict(list)
         self._lost: defaultdict[Key, list[CallId]] = defaultdict(list)
         self._unanswered: Counter[Key] = Counter()
 
-    def answering(self, key: Key) -> "_Answering":
+    @contextmanager
+    def answering(self, key: Key) -> Generator[None]:
         """Around the sampling of an answer; one that fails or is given up leaves a debt."""
-        return _Answering(key, self._running, self._unanswered)
+        ended = Event()
+        self._running[key].append(ended)
+        try:
+            yield
+        except BaseException:
+            self._unanswered[key] += 1
+            raise
+        finally:
+            self._running[key].remove(ended)
+            if not self._running[key]:
+                del self._running[key]
+            ended.set()
 
     def running(self, key: Key) -> Event | None:
         """Set once the oldest of the equal requests under way has ended; None if there is none."""
-        under_way = self._running.get(key)
-        return under_way[0].ended() if under_way else None
+        events = self._running.get(key)
+        return events[0] if events else None
 
     def lose(self, key: Key, call: CallId) -> None:
         """A recorded answer did not reach its client."""
@@ -58,39 +71,3 @@ class Retries:
         for known in (self._lost, self._unanswered):
             for key in [key for key in known if key[0] == attempt]:
                 del known[key]
-
-
-class _Answering:
-    """One request under way."""
-
-    def __init__(
-        self, key: Key, running: "dict[Key, list[_Answering]]", unanswered: Counter[Key]
-    ) -> None:
-        self._key = key
-        self._running = running
-        self._unanswered = unanswered
-        self._ended: Event | None = None
-
-    def ended(self) -> Event:
-        """Set once it has; few ever ask."""
-        if self._ended is None:
-            self._ended = Event()
-        return self._ended
-
-    def __enter__(self) -> None:
-        self._running[self._key].append(self)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._unanswered[self._key] += 1
-        under_way = self._running[self._key]
-        under_way.remove(self)
-        if not under_way:
-            del self._running[self._key]
-        if self._ended is not None:
-            self._ended.set()

@@ -21,7 +21,7 @@ from whet.gateway.conversations import Conversations
 from whet.gateway.graph import DELETED, TEXT, Graph, Turn
 from whet.gateway.memory import PromptMemory
 from whet.gateway.messages import Message
-from whet.gateway.pieces import OnPiece, Sampled
+from whet.gateway.pieces import OnPiece, SampledSoFar
 from whet.gateway.render import Renderer
 from whet.gateway.retries import Retries
 from whet.gateway.speech import Speech, learn_speech
@@ -367,7 +367,7 @@ class Service:
     # ------------------------------------------------------------- sampling
 
     async def _sample(self, prompt: Prompt, on_piece: OnPiece) -> Call:
-        choices = [Sampled() for _ in range(prompt.ask.n)]
+        choices = [SampledSoFar() for _ in range(prompt.ask.n)]
 
         async def sample(index: int) -> None:
             sampled = choices[index]
@@ -473,8 +473,8 @@ def _tool_name(tool: JsonValue) -> str:
             return ""
 
 
-def _sampled(generation: Generation) -> Sampled:
-    again = Sampled()
+def _sampled(generation: Generation) -> SampledSoFar:
+    again = SampledSoFar()
     again.pieces.append(
         Piece(generation.tokens, generation.logprobs, generation.versions, stop=generation.stop)
     )

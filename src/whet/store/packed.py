@@ -10,11 +10,10 @@ from whet.errors import StoreError, boundary
 from whet.store.packing import (
     checked_to_json,
     pack_floats,
-    pack_ints,
     pack_runs,
     unpack_floats,
-    unpack_ints,
     unpack_runs,
+    unpack_tokens,
 )
 from whet.types import (
     Attempt,
@@ -27,6 +26,7 @@ from whet.types import (
     Rollout,
     Sampling,
     Trajectory,
+    pack_tokens,
 )
 
 
@@ -85,7 +85,7 @@ def pack_call(call: Call) -> PackedCall:
                 call.parent,
                 call.root,
                 checked_to_json(call.messages),
-                pack_ints(call.context),
+                pack_tokens(call.context),
                 call.prompt_length,
                 call.prompt_digest,
                 call.created,
@@ -101,7 +101,7 @@ def _pack_generation(generation: Generation) -> GenerationRow:
         _sampling_text(generation.sampling),  # pyright: ignore[reportArgumentType]
         checked_to_json(generation.message),
         pack_runs(generation.versions),
-        pack_ints(generation.tokens),
+        pack_tokens(generation.tokens),
         pack_floats(generation.logprobs),
     )
 
@@ -115,7 +115,7 @@ def unpack_call(packed: PackedCall) -> Call:
         parent=row.parent,
         root=row.root,
         messages=tuple(json.loads(row.messages)),
-        context=unpack_ints(row.context),
+        context=unpack_tokens(row.context),
         prompt_length=row.prompt_length,
         prompt_digest=row.prompt_digest,
         generations=tuple(_unpack_generation(each) for each in packed.generations),
@@ -126,7 +126,7 @@ def unpack_call(packed: PackedCall) -> Call:
 
 def _unpack_generation(row: GenerationRow) -> Generation:
     return Generation.unchecked(
-        tokens=unpack_ints(row.tokens),
+        tokens=unpack_tokens(row.tokens),
         logprobs=unpack_floats(row.logprobs),
         versions=unpack_runs(row.versions),
         stop=row.stop,

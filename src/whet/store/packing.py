@@ -13,13 +13,8 @@ from pydantic import BaseModel, JsonValue
 _numbers = lru_cache(1024)(struct.Struct)
 
 
-def pack_ints(values: Sequence[int]) -> bytes:
-    """Four bytes each, as `digest_tokens` counts them; a larger number is a struct.error."""
-    return _numbers(f"<{len(values)}i").pack(*values)
-
-
-def unpack_ints(blob: bytes) -> tuple[int, ...]:
-    """What `pack_ints` was given."""
+def unpack_tokens(blob: bytes) -> tuple[int, ...]:
+    """What `pack_tokens` was given."""
     return struct.unpack(f"<{len(blob) // 4}i", blob)
 
 

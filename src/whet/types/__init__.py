@@ -36,6 +36,7 @@ from whet.types.sampled import (
     Sampling,
     StopReason,
     digest_tokens,
+    pack_tokens,
 )
 from whet.types.spans import Span, SpanEvent
 from whet.types.work import (
@@ -116,4 +117,5 @@ __all__ = [
     "WorkerRecord",
     "digest_tokens",
     "gateways_in",
+    "pack_tokens",
 ]

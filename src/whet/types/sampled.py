@@ -145,11 +145,16 @@ class Call(Value):
         return GenerationId(f"{self.id}.{index}")
 
 
-_packing = lru_cache(1024)(Struct)
+_numbers = lru_cache(1024)(Struct)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Four bytes each, little-endian; a larger number is a struct.error."""
+    return _numbers(f"<{len(tokens)}i").pack(*tokens)
 
 
 def digest_tokens(tokens: Sequence[int], after: hashlib.blake2b | None = None) -> hashlib.blake2b:
     """The running digest of `tokens` after those of `after`, which is left as it was."""
     digest = after.copy() if after else hashlib.blake2b(digest_size=16)
-    digest.update(_packing(f"<{len(tokens)}i").pack(*tokens))  # an array takes three times as long
+    digest.update(pack_tokens(tokens))
     return digest

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from whet.store.http.problems import Malformed
 from whet.store.http.wire import CallHead, CallsHead, GenerationHead, parse_json
 from whet.store.packed import CallRow, GenerationRow, PackedCall, PackedTrajectory
-from whet.store.packing import checked_to_json, to_json, unpack_floats, unpack_ints, unpack_runs
+from whet.store.packing import checked_to_json, to_json, unpack_floats, unpack_runs, unpack_tokens
 from whet.types import (
     Attempt,
     AttemptId,
@@ -182,7 +182,7 @@ def _call(head: dict[str, Any], numbers: "_Numbers") -> Call:
         parent=head["parent"],
         root=head["root"],
         messages=tuple(head["messages"]),
-        context=unpack_ints(numbers.take(4 * head["context"])),
+        context=unpack_tokens(numbers.take(4 * head["context"])),
         prompt_length=head["prompt_length"],
         prompt_digest=head["prompt_digest"],
         generations=tuple(_generation(each, numbers) for each in head["generations"]),
@@ -193,7 +193,7 @@ def _call(head: dict[str, Any], numbers: "_Numbers") -> Call:
 
 def _generation(head: dict[str, Any], numbers: "_Numbers") -> Generation:
     return Generation.unchecked(
-        tokens=unpack_ints(numbers.take(4 * head["tokens"])),
+        tokens=unpack_tokens(numbers.take(4 * head["tokens"])),
         logprobs=unpack_floats(numbers.take(8 * head["tokens"])),
         versions=unpack_runs(numbers.take(16 * head["version_runs"])),
         stop=head["stop"],
