@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_what_is_asked_in_one_turn_of_the_loop_is_taken_together() -> None:
-    inbox = Inbox[int]()
+    inbox = Inbox[int](lambda jobs: False)
     taken: list[list[int]] = []
 
     def work() -> None:
@@ -32,7 +32,7 @@ async def test_what_is_asked_in_one_turn_of_the_loop_is_taken_together() -> None
 
 
 async def test_closing_hands_over_what_was_asked_and_takes_no_more() -> None:
-    inbox = Inbox[str]()
+    inbox = Inbox[str](lambda jobs: False)
     asked = inbox.ask("in time")
     inbox.close()
     with pytest.raises(StoreClosed):

@@ -35,8 +35,10 @@ class Conversations:
 
     async def find(self, id: AttemptId) -> tuple[Attempt, Graph]:
         """A running attempt and its graph. Raises as `AttemptLog.attempt` does."""
-        attempt = self._believed(id) or await self._attempt(id)
-        return attempt, await self.graph(id)
+        attempt = self._believed(id)
+        if attempt is None and id not in self._graphs:  # one way to the store for both
+            return await asyncio.gather(self._attempt(id), self.graph(id))
+        return attempt or await self._attempt(id), await self.graph(id)
 
     async def graph(self, id: AttemptId) -> Graph:
         """What is known of an attempt's conversations, running or not."""

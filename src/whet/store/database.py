@@ -54,6 +54,10 @@ class Bulk(Generic[A, T]):
 Change = Callable[[Db], T] | Bulk[Any, T]  # Any: the argument is the act's own affair
 
 
+def nothing(db: Db) -> None:
+    """Change nothing; the transaction around it does upkeep."""
+
+
 class Database(Protocol):
     """Runs the store's logic: changes by one thread with group commit, reads beside it."""
 
@@ -68,8 +72,11 @@ class Database(Protocol):
         """The same from any thread."""
         ...
 
-    def read(self, read: Callable[[Db], T]) -> asyncio.Future[T]:
-        """Read from a snapshot that has everything whose write has returned."""
+    def read(self, read: Callable[[Db], T], *, small: bool = False) -> asyncio.Future[T]:
+        """Read from a snapshot that has everything whose write has returned.
+
+        What is `small` may be read in the thread that asks.
+        """
         ...
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -29,6 +31,16 @@ class Job(NamedTuple, Generic[W]):
         return self.future.set_running_or_notify_cancel()
 
 
+@dataclass(slots=True)
+class _Asked(Generic[W]):
+    """What an event loop has asked for and nobody has begun."""
+
+    gathered_until: float
+    jobs: list[Job[W]] = field(default_factory=list[Job[W]])
+    seen: int = 0
+    """Of the jobs, those that were there a turn ago."""
+
+
 class Inbox(Generic[W]):
     """What waits for a thread, which takes all of it at once.
 
@@ -36,10 +48,17 @@ class Inbox(Generic[W]):
     for the first of many would do them one by one.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, do_here: Callable[[Sequence[Job[W]]], bool], *, gather_s: float = 0.0
+    ) -> None:
+        """`do_here` may do all that a loop asks for in the loop's own thread; says if it did.
+
+        For `gather_s` at most, what a loop asks for is gathered while each of its turns adds to it.
+        """
+        self._do_here = do_here
+        self._gather_s = gather_s
         self._jobs = SimpleQueue[Job[W] | None]()
-        self._asked: dict[asyncio.AbstractEventLoop, list[Job[W]]] = {}
-        """In this turn of each loop."""
+        self._asked: dict[asyncio.AbstractEventLoop, _Asked[W]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -49,10 +68,11 @@ class Inbox(Generic[W]):
         future: asyncio.Future[Any] = loop.create_future()
         with self._lock:
             self._check_open()
-            if loop not in self._asked:
-                self._asked[loop] = []
+            asked = self._asked.get(loop)
+            if asked is None:
+                asked = self._asked[loop] = _Asked(time.monotonic() + self._gather_s)
                 loop.call_soon(self._turn_ended, loop)
-            self._asked[loop].append(Job(work, future, loop))
+            asked.jobs.append(Job(work, future, loop))
         return future
 
     def put(self, job: Job[W]) -> None:
@@ -66,21 +86,37 @@ class Inbox(Generic[W]):
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for loop in [*self._asked]:
-                    self._hand_over(loop)
+                for asked in self._asked.values():
+                    self._hand_over(asked.jobs)
+                self._asked.clear()
                 self._jobs.put(None)
 
     def _turn_ended(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            self._hand_over(loop)
+            asked = self._asked.get(loop)
+            if asked is None:
+                return  # it was closed
+            more = len(asked.jobs) > asked.seen
+            if more and time.monotonic() < asked.gathered_until:
+                asked.seen = len(asked.jobs)
+                loop.call_soon(self._turn_ended, loop)
+                return
+            del self._asked[loop]
+        if self._do_here(asked.jobs):
+            return
+        with self._lock:
+            if not self._closed:
+                self._hand_over(asked.jobs)
+                return
+        deliver((job, _closed()) for job in asked.jobs)
 
-    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        for job in self._asked.pop(loop, ()):
+    def _hand_over(self, jobs: Iterable[Job[W]]) -> None:
+        for job in jobs:
             self._jobs.put(job)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosed("the store is closed")
+            raise _closed()
 
     def take(self, timeout_s: float | None = None) -> tuple[list[Job[W]], bool]:
         """All that waits, or nothing in time; and whether there may be more."""
@@ -104,6 +140,10 @@ class Inbox(Generic[W]):
         return jobs
 
 
+def _closed() -> StoreClosed:
+    return StoreClosed("the store is closed")
+
+
 Reply = tuple[Job[Any], Any]
 """What came of a job; an error of ours is raised for who waits."""
 
@@ -114,11 +154,18 @@ def deliver(replies: Iterable[Reply]) -> None:
     for job, result in replies:
         by_loop[job.loop].append((job, result))
     for loop, mine in by_loop.items():
-        if loop is None:
+        if loop is None or loop is _running_loop():
             _settle(mine)
         else:
             with suppress(RuntimeError):  # it was closed, with all who waited in it
                 loop.call_soon_threadsafe(_settle, mine)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _settle(replies: Iterable[Reply]) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from whet.errors import WhetError
-from whet.store.attempts import find_attempt, running_attempts, why_not_running
+from whet.store.attempts import OF_RUN, find_attempt, running_attempts, why_not_running
 from whet.store.database import Db, insert
 from whet.store.packed import (
     CallRow,
@@ -24,7 +24,6 @@ from whet.types import (
     Attempt,
     AttemptId,
     Reward,
-    Status,
     Target,
 )
 
@@ -40,6 +39,12 @@ RETURNING seq, attempt, id
 APPEND_GENERATION = """
 INSERT INTO generation (call, stop, sampling, message, versions, tokens, logprobs)
 VALUES (?, ?, ?, ?, ?, ?, ?)
+"""
+
+RUNNING = f"""
+SELECT attempt.number, attempt.resources, rollout.body
+FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
+WHERE attempt.run = {OF_RUN} AND attempt.id = ? AND attempt.status = 'running'
 """
 
 # Each order is that of an index: sorting rows with BLOBs would cost more than reading them.
@@ -126,14 +131,10 @@ def emit(db: Db, run: str, attempt: AttemptId, reward: Reward) -> None:
 
 def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
     """A running attempt."""
-    seq, status = find_attempt(db, run, attempt)
-    if status is not Status.RUNNING:
+    row = db.execute(RUNNING, (run, attempt)).fetchone()
+    if row is None:
         raise why_not_running(db, run, attempt)
-    number, given, body = db.execute(
-        "SELECT attempt.number, attempt.resources, rollout.body"
-        " FROM attempt JOIN rollout ON rollout.seq = attempt.rollout WHERE attempt.seq = ?",
-        (seq,),
-    ).fetchone()
+    number, given, body = row
     return Attempt(
         id=attempt, rollout=parse_rollout(body), number=number, resources=parse_resources(given)
     )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 from whet.errors import MissingExtra, StoreClosed, StoreError, boundary
 from whet.store.bell import EVERYONE, Bell
-from whet.store.database import Change, Column, Database, Db, Rows, Values
+from whet.store.database import Change, Column, Database, Db, Rows, Values, nothing
 from whet.store.queue import Queue
 from whet.store.schema import SPANS, TABLES, TARGETS, TICKETS
 from whet.store.sql import DEFAULT_RUN, SQLStore
@@ -173,7 +173,7 @@ class PostgresDatabase(Database):
     def submit(self, change: Change[T]) -> Future[T]:
         return self._writer.submit(change)
 
-    def read(self, read: Callable[[Db], T]) -> asyncio.Future[T]:
+    def read(self, read: Callable[[Db], T], *, small: bool = False) -> asyncio.Future[T]:
         return asyncio.wrap_future(self._submit(self._readers, read))
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
@@ -270,7 +270,7 @@ class PostgresDatabase(Database):
             self.bell.ring(note["keys"])
         if note.get("due", float("inf")) < self._known_expiry:
             with suppress(StoreError):  # closed meanwhile
-                self._writer.submit(_nothing)  # sets the alarm
+                self._writer.submit(nothing)  # sets the alarm
 
 
 class PostgresStore(SQLStore):
@@ -329,10 +329,6 @@ def _packets(keys: Iterable[str]) -> list[list[str]]:
         packets[-1].append(key)
         room -= size
     return packets if len(packets) < 4 else [[EVERYONE]]
-
-
-def _nothing(db: Db) -> None:
-    """Change nothing; the transaction around it does upkeep."""
 
 
 def _vacuum(db: Db) -> None:

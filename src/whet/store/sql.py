@@ -16,7 +16,7 @@ from whet.protocols import Store
 from whet.store import archive, directory, log, resources, runs, steps, tickets, traces
 from whet.store.attempts import find_attempt
 from whet.store.bell import EVERYONE, end_of, work_in
-from whet.store.database import Bulk, Database, Db
+from whet.store.database import Bulk, Database, Db, nothing
 from whet.store.packed import (
     PackedCall,
     PackedTrajectory,
@@ -143,7 +143,7 @@ class SQLStore(Store):
     async def wait(self, rollouts: Sequence[str]) -> None:
         keys = {end_of(self.run, rollout): rollout for rollout in rollouts}
         with self._database.bell.listening(keys) as listener:
-            await self._write(_nothing)  # upkeep: leases may have run out since the last write
+            await self._write(nothing)  # upkeep: leases may have run out since the last write
             pending = set(rollouts)
             asked = pending
             while True:
@@ -179,7 +179,8 @@ class SQLStore(Store):
     # ------------------------------------------------------------------ the log
 
     async def attempt(self, attempt: AttemptId) -> Attempt:
-        return await self._read(self._in_run(log.read_attempt, attempt=attempt))
+        read = self._in_run(log.read_attempt, attempt=attempt)
+        return await self._database.read(read, small=True)
 
     async def append(self, call: Call) -> None:
         await self.append_packed(pack_call(call))
@@ -196,7 +197,10 @@ class SQLStore(Store):
 
     async def calls(self, attempt: AttemptId) -> list[Call]:
         read = self._in_run(log.read_calls, attempt=attempt)
-        return await self._read(lambda db: [unpack_call(call) for call in read(db)])
+        unpacked = self._database.read(
+            lambda db: [unpack_call(call) for call in read(db)], small=True
+        )
+        return await unpacked
 
     async def packed_calls(self, attempt: AttemptId) -> list[PackedCall]:
         """The same to be sent on."""
@@ -353,7 +357,3 @@ class SQLStore(Store):
             with suppress(StoreError):  # closed meanwhile: the lease will run out
                 undo = self._in_run(self._queue.unclaim, attempt=attempt.id, ticket=self._ticket)
                 self._database.submit(undo)
-
-
-def _nothing(db: Db) -> None:
-    """Change nothing; the transaction around it does upkeep."""

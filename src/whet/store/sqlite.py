@@ -21,14 +21,20 @@ from whet.store.writer import Writer
 
 T = TypeVar("T")
 
+PATIENCE_S = 30.0
+"""How long another process that writes is waited for."""
+LOOK_S = 0.001
+"""How often it is looked at meanwhile; SQLite itself would soon do so every tenth of a second."""
+
 
 class SQLiteDatabase(Database):
-    """A file with one thread that writes and one that reads."""
+    """A file with one connection that writes and one that reads."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         """Raises StoreError if the file cannot be opened or made."""
         self._path = path
         writes, reads = open_file(path), _reading(path)
+        _wait_at_most(writes, 0)
         self.bell = Bell()
         self.queue = Queue(clock, self.bell)
         self._writer = Writer(
@@ -36,6 +42,8 @@ class SQLiteDatabase(Database):
             upkeep=self.queue.upkeep,
             committed=self.bell.ring_marked,
             guard=lambda: named(path),
+            begin=_begin,
+            begin_now=_begin_now,
         )
         self._reader = Reader(reads, lambda: named(path))
         self._long = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
@@ -46,8 +54,8 @@ class SQLiteDatabase(Database):
     def submit(self, change: Change[T]) -> Future[T]:
         return self._writer.submit(change)
 
-    def read(self, read: Callable[[Db], T]) -> asyncio.Future[T]:
-        return self._reader.read(read)
+    def read(self, read: Callable[[Db], T], *, small: bool = False) -> asyncio.Future[T]:
+        return self._reader.read(read, small=small)
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
         def beside() -> T:
@@ -94,6 +102,33 @@ def _reading(path: Path) -> sqlite3.Connection:
     return db
 
 
+def _begin_now(db: Db) -> bool:
+    try:
+        db.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:  # whatever it is busy with
+            return False
+        raise
+    return True
+
+
+def _begin(db: Db) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if _begin_now(db):
+            return
+        time.sleep(LOOK_S)
+    db.execute("BEGIN IMMEDIATE")
+
+
 def _vacuum(db: Db) -> None:
-    db.execute("VACUUM")
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    _wait_at_most(db, PATIENCE_S)
+    try:
+        db.execute("VACUUM")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    finally:
+        _wait_at_most(db, 0)
+
+
+def _wait_at_most(db: Db, seconds: float) -> None:
+    db.execute(f"PRAGMA busy_timeout = {seconds * 1000:.0f}")

@@ -1,12 +1,16 @@
-"""The one thread that writes, with group commit.
+"""The one who writes, with group commit.
 
-While one commit waits for the disk, changes pile up; the next transaction takes them all, so
-the cost of a durable commit is shared by everybody who waits for one.
+What an event loop asks for in one of its turns is one transaction. It is done right there as long
+as that is quick: to wake a thread, which then fights for the interpreter's lock, costs more than
+most commits. Whatever may take longer is done by a thread: while one commit waits for the disk,
+changes pile up, and the next transaction takes them all.
 """
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -14,7 +18,8 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 from whet.errors import StoreClosed, StoreError, WhetError, boundary
-from whet.store.database import Bulk, Change, Db
+from whet.store.database import Bulk, Change, Db, nothing
+from whet.store.here import Here
 from whet.store.jobs import Inbox, Job, Reply, deliver
 
 logger = logging.getLogger(__name__)
@@ -26,6 +31,13 @@ MAX_NAP_S = 60.0
 
 MAX_TRIES = 10
 """How often a transaction is begun again that another process got in the way of."""
+
+
+GATHER_S = 0.005
+"""How long the changes of an event loop wait at most for others, which it is working on."""
+
+FEW = 64
+"""Changes that an event loop may commit itself."""
 
 
 class _Work(NamedTuple):
@@ -40,12 +52,20 @@ class _Refused(WhetError):
     """A change was refused, and may have left something in the transaction."""
 
 
+class _Busy(WhetError):
+    """Another process is writing, and nobody here may wait for it."""
+
+
 def _guard() -> AbstractContextManager[None]:
     return boundary(StoreError, "store")
 
 
 def _never(error: BaseException | None) -> bool:
     return False
+
+
+def _begin(db: Db) -> None:
+    db.execute("BEGIN IMMEDIATE")
 
 
 class Writer:
@@ -59,19 +79,28 @@ class Writer:
         committed: Callable[[], None],
         guard: Callable[[], AbstractContextManager[None]] = _guard,
         transient: Callable[[BaseException | None], bool] = _never,
+        begin: Callable[[Db], None] = _begin,
+        begin_now: Callable[[Db], bool] | None = None,
     ) -> None:
         """`upkeep` ends every transaction and says in how many seconds it is due again.
 
         `guard` names what goes wrong with the database as StoreError. A transaction that failed
-        with a `transient` error is done once more: nothing of it was seen by anybody.
+        with a `transient` error is done once more: nothing of it was seen by anybody. `begin`
+        waits for other processes. `begin_now` does not, and says whether it has begun; without
+        it, the thread does everything.
         """
         self._db = db
         self._upkeep = upkeep
         self._committed = committed
         self._guard = guard
         self._transient = transient
-        self._nap_s: float | None = None
-        self._inbox = Inbox[_Work]()
+        self._begin = begin
+        self._begin_now = begin_now
+        self._here = Here(allowed=begin_now is not None)
+        self._due = math.inf
+        """When upkeep is, on the monotonic clock."""
+        self._sleeps_until = math.inf
+        self._inbox = Inbox[_Work](self._do_here, gather_s=GATHER_S)
         self._begun: list[_Job] = []
         self._thread = threading.Thread(target=self._run, name="whet-store-writer", daemon=True)
         self._thread.start()
@@ -102,23 +131,53 @@ class Writer:
             stopped = StoreClosed("the store's writer has stopped")
             deliver((job, stopped) for job in self._begun)
             self._inbox.refuse(stopped)
-            self._db.close()
+            with self._here.in_use:
+                self._here.forbid()
+                self._db.close()
 
     def _work(self) -> None:
         more = True
         while more:
-            jobs, more = self._inbox.take(self._nap_s)
-            self._begun = [job for job in jobs if job.begin()]
-            self._transact([job for job in self._begun if not job.work.alone])
-            for job in self._begun:
-                if job.work.alone:
-                    self._run_alone(job)
+            jobs, more = self._inbox.take(self._nap_s())
+            with self._here.in_use:
+                self._begun = [job for job in jobs if job.begin()]
+                self._transact([job for job in self._begun if not job.work.alone])
+                for job in self._begun:
+                    if job.work.alone:
+                        self._run_alone(job)
 
-    def _transact(self, jobs: Sequence[_Job]) -> None:
+    def _nap_s(self) -> float | None:
+        """How long the thread may sleep, if there is nothing to do."""
+        with self._here.in_use:
+            self._sleeps_until = self._due
+        left_s = self._sleeps_until - time.monotonic()
+        return None if left_s == math.inf else min(max(left_s, 0.0), MAX_NAP_S)
+
+    def _do_here(self, jobs: Sequence[_Job]) -> bool:
+        """Commit small changes in the thread of the event loop that asks for them, if it may."""
+        if len(jobs) > FEW or not all(isinstance(job.work.change, Bulk) for job in jobs):
+            return False
+        with self._here.turn() as may:
+            if not may:
+                return False
+            try:
+                self._transact([job for job in jobs if job.begin()], wait=False)
+            except _Busy:
+                return False
+            except BaseException:
+                self._undo()
+                deliver((job, StoreError("the commit was interrupted")) for job in jobs)
+                raise
+            too_late = self._due < self._sleeps_until
+        if too_late:
+            self.submit(nothing)  # which wakes the thread
+        return True
+
+    def _transact(self, jobs: Sequence[_Job], *, wait: bool = True) -> None:
         tries, careful = 0, False
         while True:
             try:
-                replies = self._commit(jobs, careful=careful)
+                replies = self._commit(jobs, careful=careful, wait=wait)
             except _Refused:
                 self._undo()
                 careful = True
@@ -128,7 +187,7 @@ class Writer:
                 if tries < MAX_TRIES and self._transient(error.__cause__):
                     continue
                 logger.error("transaction failed changes=%d error=%s", len(jobs), error)
-                self._nap_s = MAX_NAP_S
+                self._due = time.monotonic() + MAX_NAP_S
                 deliver((job, _again(error)) for job in jobs)
                 return
             else:
@@ -140,11 +199,14 @@ class Writer:
         with suppress(StoreError), boundary(StoreError, "it was undone already"):
             self._db.execute("ROLLBACK")
 
-    def _commit(self, jobs: Sequence[_Job], *, careful: bool) -> list[Reply]:
+    def _commit(self, jobs: Sequence[_Job], *, careful: bool, wait: bool) -> list[Reply]:
         """Do all in one transaction; only if `careful` can one be refused without the others."""
         replies: list[Reply] = []
         with self._guard():
-            self._db.execute("BEGIN IMMEDIATE")
+            if wait or self._begin_now is None:
+                self._begin(self._db)
+            elif not self._begin_now(self._db):
+                raise _Busy
             if careful:
                 replies = [(job, self._change_carefully(job)) for job in jobs]
             else:
@@ -152,7 +214,7 @@ class Writer:
                     replies += zip(kind, self._change(kind), strict=True)
             due_s = self._upkeep(self._db)
             self._db.execute("COMMIT")
-        self._nap_s = None if due_s is None else min(max(due_s, 0.0), MAX_NAP_S)
+        self._due = math.inf if due_s is None else time.monotonic() + due_s
         return replies
 
     def _run_alone(self, job: _Job) -> None:
