@@ -2,6 +2,7 @@
 
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -268,14 +269,19 @@ async def test_a_full_disk_is_an_error_and_later_writes_go_on(
 
 async def test_a_claim_cancelled_during_its_commit_is_undone(path: Path) -> None:
     armed, inside, go_on = threading.Event(), threading.Event(), threading.Event()
+    slow = True
 
     def clock() -> float:
+        if slow:
+            time.sleep(0.1)
         if armed.is_set():
             inside.set()
             go_on.wait(5)
         return 0.0
 
     async with SQLiteStore(path, clock=clock) as store:
+        assert await store.claim("w", lease_s=MINUTE, wait_s=0) is None
+        slow = False  # but all is left to the thread for a while
         await store.enqueue([Rollout(id="a", task=None, group="g", max_attempts=1)])
         armed.set()
         async with anyio.create_task_group() as group:
