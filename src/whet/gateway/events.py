@@ -2,7 +2,8 @@
 
 The first tokens leave at once. Those that are sampled within a few milliseconds of an event leave
 together in the next one: a fast engine does not pay for a write with every token, and with a slow
-one nothing waits.
+one nothing waits. A reply that is whole before any of it has left waits a little for its record: it
+may then leave in one go.
 """
 
 import asyncio
@@ -21,6 +22,9 @@ from whet.types import Call
 
 WINDOW_S = 0.005
 """How long sampled tokens wait at most for others to leave with."""
+
+RECORD_S = 0.02
+"""How long a reply that is whole before any of it has left waits at most for its record."""
 
 KEEP_ALIVE_S = 15.0
 """After so long without a token a stream says that it is still there."""
@@ -45,6 +49,7 @@ class EventStream:
         self._renderer = renderer
         self._prompt = prompt
         self._reply = reply
+        self._opened = False
         self._choices: dict[int, _Choice] = {}
         """Those that have begun, by index."""
         self._writing = asyncio.Lock()
@@ -59,7 +64,8 @@ class EventStream:
         if index not in self._choices:
             self._choices[index] = self._begin_choice(sampled)
         if sampled.message is not None:
-            return self._write_whole() if self._task is None else None
+            self._wait_for_record()
+            return None
         if self._flush_timer is None:
             due = self._last_write + WINDOW_S
             if self._task is None:
@@ -75,7 +81,7 @@ class EventStream:
     async def finish(self, call: Call) -> None:
         """The call is recorded: say what is left of it."""
         # Where events say no more of tokens than their text, that is in what is left.
-        left = self._events() if self._reply.shows_tokens else b""
+        left = self._first() + (self._events() if self._reply.shows_tokens else b"")
         choices, self._choices = self._choices, {}
         rest = [
             choices[index].text.finish(Message.from_json(generation.message))
@@ -98,8 +104,7 @@ class EventStream:
 
     async def _write(self, more_events: bytes = b"", *, more: bool = True) -> None:
         async with self._writing:
-            data = b"" if self.started else self._reply.first()
-            data += self._events() + more_events
+            data = self._first() + self._events() + more_events
             if not self.started:
                 self.started = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
@@ -107,12 +112,12 @@ class EventStream:
             if data or not more:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def _write_whole(self) -> Awaitable[None]:
-        """All was sampled before any of it was told."""
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
-            self._flush_timer = None
-        return self._write()
+    def _first(self) -> bytes:
+        """The events that open the stream, once."""
+        if self._opened:
+            return b""
+        self._opened = True
+        return self._reply.first()
 
     def _events(self) -> bytes:
         """Of the tokens of which nothing was said yet."""
@@ -142,6 +147,14 @@ class EventStream:
         return _Choice(sampled, text)
 
     # ------------------------------------------------------------- timers
+
+    def _wait_for_record(self) -> None:
+        """All was sampled; if none of it has left, it need not do so at once."""
+        if self._task is not None:
+            return
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        self._flush_timer = self._loop.call_later(RECORD_S, self._begin, b"")
 
     def _begin(self, events: bytes) -> None:
         self._flush_timer = None

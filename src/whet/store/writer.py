@@ -33,7 +33,7 @@ MAX_TRIES = 10
 """How often a transaction is begun again that another process got in the way of."""
 
 
-GATHER_S = 0.005
+GATHER_S = 0.02
 """How long the changes of an event loop wait at most for others, which it is working on."""
 
 FEW = 64
