@@ -17,7 +17,7 @@ from whet.gateway.messages import Message
 from whet.gateway.pieces import SampledSoFar
 from whet.gateway.render import Renderer
 from whet.gateway.service import Prompt
-from whet.gateway.text import TextStream
+from whet.gateway.text import Delta, TextStream
 from whet.types import Call
 
 WINDOW_S = 0.005
@@ -35,9 +35,16 @@ HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 @dataclass(slots=True)
 class _Choice:
     sampled: SampledSoFar
-    text: TextStream
+    text: TextStream | None = None
+    """Once something has been told before the whole was known."""
     said: int = 0
     """Pieces of which the reply has told."""
+
+    def rest(self, message: Message) -> Delta:
+        """What is left to tell of the whole message."""
+        if self.text is None:
+            return Delta(message.content, message.reasoning)
+        return self.text.finish(message)
 
 
 class EventStream:
@@ -62,7 +69,7 @@ class EventStream:
     def piece(self, index: int, sampled: SampledSoFar) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
         if index not in self._choices:
-            self._choices[index] = self._begin_choice(sampled)
+            self._choices[index] = _Choice(sampled)
         if sampled.message is not None:
             self._wait_for_record()
             return None
@@ -84,7 +91,7 @@ class EventStream:
         left = self._first() + (self._events() if self._reply.shows_tokens else b"")
         choices, self._choices = self._choices, {}
         rest = [
-            choices[index].text.finish(Message.from_json(generation.message))
+            choices[index].rest(Message.from_json(generation.message))
             for index, generation in enumerate(call.generations)
         ]
         await self.end(left + self._reply.last(call, rest))
@@ -128,6 +135,8 @@ class EventStream:
             if choice.said < len(sampled.pieces):
                 piece = sampled.since(choice.said)
                 choice.said = len(sampled.pieces)
+                if choice.text is None:
+                    choice.text = self._new_text()
                 if sampled.message is None:
                     delta = choice.text.feed(piece.tokens)
                 else:
@@ -135,16 +144,15 @@ class EventStream:
                 events += self._reply.piece(index, piece, delta)
         return events
 
-    def _begin_choice(self, sampled: SampledSoFar) -> _Choice:
+    def _new_text(self) -> TextStream:
         prompt = self._prompt
-        text = TextStream(
+        return TextStream(
             self._renderer,
             prompt.sampling,
             tools=prompt.ask.calls_tools,
             prompt=prompt.tokens,
             as_text=prompt.ask.raw is not None,
         )
-        return _Choice(sampled, text)
 
     # ------------------------------------------------------------- timers
 

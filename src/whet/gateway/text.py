@@ -1,7 +1,7 @@
 """Sampled ids to the message an agent sees, whole or as it grows."""
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -114,8 +114,8 @@ class TextStream:
         as_text: bool = False,
     ) -> None:
         self._sight = _sight(renderer, tools, as_text)
-        self._new_splitter = partial(
-            _splitter, renderer, self._sight, tools=tools, prompt=prompt, as_text=as_text
+        self._splitter = _splitter(
+            renderer, self._sight, tools=tools, prompt=prompt, as_text=as_text
         )
         self._decode = renderer.template.decode_all
         self._stops = sampling.stop
@@ -126,10 +126,6 @@ class TextStream:
         self._stopped = False
         self._content = 0
         self._reasoning = 0
-
-    @cached_property
-    def _splitter(self) -> Splitter:
-        return self._new_splitter()  # not for a reply that is whole before any of it is told
 
     def feed(self, ids: Sequence[int]) -> Delta:
         """Take new ids; returns the text that may go out now."""
