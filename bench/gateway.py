@@ -76,7 +76,7 @@ class ConstantEngine(Engine):
     """Says the same each time: token by token if it streams, else in one piece.
 
     What it says is made beforehand, and without a delay it never waits: whatever time a call takes
-    is the gateway's, which is still handed 32 tokens one by one.
+    is the gateway's, which is still handed the tokens one by one.
     """
 
     def __init__(self, tokens: Sequence[int], delay_s: float) -> None:
