@@ -49,7 +49,7 @@ class Listener:
 class Bell:
     """Wakes who listens for a key, in whatever event loop they do.
 
-    The writer thread marks keys inside a transaction and rings them after the commit, so whoever
+    The writer marks keys inside a transaction and rings them after the commit, so whoever
     wakes finds what they were woken for.
     """
 

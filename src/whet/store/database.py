@@ -59,7 +59,7 @@ def nothing(db: Db) -> None:
 
 
 class Database(Protocol):
-    """Runs the store's logic: changes by one thread with group commit, reads beside it."""
+    """Runs the store's logic: changes one after the other in group commits, reads beside them."""
 
     bell: Bell
     """Rung after every commit with what it changed, whoever made it."""

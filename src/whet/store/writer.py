@@ -170,7 +170,8 @@ class Writer:
                 raise
             too_late = self._due < self._sleeps_until
         if too_late:
-            self.submit(nothing)  # which wakes the thread
+            with suppress(StoreClosed):
+                self.submit(nothing)  # which wakes the thread
         return True
 
     def _transact(self, jobs: Sequence[_Job], *, wait: bool = True) -> None:
