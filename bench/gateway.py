@@ -1,6 +1,6 @@
 """What recording every call exactly and durably costs in requests per second and in latency.
 
-    python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 100] [--delay-ms 0]
+    python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 100] [--at-once 1]
     AGL_PYTHON=/path/to/venv/bin/python python bench/gateway.py
 
 Conversations of several turns, in groups of eight that begin with the same task and go on each in
@@ -73,16 +73,20 @@ Results = dict[tuple[str, int, bool], Measured]
 
 
 class ConstantEngine(Engine):
-    """Says the same each time: token by token if it streams, else in one piece.
+    """Says the same each time: some tokens at once if it streams, else all in one piece.
 
     What it says is made beforehand, and without a delay it never waits: whatever time a call takes
-    is the gateway's, which is still handed the tokens one by one.
+    is the gateway's.
     """
 
-    def __init__(self, tokens: Sequence[int], delay_s: float) -> None:
+    def __init__(self, tokens: Sequence[int], delay_s: float, at_once: int = 1) -> None:
         self._delay_s = delay_s
         self._whole = _piece(tokens, stop="stop")
-        self._pieces = [*(_piece([id]) for id in tokens[:-1]), _piece(tokens[-1:], stop="stop")]
+        last = (len(tokens) - 1) // at_once * at_once
+        self._pieces = [
+            *(_piece(tokens[at : at + at_once]) for at in range(0, last, at_once)),
+            _piece(tokens[last:], stop="stop"),
+        ]
 
     async def generate(
         self,
@@ -105,16 +109,15 @@ def _piece(tokens: Sequence[int], stop: StopReason | None = None) -> Piece:
     return Piece(tuple(tokens), (-0.5,) * len(tokens), (0,) * len(tokens), stop=stop)
 
 
-async def serve_gateway(folder: Path, tokens: int, delay_s: float) -> None:
+async def serve_gateway(folder: Path, tokens: int, delay_s: float, at_once: int) -> None:
     """Print the address; then, for each number read, make that many attempts."""
     collect_seldom()  # as `whet serve` does
     template = ChatTemplate(resolve_model("tiny"))
     renderer = Renderer(template)
     answer = [*(template.encode("2 + 3 = 5. " * tokens)[: tokens - 1]), renderer.stop_ids[0]]
     async with SQLiteStore(folder / "store.sqlite") as store:
-        service = Service(
-            engine=ConstantEngine(answer, delay_s), log=store, renderer=renderer, models=(MODEL,)
-        )
+        engine = ConstantEngine(answer, delay_s, at_once)
+        service = Service(engine=engine, log=store, renderer=renderer, models=(MODEL,))
         server = AppServer(build_app(service, SECRET, GatewayConfig()))
         tell(server.url)
         made = 0
@@ -209,7 +212,7 @@ class Bench:
         self._stack = stack
         self._folder = folder
         self._options = options
-        self.servers = {"gateway": self._gateway(folder, options.delay_ms)}
+        self.servers = {"gateway": self._gateway(folder, options.delay_ms, options.at_once)}
         self._answer = ""
         self._begun = 0
         """Conversations so far: no two measurements are about the same tasks."""
@@ -218,7 +221,7 @@ class Bench:
         """Have a slow gateway answer once, and the others say the same, token by token."""
         slow = self._folder / "slow"
         slow.mkdir()
-        gateway = self._gateway(slow, APART_MS)
+        gateway = self._gateway(slow, APART_MS, at_once=1)
         reply = json.loads(await self._capture(gateway, "plain", stream=False))
         self._answer = reply["choices"][0]["message"]["content"]
         await self._capture(gateway, "plain", stream=True)
@@ -270,9 +273,10 @@ class Bench:
         place.write_bytes(body)
         return body
 
-    def _gateway(self, folder: Path, delay_ms: float) -> Server:
-        size = ("--tokens", str(self._options.tokens), "--delay-ms", str(delay_ms))
-        command = (sys.executable, __file__, "--serve-in", folder, *size)
+    def _gateway(self, folder: Path, delay_ms: float, at_once: int) -> Server:
+        size = ("--tokens", str(self._options.tokens), "--at-once", str(at_once))
+        delay = ("--delay-ms", str(delay_ms))
+        command = (sys.executable, __file__, "--serve-in", folder, *size, *delay)
         return self._stack.enter_context(started(*command))
 
     def _stub(self, replies: str, parser: str) -> Server:
@@ -321,7 +325,8 @@ def show(results: Results, options: argparse.Namespace) -> None:
     load = os.getloadavg()[0]
     print(
         f"{options.tokens} tokens a reply, {TURNS} turns a conversation, "
-        f"{options.delay_ms:g} ms a token, {os.cpu_count()} cores, load average {load:.1f}\n"
+        f"{options.delay_ms:g} ms a token, {options.at_once} at once, "
+        f"{os.cpu_count()} cores, load average {load:.1f}\n"
     )
     header = f"{'at once':>7} {'':6} {'server':9} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} "
     print(header + f"{'first ms':>9} {'cpu ms':>7} {'of stub':>8} {'added p50':>10}")
@@ -372,11 +377,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="in which the servers take turns")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=100, help="of a reply")
+    parser.add_argument("--at-once", type=int, default=1, help="tokens of a stream in one piece")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the engine for each token")
     parser.add_argument("--serve-in", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_in:
-        asyncio.run(serve_gateway(options.serve_in, options.tokens, options.delay_ms / 1000))
+        delay_s = options.delay_ms / 1000
+        asyncio.run(serve_gateway(options.serve_in, options.tokens, delay_s, options.at_once))
     else:
         uvloop.run(bench(options))
 
