@@ -325,7 +325,7 @@ def show(results: Results, options: argparse.Namespace) -> None:
     load = os.getloadavg()[0]
     print(
         f"{options.tokens} tokens a reply, {TURNS} turns a conversation, "
-        f"{options.delay_ms:g} ms a token, {options.at_once} at once, "
+        f"{options.delay_ms:g} ms a token, {options.at_once} to a piece, "
         f"{os.cpu_count()} cores, load average {load:.1f}\n"
     )
     header = f"{'at once':>7} {'':6} {'server':9} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} "

@@ -329,9 +329,13 @@ PAGE_BYTES = 8192
 it lies in chains of them, and each is written, summed and copied back by itself."""
 
 
+PATIENCE_S = 30.0
+"""How long another process that keeps the file locked is waited for."""
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """A connection without implicit transactions, that may be handed to another thread."""
-    db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(path, timeout=PATIENCE_S, isolation_level=None, check_same_thread=False)
     db.execute("PRAGMA foreign_keys = ON")
     return db
 

@@ -180,7 +180,7 @@ class SQLStore(Store):
 
     async def attempt(self, attempt: AttemptId) -> Attempt:
         read = self._in_run(log.read_attempt, attempt=attempt)
-        return await self._database.read(read, small=True)
+        return await self._read(read, small=True)
 
     async def append(self, call: Call) -> None:
         await self.append_packed(pack_call(call))
@@ -197,10 +197,7 @@ class SQLStore(Store):
 
     async def calls(self, attempt: AttemptId) -> list[Call]:
         read = self._in_run(log.read_calls, attempt=attempt)
-        unpacked = self._database.read(
-            lambda db: [unpack_call(call) for call in read(db)], small=True
-        )
-        return await unpacked
+        return await self._read(lambda db: [unpack_call(call) for call in read(db)], small=True)
 
     async def packed_calls(self, attempt: AttemptId) -> list[PackedCall]:
         """The same to be sent on."""
@@ -335,8 +332,8 @@ class SQLStore(Store):
         """For what may be done again without a ticket: it knows by itself that it was done."""
         return await self._database.write(Bulk(act, self.run, argument))
 
-    async def _read(self, read: Callable[[Db], T]) -> T:
-        return await self._database.read(read)
+    async def _read(self, read: Callable[[Db], T], *, small: bool = False) -> T:
+        return await self._database.read(read, small=small)
 
     async def _claim_now(self, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
         claim = Claim(worker, lease_s, wait_s, self._ticket)

@@ -15,16 +15,15 @@ from whet.store.database import Change, Database, Db
 from whet.store.failures import named
 from whet.store.queue import Queue
 from whet.store.reader import Reader
-from whet.store.schema import connect, open_file
+from whet.store.schema import PATIENCE_S, connect, open_file
 from whet.store.sql import DEFAULT_RUN, SQLStore
 from whet.store.writer import Writer
 
 T = TypeVar("T")
 
-PATIENCE_S = 30.0
-"""How long another process that writes is waited for."""
 LOOK_S = 0.001
-"""How often it is looked at meanwhile; SQLite itself would soon do so every tenth of a second."""
+"""How often another process that writes is looked at: SQLite itself would soon do so ten times a
+second only."""
 
 
 class SQLiteDatabase(Database):

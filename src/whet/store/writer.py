@@ -1,9 +1,9 @@
 """The one who writes, with group commit.
 
-What an event loop asks for in one of its turns is one transaction. It is done right there as long
-as that is quick: to wake a thread, which then fights for the interpreter's lock, costs more than
-most commits. Whatever may take longer is done by a thread: while one commit waits for the disk,
-changes pile up, and the next transaction takes them all.
+What an event loop asks for, while each of its turns adds to it, is one transaction. It is done
+right there as long as that is quick: to wake a thread, which then fights for the interpreter's
+lock, costs more than most commits. Whatever may take longer is done by a thread: while one commit
+waits for the disk, changes pile up, and the next transaction takes them all.
 """
 
 import asyncio
@@ -31,7 +31,6 @@ MAX_NAP_S = 60.0
 
 MAX_TRIES = 10
 """How often a transaction is begun again that another process got in the way of."""
-
 
 GATHER_S = 0.02
 """How long the changes of an event loop wait at most for others, which it is working on."""
