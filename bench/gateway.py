@@ -1,6 +1,6 @@
 """What recording every call exactly and durably costs in requests per second and in latency.
 
-    python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 100] [--at-once 1]
+    python bench/gateway.py [--seconds 3] [--concurrency 1 16 64] [--tokens 100] [--at-once N]
     AGL_PYTHON=/path/to/venv/bin/python python bench/gateway.py
 
 Conversations of several turns, in groups of eight that begin with the same task and go on each in
@@ -73,14 +73,15 @@ Results = dict[tuple[str, int, bool], Measured]
 
 
 class ConstantEngine(Engine):
-    """Says the same each time: some tokens at once if it streams, else all in one piece.
+    """Says the same each time; `at_once` tokens are a piece of a stream.
 
     What it says is made beforehand, and without a delay it never waits: whatever time a call takes
-    is the gateway's.
+    is the gateway's. All of it is at hand then, so that by the engine's contract it is one piece.
     """
 
-    def __init__(self, tokens: Sequence[int], delay_s: float, at_once: int = 1) -> None:
+    def __init__(self, tokens: Sequence[int], delay_s: float, at_once: int) -> None:
         self._delay_s = delay_s
+        at_once = at_once or (1 if delay_s else len(tokens))
         self._whole = _piece(tokens, stop="stop")
         last = (len(tokens) - 1) // at_once * at_once
         self._pieces = [
@@ -325,7 +326,7 @@ def show(results: Results, options: argparse.Namespace) -> None:
     load = os.getloadavg()[0]
     print(
         f"{options.tokens} tokens a reply, {TURNS} turns a conversation, "
-        f"{options.delay_ms:g} ms a token, {options.at_once} to a piece, "
+        f"{options.delay_ms:g} ms a token, {options.at_once or 'all'} to a piece, "
         f"{os.cpu_count()} cores, load average {load:.1f}\n"
     )
     header = f"{'at once':>7} {'':6} {'server':9} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} "
@@ -377,7 +378,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="in which the servers take turns")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--tokens", type=int, default=100, help="of a reply")
-    parser.add_argument("--at-once", type=int, default=1, help="tokens of a stream in one piece")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=0,
+        help="tokens of a stream in one piece; without it, single ones if there is a delay, else "
+        "the whole reply",
+    )
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the engine for each token")
     parser.add_argument("--serve-in", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()

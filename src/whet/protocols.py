@@ -299,6 +299,9 @@ class Engine(Protocol):
     ) -> AsyncGenerator[Piece]:
         """Sample one continuation: as it grows if `stream`, else in one piece at the end.
 
+        What was sampled since one piece of a stream was taken is the next: who is slow to take
+        them gets few and long ones.
+
         Closing the generator stops the sampling. Prompts of one `affinity` are likely to begin
         alike, so an engine of several replicas gives them to one of them; it changes no sample.
 

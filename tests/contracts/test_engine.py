@@ -46,7 +46,7 @@ async def served(
     kind: Literal["vllm", "sglang"], app: Callable[[ServerState], Starlette], **settings: bool
 ) -> AsyncGenerator[Engine]:
     """A small server that speaks the wire of a large one."""
-    state = ServerState(decode, VOCABULARY, CONTEXT, **settings)
+    state = ServerState(decode, VOCABULARY, CONTEXT, pause_s=0.001, **settings)
     server = serve(app, state)
     yield await join_servers(kind, [server.url], decode, context_length=CONTEXT, say=print)
     server.close()
@@ -82,6 +82,10 @@ async def engine(request: pytest.FixtureRequest, tiny_folder: Path) -> AsyncGene
             await engine.close()
 
 
+def gives_all_at_once(engine: Engine) -> bool:
+    return type(engine).__name__ == "TinkerEngine"  # which may not be installed
+
+
 async def together(engine: Engine, count: int, **sampling: object) -> list[Answer]:
     answers: dict[int, Answer] = {}
 
@@ -105,10 +109,10 @@ async def test_each_token_has_a_logprob_and_a_version(engine: Engine) -> None:
 
 
 async def test_it_is_one_piece_unless_a_stream_is_asked_for(engine: Engine) -> None:
-    whole = await ask(engine, PROMPT, seed=1, max_tokens=7)
-    streamed = await ask(engine, PROMPT, seed=1, max_tokens=7, stream=True)
+    whole = await ask(engine, PROMPT, seed=1, max_tokens=50)
+    streamed = await ask(engine, PROMPT, seed=1, max_tokens=50, stream=True)
     assert whole.pieces == 1
-    assert 1 < streamed.pieces <= 7, "what is sampled while nobody looks may come together"
+    assert (1 if gives_all_at_once(engine) else 2) <= streamed.pieces <= 50
     assert streamed.tokens == whole.tokens
     assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
 
@@ -199,12 +203,12 @@ async def test_a_grammar_it_cannot_hold_to_is_refused(engine: Engine) -> None:
 
 async def test_closing_the_generator_stops_that_request_alone(engine: Engine) -> None:
     left = engine.generate(PROMPT, Sampling(), stream=True)
-    assert (await anext(left)).stop is None
+    await anext(left)
     other = engine.generate(PROMPT, Sampling(max_tokens=30), stream=True)
-    await anext(other)
+    pieces = [await anext(other)]
     await left.aclose()
-    pieces = [piece async for piece in other]
-    assert sum(len(piece.tokens) for piece in pieces) == 29
+    pieces += [piece async for piece in other]
+    assert sum(len(piece.tokens) for piece in pieces) == 30
     assert pieces[-1].stop == "length"
 
 
@@ -226,8 +230,11 @@ async def test_a_closed_engine_refuses_and_closes_again(engine: Engine) -> None:
 
 async def test_closing_the_engine_fails_what_is_in_flight(engine: Engine) -> None:
     pieces = engine.generate(PROMPT, Sampling(), stream=True)
-    await anext(pieces)
+    first = await anext(pieces)
+    assert bool(first.stop) == gives_all_at_once(engine)
     await engine.close()
+    if first.stop:
+        return  # nothing is
     with pytest.raises(EngineError):
         async for _ in pieces:
             pass

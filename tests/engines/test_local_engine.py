@@ -134,6 +134,31 @@ async def test_closing_a_generator_frees_its_row(policy: LocalPolicy) -> None:
         assert engine.active == 0
 
 
+async def test_what_was_sampled_while_nobody_looked_is_one_piece(policy: LocalPolicy) -> None:
+    async with started(policy) as engine:
+        pieces = engine.generate(prompt_of(20), Sampling(max_tokens=30), stream=True)
+        first = await anext(pieces)
+        while engine.active:  # noqa: ASYNC110 - the engine is another thread
+            await anyio.sleep(0.01)
+        [rest] = [piece async for piece in pieces]
+        assert len(first.tokens) + len(rest.tokens) == 30
+        assert len(rest.tokens) == len(rest.logprobs) == len(rest.versions)
+        assert rest.stop == "length"
+
+
+async def test_tokens_come_before_the_fault_that_ended_them(policy: LocalPolicy) -> None:
+    async with started(policy) as engine:
+        pieces = engine.generate(prompt_of(20), Sampling(), stream=True)
+        taken = len((await anext(pieces)).tokens)
+        prompts = [prompt_of(20, seed=seed) for seed in range(3)]
+        await all_of(engine, prompts, max_tokens=3)  # meanwhile it goes on
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            async for piece in pieces:
+                taken += len(piece.tokens)
+        assert taken > 1
+
+
 async def test_a_request_that_waits_may_be_closed(policy: LocalPolicy) -> None:
     async with started(policy, kv_tokens=1024) as engine:
         long = [engine.generate(prompt_of(300, seed=i), Sampling(), stream=True) for i in range(2)]

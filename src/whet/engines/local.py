@@ -25,7 +25,7 @@ from whet.engines.slots import NOTHING, longest_prefix
 from whet.errors import EngineError, RequestError, boundary
 from whet.policies.local import LocalPolicy
 from whet.protocols import Engine
-from whet.types import Piece, Sampling
+from whet.types import Piece, Sampling, join_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,38 @@ class _Request(Request):
             return self.take(drawn, version, decode)
         except RequestError as error:  # its own fault: the others go on
             return error
+
+
+class _Arrivals:
+    """What the engine's thread has for a request, until the task that asked takes it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._at_hand: deque[Piece | Exception] = deque()
+        self._news = asyncio.Event()
+
+    def put(self, piece: Piece | Exception) -> None:
+        """From the engine's thread."""
+        self._at_hand.append(piece)
+        # Whoever has not taken the one before yet has been told, or is about to be.
+        if len(self._at_hand) == 1:
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    async def take(self) -> Piece:
+        """All that there is, once there is something. Raises what was put in its stead."""
+        while not self._at_hand:
+            self._news.clear()
+            await self._news.wait()
+        pieces: list[Piece] = []
+        while self._at_hand:
+            if isinstance(piece := self._at_hand[0], Exception):
+                if pieces:
+                    break
+                raise piece
+            pieces.append(piece)
+            self._at_hand.popleft()
+        return join_pieces(pieces)
 
 
 class LocalEngine(Engine):
@@ -110,28 +142,20 @@ class LocalEngine(Engine):
     ) -> AsyncGenerator[Piece]:
         room = room_after(prompt, self.context_length, self._policy.vocabulary)
         matcher = await self._matcher(sampling)
-        arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def deliver(piece: Piece | Exception) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                loop.call_soon_threadsafe(arrived.put_nowait, piece)
-
+        arrivals = _Arrivals()
         request = _Request(
             tokens=list(prompt),
             sampling=sampling,
             limit=min(sampling.max_tokens or room, room),
             stream=stream,
-            deliver=deliver,
+            deliver=arrivals.put,
             seed=self._random.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64,
             matcher=matcher,
         )
         self._submit(request)
         try:
             while True:
-                piece = await arrived.get()
-                if isinstance(piece, Exception):
-                    raise piece
+                piece = await arrivals.take()
                 yield piece
                 if piece.stop:
                     return

@@ -16,7 +16,7 @@ from whet.engines.replicas import Replica, Replicas, ServedWeights
 from whet.engines.request import Drawn, Request, room_after
 from whet.errors import ConfigError, EngineError, RequestError
 from whet.protocols import Engine
-from whet.types import Piece, Sampling
+from whet.types import Piece, Sampling, join_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -238,17 +238,30 @@ class ServedEngine(Engine):
                 drawn = self._server.read(from_json(await response.read()), request)
                 yield _whole(request, drawn, weights.version, self._decode)
                 return
-            async for said in _events(response):
-                drawn = self._server.read(said, request)
-                for part in _singly(drawn) if request.sampling.stop else (drawn,):
-                    piece = request.take(part, weights.version, self._decode)
-                    if piece is not None:
-                        yield piece
-                        if piece.stop:
-                            if drawn.end:  # it is over there too: the connection can be kept
-                                await response.content.read()
-                            return
+            async for events in _events(response):
+                pieces, over = self._take(events, request, weights.version)
+                if pieces:
+                    yield join_pieces(pieces)
+                    if pieces[-1].stop:
+                        if over:  # the connection can be kept
+                            await response.content.read()
+                        return
             raise ReplicaFailed("its answer broke off")
+
+    def _take(
+        self, events: Sequence[Json], request: Request, version: int
+    ) -> tuple[list[Piece], bool]:
+        """What events add, up to the request's end, and whether that is the server's too."""
+        pieces: list[Piece] = []
+        for said in events:
+            drawn = self._server.read(said, request)
+            for part in _singly(drawn) if request.sampling.stop else (drawn,):
+                piece = request.take(part, version, self._decode)
+                if piece is not None:
+                    pieces.append(piece)
+                    if piece.stop:
+                        return pieces, drawn.end is not None
+        return pieces, False
 
     @asynccontextmanager
     async def _asked(
@@ -392,19 +405,21 @@ def _singly(drawn: Drawn) -> list[Drawn]:
     ] or [drawn]
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[Json]:
-    """What a stream of server-sent events says, up to its end."""
+async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[list[Json]]:
+    """What a stream of server-sent events says, up to its end; events that came at once as one."""
     rest = b""
     async for chunk in response.content.iter_any():
         *events, rest = (rest + chunk).split(b"\n\n")
+        said: list[Json] = []
         for event in events:
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
+                yield said
                 return
-            said: Json = from_json(data)
-            if "error" in said:
+            said.append(from_json(data))
+            if "error" in said[-1]:
                 raise ReplicaFailed(error_text(data.decode(errors="replace")))
-            yield said
+        yield said
 
 
 def error_text(said: str) -> str:

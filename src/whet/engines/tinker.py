@@ -12,7 +12,7 @@ from whet.types import Piece, Sampling
 class TinkerEngine(Engine):
     """Asks for one continuation at a time; the service samples those of many requests together.
 
-    It gives no tokens before the last: a stream comes at once, token by token.
+    It gives no tokens before the last: a stream comes at once, in one piece.
     """
 
     def __init__(self, policy: TinkerPolicy, decode: Callable[[Sequence[int]], str]) -> None:
@@ -38,26 +38,21 @@ class TinkerEngine(Engine):
         limit = min(sampling.max_tokens or room, room)
         tokens = list(prompt)
         sampled = await self._policy.sample(tokens, sampling, limit)
-        request = Request(tokens=tokens, sampling=sampling, limit=limit, stream=stream, seed=0)
-        for piece in _pieces(request, sampled, self._decode):
-            if self._closed:
-                raise EngineError("the engine is closed")
-            yield piece
+        if self._closed:
+            raise EngineError("the engine was closed")
+        request = Request(tokens=tokens, sampling=sampling, limit=limit, stream=False, seed=0)
+        yield _until_end(request, sampled, self._decode)
 
     async def close(self) -> None:
         self._closed = True
 
 
-def _pieces(
+def _until_end(
     request: Request, sampled: Sampled, decode: Callable[[Sequence[int]], str]
-) -> list[Piece]:
+) -> Piece:
     """What was sampled, up to the first end that was asked for."""
-    pieces: list[Piece] = []
     for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
         drawn = Drawn([token], [logprob], sampled.tops[place : place + 1])
-        piece = request.take(drawn, sampled.version, decode)
-        if piece is not None:
-            pieces.append(piece)
-            if piece.stop:
-                return pieces
+        if (piece := request.take(drawn, sampled.version, decode)) is not None:
+            return piece
     raise EngineError("the Tinker service ended an answer where nothing asked it to")

@@ -1,10 +1,10 @@
 """What an engine samples bit by bit, and who is told of it."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from pydantic import JsonValue
 
-from whet.types import Piece
+from whet.types import Piece, join_pieces
 
 
 class SampledSoFar:
@@ -24,25 +24,8 @@ class SampledSoFar:
         """All but the first `start` pieces, as one."""
         end = len(self.pieces)
         if self._joined is None or self._joined[:2] != (start, end):
-            self._joined = (start, end, _join(self.pieces[start:]))
+            self._joined = (start, end, join_pieces(self.pieces[start:]))
         return self._joined[2]
-
-
-def _join(pieces: Sequence[Piece]) -> Piece:
-    if len(pieces) == 1:
-        return pieces[0]
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    top: list[tuple[tuple[int, float], ...]] = []
-    for piece in pieces:  # as many as tokens, perhaps, and faster than any chain of iterators
-        tokens += piece.tokens
-        logprobs += piece.logprobs
-        versions += piece.versions
-        if piece.top:
-            top += piece.top
-    stop = pieces[-1].stop
-    return Piece(tuple(tokens), tuple(logprobs), tuple(versions), tuple(top), stop=stop)
 
 
 OnPiece = Callable[[int, SampledSoFar], Awaitable[None] | None]

@@ -36,6 +36,7 @@ from whet.types.sampled import (
     Sampling,
     StopReason,
     digest_tokens,
+    join_pieces,
     pack_tokens,
 )
 from whet.types.spans import Span, SpanEvent
@@ -117,5 +118,6 @@ __all__ = [
     "WorkerRecord",
     "digest_tokens",
     "gateways_in",
+    "join_pieces",
     "pack_tokens",
 ]
