@@ -2,8 +2,8 @@
 
 The first tokens leave at once. Those that are sampled within a few milliseconds of an event leave
 together in the next one: a fast engine does not pay for a write with every token, and with a slow
-one nothing waits. A reply that is whole before any of it has left waits a little for its record: it
-may then leave in one go.
+one nothing waits. A reply that is whole at once, before any of it has left, waits a little for its
+record: it may then leave in one go.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from starlette.types import Send
 
+from whet.gateway.asgi import send_whole
 from whet.gateway.dialects.dialect import Reply
 from whet.gateway.messages import Message
 from whet.gateway.pieces import SampledSoFar
@@ -23,8 +24,8 @@ from whet.types import Call
 WINDOW_S = 0.005
 """How long sampled tokens wait at most for others to leave with."""
 
-RECORD_S = 0.02
-"""How long a reply that is whole before any of it has left waits at most for its record."""
+EARLY_S = 0.02
+"""A reply that is whole by then and has not left waits for its record until then."""
 
 KEEP_ALIVE_S = 15.0
 """After so long without a token a stream says that it is still there."""
@@ -63,15 +64,17 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._last_write = self._loop.time()
         self._flush_timer: asyncio.Handle | None = None
-        self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
         self._task: asyncio.Task[None] | None = None
+        self._early = True
+        self._alive_timer = self._loop.call_later(EARLY_S, self._no_longer_early)
 
     def piece(self, index: int, sampled: SampledSoFar) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
         if index not in self._choices:
             self._choices[index] = _Choice(sampled)
         if sampled.message is not None:
-            self._wait_for_record()
+            if self._early and self._task is None and self._flush_timer is not None:
+                self._flush_timer.cancel()
             return None
         if self._flush_timer is None:
             due = self._last_write + WINDOW_S
@@ -112,10 +115,12 @@ class EventStream:
     async def _write(self, more_events: bytes = b"", *, more: bool = True) -> None:
         async with self._writing:
             data = self._first() + self._events() + more_events
+            self._last_write = self._loop.time()
             if not self.started:
                 self.started = True
+                if not more:
+                    return await send_whole(self._send, 200, HEADERS, data)
                 await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            self._last_write = self._loop.time()
             if data or not more:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -156,13 +161,12 @@ class EventStream:
 
     # ------------------------------------------------------------- timers
 
-    def _wait_for_record(self) -> None:
-        """All was sampled; if none of it has left, it need not do so at once."""
-        if self._task is not None:
-            return
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
-        self._flush_timer = self._loop.call_later(RECORD_S, self._begin, b"")
+    def _no_longer_early(self) -> None:
+        """Nothing that is there waits any longer for its record."""
+        self._early = False
+        if self._choices and self._task is None:
+            self._begin(b"")
+        self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     def _begin(self, events: bytes) -> None:
         self._flush_timer = None

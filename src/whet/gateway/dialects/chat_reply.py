@@ -1,9 +1,11 @@
 """Chat Completions replies, whole and streamed, from what was sampled."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from pydantic import JsonValue
 
+from whet.gateway import strictjson
 from whet.gateway.dialects.chunks import DONE, Chunks
 from whet.gateway.dialects.dialect import Json, Reply
 from whet.gateway.dialects.logprobs import Tops, token_logprobs
@@ -60,10 +62,7 @@ class ChatReply(Reply):
     # ------------------------------------------------------------- streamed
 
     def first(self) -> bytes:
-        choices: list[Json] = [
-            {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            for i in range(self._prompt.ask.n)
-        ]
+        choices = _openings(self._prompt.ask.n)
         if not self._wants_ids:
             return self._chunks.event(choices)
         return self._chunks.event(choices, {"prompt_token_ids": list(self._prompt.tokens)})
@@ -92,12 +91,8 @@ class ChatReply(Reply):
             if delta:
                 choice: Json = {"index": index, "delta": delta, "finish_reason": None}
                 events.append(self._chunks.event([choice]))
-            end: Json = {
-                "index": index,
-                "delta": {},
-                "finish_reason": _finish_reason(generation, message),
-            }
-            events.append(self._chunks.event([end]))
+            end = _ending(index, _finish_reason(generation, message))
+            events.append(self._chunks.event(end))
         if self._wants_usage:
             events.append(self._chunks.event([], {"usage": openai_usage(call)}))
         return b"".join([*events, DONE])
@@ -119,6 +114,23 @@ class ChatReply(Reply):
             return None
         content = token_logprobs(self._template, tokens, logprobs, tops)
         return {"content": content, "refusal": None}
+
+
+@lru_cache
+def _openings(n: int) -> bytes:
+    """The choices of a stream's first event."""
+    return strictjson.dumps(
+        [
+            {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            for i in range(n)
+        ]
+    )
+
+
+@lru_cache
+def _ending(index: int, reason: str) -> bytes:
+    """The choices of the event that ends one of them."""
+    return strictjson.dumps([{"index": index, "delta": {}, "finish_reason": reason}])
 
 
 def _wire_delta(delta: Delta) -> Json:

@@ -16,9 +16,11 @@ class Chunks:
         self._common = common
         self._head = b""
 
-    def event(self, choices: Sequence[Json], more: Json | None = None) -> bytes:
-        """An event with these choices, and with `more` fields behind them."""
+    def event(self, choices: Sequence[Json] | bytes, more: Json | None = None) -> bytes:
+        """An event with these choices, or their JSON, and with `more` fields behind them."""
         if not self._head:
             self._head = b"data: " + strictjson.dumps(self._common)[:-1] + b',"choices":'
         tail = b"," + strictjson.dumps(more)[1:] if more else b"}"
-        return self._head + strictjson.dumps([*choices]) + tail + b"\n\n"
+        if not isinstance(choices, bytes):
+            choices = strictjson.dumps([*choices])
+        return self._head + choices + tail + b"\n\n"
