@@ -102,8 +102,11 @@ class EventStream:
     async def end(self, events: bytes) -> None:
         """Say the last events, behind all that is still to be said."""
         self.close()
-        if self._task is not None:
-            await self._task
+        if self._task is None:  # nothing has left
+            self.started = True
+            body = self._first() + self._events() + events
+            return await send_whole(self._send, 200, HEADERS, body)
+        await self._task
         await self._write(events, more=False)
 
     def close(self) -> None:
@@ -118,8 +121,6 @@ class EventStream:
             self._last_write = self._loop.time()
             if not self.started:
                 self.started = True
-                if not more:
-                    return await send_whole(self._send, 200, HEADERS, data)
                 await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             if data or not more:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
