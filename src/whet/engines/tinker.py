@@ -47,9 +47,7 @@ class TinkerEngine(Engine):
         self._closed = True
 
 
-def _until_end(
-    request: Request, sampled: Sampled, decode: Callable[[Sequence[int]], str]
-) -> Piece:
+def _until_end(request: Request, sampled: Sampled, decode: Callable[[Sequence[int]], str]) -> Piece:
     """What was sampled, up to the first end that was asked for."""
     for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
         drawn = Drawn([token], [logprob], sampled.tops[place : place + 1])

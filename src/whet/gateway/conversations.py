@@ -59,11 +59,16 @@ class Conversations:
         """The graph of an attempt, if it is in memory."""
         return self._graphs.get(id)
 
-    async def add(self, call: Call, messages: Sequence[Message] | None = None) -> None:
-        """A call was recorded; `messages` as in `Graph.add`."""
+    async def add(
+        self,
+        call: Call,
+        messages: Sequence[Message] | None = None,
+        answers: Sequence[Message] | None = None,
+    ) -> None:
+        """A call was recorded; `messages` and `answers` as in `Graph.add`."""
         graph = await self.graph(call.attempt)
         self._held -= graph.size
-        graph.add(call, messages)
+        graph.add(call, messages, answers)
         self._held += graph.size
 
     def ended(self, id: AttemptId) -> None:

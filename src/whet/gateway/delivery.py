@@ -19,7 +19,6 @@ from whet.gateway.attribution import Unauthorized
 from whet.gateway.dialects.dialect import Dialect, Json, Reply, ThreadUnsupported, Told
 from whet.gateway.dialects.parts import openai_error
 from whet.gateway.events import EventStream
-from whet.gateway.pieces import SampledSoFar
 from whet.gateway.service import Prompt, Service
 
 logger = logging.getLogger(__name__)
@@ -100,30 +99,23 @@ class Answer(asgi.Reply):
                 self._service.lost(self._prompt)
 
     async def _send(self, request: Request, send: Send) -> bool:
-        choices: dict[int, SampledSoFar] = {}
-
-        def on_piece(index: int, sampled: SampledSoFar) -> None:
-            choices[index] = sampled
-            sampled.expected = True
-
         try:
-            call = await self._service.complete(self._prompt, on_piece, request.watched())
+            done = await self._service.complete(self._prompt, watch=request.watched())
         except ClientLeft:
             raise
         except WhetError as error:
             await self._refuse(error, request, send)
             return True
         _check_there(request)
-        tops = [choices[index].since(0).top for index in range(len(call.generations))]
-        await JsonReply(self._reply.whole(call, tops)).deliver(request, send)
+        await JsonReply(self._reply.whole(*done)).deliver(request, send)
         return True
 
     async def _stream(self, request: Request, send: Send) -> bool:
         events = EventStream(send, self._service.renderer, self._prompt, self._reply)
         try:
-            call = await self._service.complete(self._prompt, events.piece, request.watched())
+            done = await self._service.complete(self._prompt, events.piece, request.watched())
             _check_there(request)
-            await events.finish(call)
+            await events.finish(done)
         except ClientLeft:
             raise
         except WhetError as error:

@@ -17,9 +17,8 @@ from whet.gateway.dialects.dialect import Reply
 from whet.gateway.messages import Message
 from whet.gateway.pieces import SampledSoFar
 from whet.gateway.render import Renderer
-from whet.gateway.service import Prompt
+from whet.gateway.service import Completed, Prompt
 from whet.gateway.text import Delta, TextStream
-from whet.types import Call
 
 WINDOW_S = 0.005
 """How long sampled tokens wait at most for others to leave with."""
@@ -62,7 +61,7 @@ class EventStream:
         """Those that have begun, by index."""
         self._writing = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self._last_write = self._loop.time()
+        self._last_write = 0.0
         self._flush_timer: asyncio.Handle | None = None
         self._task: asyncio.Task[None] | None = None
         self._early = True
@@ -72,32 +71,25 @@ class EventStream:
         """A choice has grown; gives the write to wait for, if one is due."""
         if index not in self._choices:
             self._choices[index] = _Choice(sampled)
-        if sampled.message is not None:
-            if self._early and self._task is None and self._flush_timer is not None:
-                self._flush_timer.cancel()
-            return None
-        if self._flush_timer is None:
+        if self._flush_timer is None and not self._may_leave_whole():
             due = self._last_write + WINDOW_S
             if self._task is None:
                 # Once the engine has nothing more at hand: what it has leaves together.
-                self._flush_timer = self._loop.call_soon(self._begin, b"")
+                self._flush_timer = self._loop.call_soon(self._flush)
             elif self._loop.time() >= due:
                 return self._write()
             else:
-                self._flush_timer = self._loop.call_at(due, self._begin, b"")
+                self._flush_timer = self._loop.call_at(due, self._flush)
         sampled.expected = True
         return None
 
-    async def finish(self, call: Call) -> None:
+    async def finish(self, done: Completed) -> None:
         """The call is recorded: say what is left of it."""
         # Where events say no more of tokens than their text, that is in what is left.
         left = self._first() + (self._events() if self._reply.shows_tokens else b"")
         choices, self._choices = self._choices, {}
-        rest = [
-            choices[index].rest(Message.from_json(generation.message))
-            for index, generation in enumerate(call.generations)
-        ]
-        await self.end(left + self._reply.last(call, rest))
+        rest = [choices[index].rest(message) for index, message in enumerate(done.messages)]
+        await self.end(left + self._reply.last(done.call, done.messages, rest))
 
     async def end(self, events: bytes) -> None:
         """Say the last events, behind all that is still to be said."""
@@ -105,9 +97,10 @@ class EventStream:
         if self._task is None:  # nothing has left
             self.started = True
             body = self._first() + self._events() + events
-            return await send_whole(self._send, 200, HEADERS, body)
-        await self._task
-        await self._write(events, more=False)
+            await send_whole(self._send, 200, HEADERS, body)
+        else:
+            await self._task
+            await self._write(events, more=False)
 
     def close(self) -> None:
         """Nothing will be said any more but by `end`. Idempotent."""
@@ -146,7 +139,7 @@ class EventStream:
                 if sampled.message is None:
                     delta = choice.text.feed(piece.tokens)
                 else:
-                    delta = choice.text.finish(Message.from_json(sampled.message))
+                    delta = choice.text.finish(sampled.message)
                 events += self._reply.piece(index, piece, delta)
         return events
 
@@ -162,6 +155,18 @@ class EventStream:
 
     # ------------------------------------------------------------- timers
 
+    def _may_leave_whole(self) -> bool:
+        """Whether all was sampled and none has left, so that its record is worth waiting for."""
+        if self._task is not None or not self._early:
+            return False
+        ended = [choice.sampled.pieces[-1].stop for choice in self._choices.values()]
+        return all(ended) and len(ended) == self._prompt.ask.n
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        if not self._may_leave_whole():
+            self._begin(b"")
+
     def _no_longer_early(self) -> None:
         """Nothing that is there waits any longer for its record."""
         self._early = False
@@ -170,7 +175,6 @@ class EventStream:
         self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     def _begin(self, events: bytes) -> None:
-        self._flush_timer = None
         self._task = self._loop.create_task(self._write(events))
 
     def _keep_alive(self) -> None:

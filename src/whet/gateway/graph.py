@@ -84,19 +84,27 @@ class Graph:
         for call in calls:
             self.add(call)
 
-    def add(self, call: Call, messages: Sequence[Message] | None = None) -> None:
+    def add(
+        self,
+        call: Call,
+        messages: Sequence[Message] | None = None,
+        answers: Sequence[Message] | None = None,
+    ) -> None:
         """Make the call's turns something to continue from.
 
-        `messages` are the call's own, where they need not be read from it.
+        `messages` are the call's own and `answers` what it sampled, where they need not be read
+        from it.
         """
         self.calls[call.id] = call
         if (deleted := call.origin.shown.get(DELETED)) is not None:
             self.hidden.add(CallId(str(deleted)))
         self.size += len(call.context)
         context = tuple(map(Message.from_json, call.messages) if messages is None else messages)
+        if answers is None:
+            answers = [Message.from_json(generation.message) for generation in call.generations]
         for index, generation in enumerate(call.generations):
             self.size += len(generation.tokens)
-            message = Message.from_json(generation.message)
+            message = answers[index]
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)

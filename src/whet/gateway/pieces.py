@@ -2,8 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-from pydantic import JsonValue
-
+from whet.gateway.messages import Message
 from whet.types import Piece, join_pieces
 
 
@@ -16,7 +15,7 @@ class SampledSoFar:
         self.expected = False
         """Whether someone looks at it soon anyway, and need not be told that it has grown."""
         self.pieces: list[Piece] = []
-        self.message: dict[str, JsonValue] | None = None
+        self.message: Message | None = None
         """What all the tokens say, once there are no more."""
         self._joined: tuple[int, int, Piece] | None = None
 
@@ -29,5 +28,9 @@ class SampledSoFar:
 
 
 OnPiece = Callable[[int, SampledSoFar], Awaitable[None] | None]
-"""Told of a choice, by its index, that it has grown or has its message; gives what to wait for, if
-anything."""
+"""Told of a choice, by its index, that it has grown; gives what to wait for, if anything."""
+
+
+def tell_nobody(index: int, sampled: SampledSoFar) -> None:
+    """For who wants the whole alone."""
+    sampled.expected = True

@@ -21,7 +21,7 @@ from whet.gateway.conversations import Conversations
 from whet.gateway.graph import DELETED, TEXT, Graph, Turn
 from whet.gateway.memory import PromptMemory
 from whet.gateway.messages import Message
-from whet.gateway.pieces import OnPiece, SampledSoFar
+from whet.gateway.pieces import OnPiece, SampledSoFar, tell_nobody
 from whet.gateway.render import Renderer
 from whet.gateway.retries import Retries
 from whet.gateway.speech import Speech, learn_speech
@@ -106,6 +106,16 @@ class Prompt(NamedTuple):
     created: float
     recorded: Call | None = None
     """The call that answered this very request before, if this is a retry of it."""
+
+
+class Completed(NamedTuple):
+    """A call that is recorded, and what is not read from it again."""
+
+    call: Call
+    messages: Sequence[Message]
+    """What the choices say."""
+    tops: Sequence[Sequence[tuple[tuple[int, float], ...]]]
+    """The likeliest ids of each choice, if they were asked for."""
 
 
 class _Place(NamedTuple):
@@ -197,32 +207,33 @@ class Service:
     async def complete(
         self,
         prompt: Prompt,
-        on_piece: OnPiece,
+        on_piece: OnPiece = tell_nobody,
         watch: AbstractContextManager[object] = NO_WATCH,
-    ) -> Call:
+    ) -> Completed:
         """Sample every choice, then record the call. Durable once this returns.
 
         `watch` is entered around the sampling, which it may end: what was sampled whole is
         recorded even if the client leaves then, for it may ask again.
         """
         if prompt.recorded is not None:
-            for index, generation in enumerate(prompt.recorded.generations):
-                if (wait := on_piece(index, _sampled(generation))) is not None:
+            again = [_sampled(generation) for generation in prompt.recorded.generations]
+            for index, sampled in enumerate(again):
+                if (wait := on_piece(index, sampled)) is not None:
                     await wait
-            return prompt.recorded
+            return _completed(prompt.recorded, again)
         if prompt.attempt is None:
             with watch:
                 return await self._sample(prompt, on_piece)
         with self._retries.answering((prompt.attempt, prompt.origin.request)):
             with watch:
-                call = await self._sample(prompt, on_piece)
+                done = await self._sample(prompt, on_piece)
             try:
-                await self.log.append(call)
+                await self.log.append(done.call)
             except LeaseLost:
                 self._conversations.ended(prompt.attempt)
                 raise
-            await self._conversations.add(call, prompt.messages)
-        return call
+            await self._conversations.add(done.call, prompt.messages, done.messages)
+        return done
 
     async def delete(self, call: Call) -> None:
         """Show a call to nobody any more, nor after a restart. What it sampled stays recorded.
@@ -366,7 +377,7 @@ class Service:
 
     # ------------------------------------------------------------- sampling
 
-    async def _sample(self, prompt: Prompt, on_piece: OnPiece) -> Call:
+    async def _sample(self, prompt: Prompt, on_piece: OnPiece) -> Completed:
         choices = [SampledSoFar() for _ in range(prompt.ask.n)]
 
         async def sample(index: int) -> None:
@@ -392,14 +403,10 @@ class Service:
                         tasks.create_task(sample(index))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
-        call = self._call(prompt, [sampled.since(0) for sampled in choices])
-        for index, sampled in enumerate(choices):
-            sampled.message = call.generations[index].message
-            if (wait := on_piece(index, sampled)) is not None:
-                await wait
-        return call
+        return _completed(self._call(prompt, choices), choices)
 
-    def _call(self, prompt: Prompt, choices: Sequence[Piece]) -> Call:
+    def _call(self, prompt: Prompt, choices: Sequence[SampledSoFar]) -> Call:
+        """What the choices come to, which have their messages then."""
         return Call.unchecked(
             id=prompt.call,
             attempt=prompt.attempt or AttemptId(""),
@@ -414,7 +421,8 @@ class Service:
             origin=prompt.origin,
         )
 
-    def _generation(self, prompt: Prompt, choice: Piece) -> Generation:
+    def _generation(self, prompt: Prompt, sampled: SampledSoFar) -> Generation:
+        choice = sampled.since(0)
         assert choice.stop is not None
         if not len(choice.tokens) == len(choice.logprobs) == len(choice.versions):
             raise EngineError(
@@ -432,6 +440,7 @@ class Service:
         )
         if not prompt.ask.several_calls:
             message = message._replace(tool_calls=message.tool_calls[:1])
+        sampled.message = message
         return Generation.unchecked(
             tokens=choice.tokens,
             logprobs=choice.logprobs,
@@ -478,5 +487,10 @@ def _sampled(generation: Generation) -> SampledSoFar:
     again.pieces.append(
         Piece(generation.tokens, generation.logprobs, generation.versions, stop=generation.stop)
     )
-    again.message = generation.message
+    again.message = Message.from_json(generation.message)
     return again
+
+
+def _completed(call: Call, choices: Sequence[SampledSoFar]) -> Completed:
+    messages = [choice.message for choice in choices if choice.message is not None]
+    return Completed(call, messages, [choice.since(0).top for choice in choices])

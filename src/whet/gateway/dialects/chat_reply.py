@@ -39,10 +39,10 @@ class ChatReply(Reply):
         self._wants_usage = usage
         self._chunks = Chunks(self._common("chat.completion.chunk"))
 
-    def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
+    def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
         choices: list[JsonValue] = []
         for index, generation in enumerate(call.generations):
-            message = Message.from_json(generation.message)
+            message = messages[index]
             choice: Json = {
                 "index": index,
                 "message": _wire_message(message),
@@ -80,10 +80,10 @@ class ChatReply(Reply):
             return b""
         return self._chunks.event([choice])
 
-    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
         events: list[bytes] = []
         for index, generation in enumerate(call.generations):
-            message = Message.from_json(generation.message)
+            message = messages[index]
             delta = _wire_delta(rest[index])
             if message.tool_calls:
                 calls = _wire_calls(message)

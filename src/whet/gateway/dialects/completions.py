@@ -131,11 +131,10 @@ class CompletionReply(Reply):
         self._chunks = Chunks(self._common())
         self._offsets = [0] * prompt.ask.n
 
-    def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
+    def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
         choices: list[JsonValue] = []
         for index, generation in enumerate(call.generations):
-            text = Message.from_json(generation.message).content
-            choice = self._choice(index, text, self._end(generation))
+            choice = self._choice(index, messages[index].content, self._end(generation))
             choice["logprobs"] = self._logprobs(
                 index, generation.tokens, generation.logprobs, tops[index]
             )
@@ -167,7 +166,7 @@ class CompletionReply(Reply):
             return b""
         return self._chunks.event([choice])
 
-    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
         events = [
             self._chunks.event([self._choice(index, rest[index].content, self._end(generation))])
             for index, generation in enumerate(call.generations)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from whet.errors import RequestError
 from whet.gateway import strictjson
 from whet.gateway.graph import Graph
+from whet.gateway.messages import Message
 from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
@@ -38,8 +39,16 @@ class Reply(Protocol):
     shows_tokens: bool
     """Whether the events of a piece say more of it than its text."""
 
-    def whole(self, call: Call, tops: Sequence[Sequence[tuple[tuple[int, float], ...]]]) -> Json:
-        """The reply to a request that does not stream; `tops` are each choice's likeliest ids."""
+    def whole(
+        self,
+        call: Call,
+        messages: Sequence[Message],
+        tops: Sequence[Sequence[tuple[tuple[int, float], ...]]],
+    ) -> Json:
+        """The reply to a request that does not stream.
+
+        `messages` are what the choices say, `tops` the likeliest ids of each.
+        """
         ...
 
     def first(self) -> bytes:
@@ -50,8 +59,8 @@ class Reply(Protocol):
         """The events for some tokens of a choice; empty if there is nothing to say yet."""
         ...
 
-    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
-        """The events that end the stream; `rest` is what each choice still has to say.
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
+        """The events that end the stream; `rest` is what of `messages` is still to be said.
 
         They go out once the call is recorded.
         """

@@ -39,9 +39,8 @@ class MessagesReply(Reply):
         self._index = 0
         self._open = ""
 
-    def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
-        [generation] = call.generations
-        message = Message.from_json(generation.message)
+    def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
+        [generation], [message] = call.generations, messages
         content: list[JsonValue] = []
         if message.reasoning and self._shows_thinking:
             thinking = "" if self._omits_thinking else message.reasoning
@@ -69,9 +68,8 @@ class MessagesReply(Reply):
     def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
         return self._say(delta)
 
-    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
-        [generation] = call.generations
-        message = Message.from_json(generation.message)
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
+        [generation], [message] = call.generations, messages
         events = self._say(rest[0])
         if self._open != "text" and not message.content and not message.tool_calls:
             events += self._close() + self._begin("text", _text(""))

@@ -24,7 +24,7 @@ def show_response(graph: Graph, id: str, request: Request, template: ChatTemplat
     message = Message.from_json(generation.message)
     output = output_items(call.id, message, whole=generation.stop == "stop")
     response = response_object(call.id, call.created, call.origin.model, shown)
-    return finished(response, call, template, output)
+    return finished(response, call, message, template, output)
 
 
 def list_input(graph: Graph, id: str, request: Request) -> Json:

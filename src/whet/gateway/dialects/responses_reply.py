@@ -55,11 +55,12 @@ def response_object(call: CallId, created: float, model: str, shown: Json) -> Js
     return head | DEFAULTS | shown
 
 
-def finished(response: Json, call: Call, template: ChatTemplate, output: Sequence[Json]) -> Json:
-    """The response once its call is done."""
+def finished(
+    response: Json, call: Call, message: Message, template: ChatTemplate, output: Sequence[Json]
+) -> Json:
+    """The response once its call is done, and says `message`."""
     [generation] = call.generations
     cut = generation.stop == "length"
-    message = Message.from_json(generation.message)
     # Of the thinking only the text is kept apart; encoding it is close enough for a count.
     thinking = len(template.encode(message.reasoning)) if message.reasoning else 0
     sampled = len(generation.tokens)
@@ -107,9 +108,8 @@ class ResponsesReply(Reply):
         self._logprobs: list[JsonValue] = []
         self._unsent_logprobs: list[JsonValue] = []
 
-    def whole(self, call: Call, tops: Sequence[Tops]) -> Json:
-        [generation] = call.generations
-        message = Message.from_json(generation.message)
+    def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
+        [generation], [message] = call.generations, messages
         output = output_items(self._call, message, whole=generation.stop == "stop")
         if self._wants_logprobs:
             logprobs = token_logprobs(
@@ -118,7 +118,7 @@ class ResponsesReply(Reply):
             for item in output:
                 if item["type"] == "message":
                     item["content"] = [text_part(message.content, logprobs)]
-        return self._end(call, output)
+        return self._end(call, message, output)
 
     # ------------------------------------------------------------- streamed
 
@@ -133,9 +133,8 @@ class ResponsesReply(Reply):
             )
         return self._say(delta)
 
-    def last(self, call: Call, rest: Sequence[Delta]) -> bytes:
-        [generation] = call.generations
-        message = Message.from_json(generation.message)
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
+        [generation], [message] = call.generations, messages
         events = self._say(rest[0])
         if not self._open and not message.tool_calls and not message.reasoning:
             events += self._begin("message")
@@ -144,12 +143,12 @@ class ResponsesReply(Reply):
         events += self._close(whole=generation.stop == "stop")
         for index in range(len(message.tool_calls)):
             events += self._say_call(message, index)
-        end = self._end(call, self._output)
+        end = self._end(call, message, self._output)
         name = "response.incomplete" if end["status"] == "incomplete" else "response.completed"
         return events + self._event(name, response=end)
 
-    def _end(self, call: Call, output: Sequence[Json]) -> Json:
-        end = finished(self._response, call, self._template, output)
+    def _end(self, call: Call, message: Message, output: Sequence[Json]) -> Json:
+        end = finished(self._response, call, message, self._template, output)
         if self._wants_ids:
             end["prompt_token_ids"] = list(self._prompt.tokens)
             end["token_ids"] = list(call.generations[0].tokens)
