@@ -29,7 +29,8 @@ EARLY_S = 0.02
 KEEP_ALIVE_S = 15.0
 """After so long without a token a stream says that it is still there."""
 
-HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+EVENTS = (b"content-type", b"text/event-stream")
+NO_CACHE = (b"cache-control", b"no-cache")
 
 
 @dataclass(slots=True)
@@ -92,12 +93,11 @@ class EventStream:
         await self.end(left + self._reply.last(done.call, done.messages, rest))
 
     async def end(self, events: bytes) -> None:
-        """Say the last events, behind all that is still to be said."""
+        """Say the last events."""
         self.close()
         if self._task is None:  # nothing has left
             self.started = True
-            body = self._first() + self._events() + events
-            await send_whole(self._send, 200, HEADERS, body)
+            await send_whole(self._send, 200, [EVENTS], events)
         else:
             await self._task
             await self._write(events, more=False)
@@ -114,7 +114,8 @@ class EventStream:
             self._last_write = self._loop.time()
             if not self.started:
                 self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                headers = [EVENTS, NO_CACHE]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             if data or not more:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -157,10 +158,9 @@ class EventStream:
 
     def _may_leave_whole(self) -> bool:
         """Whether all was sampled and none has left, so that its record is worth waiting for."""
-        if self._task is not None or not self._early:
+        if self._task is not None or not self._early or len(self._choices) < self._prompt.ask.n:
             return False
-        ended = [choice.sampled.pieces[-1].stop for choice in self._choices.values()]
-        return all(ended) and len(ended) == self._prompt.ask.n
+        return None not in [choice.sampled.pieces[-1].stop for choice in self._choices.values()]
 
     def _flush(self) -> None:
         self._flush_timer = None
