@@ -94,9 +94,12 @@ class Request:
 
     # ------------------------------------------------------------- the client, once it was heard
 
-    def watched(self) -> "Watch":
-        """Around work that ends with ClientLeft once the client has gone."""
-        return Watch(self._receive)
+    def watched(self, on_late: Callable[[], None] | None = None) -> "Watch":
+        """Around work that ends with ClientLeft once the client has gone.
+
+        `on_late` is told if the answer takes a while, unless the watch is closed before.
+        """
+        return Watch(self._receive, on_late)
 
     def has_left(self) -> bool:
         """Whether the client is known to have gone, without waiting for any news."""
@@ -110,16 +113,19 @@ class Watch:
     Most answers are quick, and a task of its own for each watch is not cheap: it begins late.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, on_late: Callable[[], None] | None) -> None:
         self._receive = receive
+        self._on_late = on_late
+        self._timer: asyncio.Handle | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._over = False
         self._left = False
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._start = task.get_loop().call_later(PATIENCE_S, self._begin)
+        self._timer = task.get_loop().call_later(PATIENCE_S, self._begin)
 
     def __exit__(
         self,
@@ -127,14 +133,24 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._start.cancel()
+        self._over = True
+        if self._on_late is None:
+            self.close()
         if self._watching is not None:
             self._watching.cancel()
         if self._left and kind is asyncio.CancelledError and self._task.uncancel() == 0:
             raise ClientLeft("the client left") from error
 
+    def close(self) -> None:
+        """Nobody is told any more that it is late."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _begin(self) -> None:
-        self._watching = self._task.get_loop().create_task(self._watch())
+        if not self._over:
+            self._watching = self._task.get_loop().create_task(self._watch())
+        if self._on_late is not None:
+            self._on_late()
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

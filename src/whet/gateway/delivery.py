@@ -112,8 +112,9 @@ class Answer(asgi.Reply):
 
     async def _stream(self, request: Request, send: Send) -> bool:
         events = EventStream(send, self._service.renderer, self._prompt, self._reply)
+        watch = request.watched(events.late)
         try:
-            done = await self._service.complete(self._prompt, events.piece, request.watched())
+            done = await self._service.complete(self._prompt, events.piece, watch)
             _check_there(request)
             await events.finish(done)
         except ClientLeft:
@@ -124,6 +125,7 @@ class Answer(asgi.Reply):
             else:
                 await events.end(self._dialect.error_event(tell(error)))
         finally:
+            watch.close()
             events.close()
         return True
 

@@ -23,9 +23,6 @@ from whet.gateway.text import Delta, TextStream
 WINDOW_S = 0.005
 """How long sampled tokens wait at most for others to leave with."""
 
-EARLY_S = 0.02
-"""A reply that is whole by then and has not left waits for its record until then."""
-
 KEEP_ALIVE_S = 15.0
 """After so long without a token a stream says that it is still there."""
 
@@ -66,7 +63,8 @@ class EventStream:
         self._flush_timer: asyncio.Handle | None = None
         self._task: asyncio.Task[None] | None = None
         self._early = True
-        self._alive_timer = self._loop.call_later(EARLY_S, self._no_longer_early)
+        self._closed = False
+        self._alive_timer: asyncio.Handle | None = None
 
     def piece(self, index: int, sampled: SampledSoFar) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
@@ -83,6 +81,15 @@ class EventStream:
                 self._flush_timer = self._loop.call_at(due, self._flush)
         sampled.expected = True
         return None
+
+    def late(self) -> None:
+        """The reply takes a while: nothing that is there waits any longer for its record."""
+        self._early = False
+        if self._closed:
+            return
+        if self._choices and self._task is None:
+            self._begin(b"")
+        self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     async def finish(self, done: Completed) -> None:
         """The call is recorded: say what is left of it."""
@@ -104,9 +111,10 @@ class EventStream:
 
     def close(self) -> None:
         """Nothing will be said any more but by `end`. Idempotent."""
-        self._alive_timer.cancel()
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
+        self._closed = True
+        for timer in (self._alive_timer, self._flush_timer):
+            if timer is not None:
+                timer.cancel()
 
     async def _write(self, more_events: bytes = b"", *, more: bool = True) -> None:
         async with self._writing:
@@ -166,13 +174,6 @@ class EventStream:
         self._flush_timer = None
         if not self._may_leave_whole():
             self._begin(b"")
-
-    def _no_longer_early(self) -> None:
-        """Nothing that is there waits any longer for its record."""
-        self._early = False
-        if self._choices and self._task is None:
-            self._begin(b"")
-        self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     def _begin(self, events: bytes) -> None:
         self._task = self._loop.create_task(self._write(events))

@@ -89,9 +89,10 @@ class ChatReply(Reply):
                 calls = _wire_calls(message)
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
             if delta:
-                events.append(self._chunks.event(_told(index, strictjson.dumps(delta), None)))
-            end = _finish_reason(generation, message)
-            events.append(self._chunks.event(_told(index, b"{}", end)))
+                choice: Json = {"index": index, "delta": delta, "finish_reason": None}
+                events.append(self._chunks.event([choice]))
+            end = _ending(index, _finish_reason(generation, message))
+            events.append(self._chunks.event(end))
         if self._wants_usage:
             events.append(self._chunks.event([], {"usage": openai_usage(call)}))
         return b"".join([*events, DONE])
@@ -126,10 +127,10 @@ def _openings(n: int) -> bytes:
     )
 
 
-def _told(index: int, delta: bytes, finish_reason: str | None) -> bytes:
-    """The choices of an event that is about one of them; its delta is JSON."""
-    reason = b'"%b"' % finish_reason.encode() if finish_reason else b"null"
-    return b'[{"index":%d,"delta":%b,"finish_reason":%b}]' % (index, delta, reason)
+@lru_cache
+def _ending(index: int, reason: str) -> bytes:
+    """The choices of the event that ends one of them."""
+    return strictjson.dumps([{"index": index, "delta": {}, "finish_reason": reason}])
 
 
 def _wire_delta(delta: Delta) -> Json:
