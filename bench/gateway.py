@@ -20,6 +20,7 @@ run, in turns: what the machine does besides falls on each alike.
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import statistics
@@ -376,12 +377,13 @@ def targets(results: Results, ratios: Sequence[float], options: argparse.Namespa
             kind = "streamed" if stream else "plain"
             said = f"times the requests/s of the {name} at {many}, {kind}: {ratio:.2f}"
             promise(said, ratio >= wanted, f"at least {wanted:g}")
-    ratio = statistics.mean(ratios)
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    # Of logarithms: the mean of noisy ratios is too large, whichever way they are taken.
+    logs = [math.log(ratio) for ratio in ratios]
+    ratio, error = statistics.mean(logs), statistics.stdev(logs) / len(logs) ** 0.5
     promise(
-        f"processor time of a streamed call to a plain one at {many}: {ratio:.3f}, standard error "
-        f"{error:.3f} of {len(ratios)} pairs",
-        ratio - 2 * error <= 1,
+        f"processor time of a streamed call to a plain one at {many}: {math.exp(ratio):.3f}, "
+        f"standard error {error:.3f} of {len(logs)} pairs",
+        ratio - 2 * error <= 0,
         "no more than 1 within two standard errors",
     )
     if "AGL_PYTHON" not in os.environ:
