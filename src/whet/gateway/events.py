@@ -97,17 +97,20 @@ class EventStream:
         left = self._first() + (self._events() if self._reply.shows_tokens else b"")
         choices, self._choices = self._choices, {}
         rest = [choices[index].rest(message) for index, message in enumerate(done.messages)]
-        await self.end(left + self._reply.last(done.call, done.messages, rest))
-
-    async def end(self, events: bytes) -> None:
-        """Say the last events."""
-        self.close()
-        if self._task is None:  # nothing has left
+        events = left + self._reply.last(done.call, done.messages, rest)
+        if self._task is not None:
+            await self.end(events)
+        else:  # nothing has left
+            self.close()
             self.started = True
             await send_whole(self._send, 200, [EVENTS], events)
-        else:
+
+    async def end(self, events: bytes) -> None:
+        """Say the last events of a stream that has started."""
+        self.close()
+        if self._task is not None:
             await self._task
-            await self._write(events, more=False)
+        await self._write(events, more=False)
 
     def close(self) -> None:
         """Nothing will be said any more but by `end`. Idempotent."""

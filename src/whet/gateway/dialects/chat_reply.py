@@ -37,7 +37,9 @@ class ChatReply(Reply):
         self._wants_ids = token_ids
         self.shows_tokens = logprobs or token_ids
         self._wants_usage = usage
-        self._chunks = Chunks(self._common("chat.completion.chunk"))
+        self._id = f"chatcmpl-{prompt.call}"
+        self._created = int(prompt.created)
+        self._chunks = Chunks("chat.completion.chunk", self._id, self._created, model)
 
     def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
         choices: list[JsonValue] = []
@@ -52,9 +54,14 @@ class ChatReply(Reply):
             if self._wants_ids:
                 choice["token_ids"] = list(generation.tokens)
             choices.append(choice)
-        reply = self._common("chat.completion")
-        reply["choices"] = choices
-        reply["usage"] = openai_usage(call)
+        reply: Json = {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": openai_usage(call),
+        }
         if self._wants_ids:
             reply["prompt_token_ids"] = list(self._prompt.tokens)
         return reply
@@ -98,14 +105,6 @@ class ChatReply(Reply):
         return b"".join([*events, DONE])
 
     # ------------------------------------------------------------- parts
-
-    def _common(self, kind: str) -> Json:
-        return {
-            "id": f"chatcmpl-{self._prompt.call}",
-            "object": kind,
-            "created": int(self._prompt.created),
-            "model": self._model,
-        }
 
     def _logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float], tops: Tops

@@ -1,6 +1,7 @@
 """The events of OpenAI's completions, which differ in little but their choices."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from whet.gateway import strictjson
 from whet.gateway.dialects.dialect import Json
@@ -12,15 +13,23 @@ DONE = b"data: [DONE]\n\n"
 class Chunks:
     """Writes what all events of a reply have in common once."""
 
-    def __init__(self, common: Json) -> None:
-        self._common = common
-        self._head = b""
+    def __init__(self, kind: str, id: str, created: int, model: str) -> None:
+        self._head = _head(kind, model) % (id.encode(), created)
 
     def event(self, choices: Sequence[Json] | bytes, more: Json | None = None) -> bytes:
         """An event with these choices, or their JSON, and with `more` fields behind them."""
-        if not self._head:
-            self._head = b"data: " + strictjson.dumps(self._common)[:-1] + b',"choices":'
-        tail = b"," + strictjson.dumps(more)[1:] if more else b"}"
         if not isinstance(choices, bytes):
             choices = strictjson.dumps([*choices])
-        return self._head + choices + tail + b"\n\n"
+        if more is None:
+            return self._head + choices + b"}\n\n"
+        return self._head + choices + b"," + strictjson.dumps(more)[1:] + b"\n\n"
+
+
+@lru_cache(256)
+def _head(kind: str, model: str) -> bytes:
+    """How events begin, but for the id and the time."""
+    named = strictjson.dumps(model).replace(b"%", b"%%")
+    return b'data: {"id":"%%b","object":"%b","created":%%d,"model":%b,"choices":' % (
+        kind.encode(),
+        named,
+    )

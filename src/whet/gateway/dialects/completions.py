@@ -108,6 +108,9 @@ def _one_prompt(prompt: JsonValue) -> str | tuple[int, ...]:
     return ids
 
 
+KIND = "text_completion"
+
+
 class CompletionReply(Reply):
     """A completion, or its chunks."""
 
@@ -128,7 +131,9 @@ class CompletionReply(Reply):
         self._wants_ids = token_ids
         self.shows_tokens = logprobs or token_ids
         self._wants_usage = usage
-        self._chunks = Chunks(self._common())
+        self._id = f"cmpl-{prompt.call}"
+        self._created = int(prompt.created)
+        self._chunks = Chunks(KIND, self._id, self._created, model)
         self._offsets = [0] * prompt.ask.n
 
     def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
@@ -142,10 +147,14 @@ class CompletionReply(Reply):
                 choice["token_ids"] = list(generation.tokens)
                 choice["prompt_token_ids"] = list(self._prompt.tokens)
             choices.append(choice)
-        reply = self._common()
-        reply["choices"] = choices
-        reply["usage"] = openai_usage(call)
-        return reply
+        return {
+            "id": self._id,
+            "object": KIND,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": openai_usage(call),
+        }
 
     def first(self) -> bytes:
         if not self._wants_ids:
@@ -174,14 +183,6 @@ class CompletionReply(Reply):
         if self._wants_usage:
             events.append(self._chunks.event([], {"usage": openai_usage(call)}))
         return b"".join([*events, DONE])
-
-    def _common(self) -> Json:
-        return {
-            "id": f"cmpl-{self._prompt.call}",
-            "object": "text_completion",
-            "created": int(self._prompt.created),
-            "model": self._model,
-        }
 
     def _choice(self, index: int, text: str, end: Json) -> Json:
         return {
