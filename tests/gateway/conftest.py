@@ -51,7 +51,7 @@ Json = dict[str, Any]
 
 
 class ScriptedEngine(Engine):
-    """Says what the script says, a token a piece; then the last line for ever.
+    """Says what the script says, a token a piece or all `at_once`; then the last line for ever.
 
     An answer of the script that is an error is raised. Where there is a `gate`, the last piece
     waits for it; where it `breaks`, the last piece is that error.
@@ -66,6 +66,7 @@ class ScriptedEngine(Engine):
         """Set once a request has ended."""
         self.gate: anyio.Event | None = None
         self.breaks: Exception | None = None
+        self.at_once = False
 
     async def generate(
         self,
@@ -89,10 +90,12 @@ class ScriptedEngine(Engine):
         top = tuple((id, -1.0) for id in range(sampling.top_logprobs))
         self.active += 1
         try:
-            for at in range(len(ids)) if stream else [0]:
-                await checkpoint()
-                part = ids[at : at + 1] if stream else ids
-                last = not stream or at == len(ids) - 1
+            singly = stream and not self.at_once
+            for at in range(len(ids)) if singly else [0]:
+                if not self.at_once:
+                    await checkpoint()
+                part = ids[at : at + 1] if singly else ids
+                last = not singly or at == len(ids) - 1
                 if self.gate is not None and last:
                     await self.gate.wait()
                 if self.breaks is not None and last:

@@ -77,6 +77,54 @@ async def test_tokens_leave_while_the_record_is_slow_but_the_end_waits(
     assert text == call.generations[0].message["content"]
 
 
+async def test_a_stream_that_is_whole_at_once_leaves_in_one_go(gateway: Gateway) -> None:
+    gateway.engine.at_once = True
+    client = Client(gateway, STREAM)
+    await client.run()
+    head, body = client.sent
+    assert (b"content-type", b"text/event-stream") in head["headers"]
+    assert (b"content-length", str(len(body["body"])).encode()) in head["headers"]
+    assert said(client).endswith("data: [DONE]\n\n")
+    [call] = await gateway.calls()
+    assert [id for some in tokens(client) for id in some] == [*call.generations[0].tokens]
+
+
+async def test_a_stream_that_is_whole_at_once_does_not_wait_long_for_its_record(
+    gateway: Gateway,
+) -> None:
+    gateway.engine.at_once = True
+    seen: list[bool] = []
+    client = Client(gateway, STREAM)
+
+    async def look() -> None:
+        await until(lambda: sum(map(len, tokens(client))) == len(gateway.engine.script[0]))
+        seen.append("[DONE]" in said(client))
+
+    gateway.store.before_append = look
+    await client.run()
+    assert seen == [False]
+    assert said(client).endswith("data: [DONE]\n\n")
+    [call] = await gateway.calls()
+    assert [id for some in tokens(client) for id in some] == [*call.generations[0].tokens]
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 1}, {"n": 2}])
+async def test_it_reads_the_same_however_the_engine_hands_it_over(
+    new_gateway: NewGateway, more: Json
+) -> None:
+    texts: list[list[str]] = []
+    for at_once in (False, True):
+        gateway = await new_gateway("one answer", "and another one")
+        gateway.engine.at_once = at_once
+        events = await gateway.events(PATH, BODY | {"stream": True} | more)
+        choices = [choice for event in events for choice in event["choices"]]
+        assert choices[0]["delta"]["role"] == "assistant"
+        of = [[c for c in choices if c["index"] == index] for index in range(more.get("n", 1))]
+        assert [parts[-1]["finish_reason"] for parts in of] == ["stop"] * len(of)
+        texts.append(["".join(c["delta"].get("content", "") for c in parts) for parts in of])
+    assert texts[0] == texts[1]
+
+
 async def test_every_choice_is_whole_when_pieces_are_joined(
     new_gateway: NewGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
