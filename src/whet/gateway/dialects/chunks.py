@@ -14,10 +14,13 @@ class Chunks:
     """Writes what all events of a reply have in common once."""
 
     def __init__(self, kind: str, id: str, created: int, model: str) -> None:
-        self._head = _head(kind, model) % (id.encode(), created)
+        self._kind, self._id, self._created, self._model = kind, id, created, model
+        self._head = b""
 
     def event(self, choices: Sequence[Json] | bytes, more: Json | None = None) -> bytes:
         """An event with these choices, or their JSON, and with `more` fields behind them."""
+        if not self._head:
+            self._head = _head(self._kind, self._model) % (self._id.encode(), self._created)
         if not isinstance(choices, bytes):
             choices = strictjson.dumps([*choices])
         if more is None:
