@@ -85,7 +85,6 @@ class ConstantEngine(Engine):
 
     def __init__(self, tokens: Sequence[int], delay_s: float, at_once: int) -> None:
         self._delay_s = delay_s
-        at_once = at_once or (1 if delay_s else len(tokens))
         self._whole = _piece(tokens, stop="stop")
         last = (len(tokens) - 1) // at_once * at_once
         self._pieces = [
@@ -343,7 +342,7 @@ def show(results: Results, options: argparse.Namespace) -> None:
     load = os.getloadavg()[0]
     print(
         f"{options.tokens} tokens a reply, {TURNS} turns a conversation, "
-        f"{options.delay_ms:g} ms a token, {options.at_once or 'all'} to a piece, "
+        f"{options.delay_ms:g} ms a token, {options.at_once} to a piece, "
         f"{os.cpu_count()} cores, load average {load:.1f}\n"
     )
     header = f"{'at once':>7} {'':6} {'server':9} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8} "
@@ -406,13 +405,16 @@ def main() -> None:
     parser.add_argument(
         "--at-once",
         type=int,
-        default=0,
         help="tokens of a stream in one piece; without it, single ones if there is a delay, else "
         "the whole reply",
     )
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the engine for each token")
     parser.add_argument("--serve-in", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.pairs < 2:
+        parser.error(f"--pairs {options.pairs}: how sure a comparison is takes at least 2")
+    if options.at_once is None:
+        options.at_once = 1 if options.delay_ms else options.tokens
     if options.serve_in:
         delay_s = options.delay_ms / 1000
         asyncio.run(serve_gateway(options.serve_in, options.tokens, delay_s, options.at_once))

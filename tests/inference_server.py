@@ -18,7 +18,7 @@ from starlette.routing import Route
 from whet.engines.fake import FakeEngine
 from whet.errors import RequestError
 from whet.serving import AppServer
-from whet.types import Piece, Sampling
+from whet.types import Piece, Sampling, join_pieces
 
 Json = dict[str, Any]
 NO_ROUTE = JSONResponse({"detail": "Not Found"}, 404)
@@ -292,14 +292,4 @@ async def _answer(
     [*_, so_far] = [so_far async for so_far in sampled()]
     if state.breaks_after is not None:
         return JSONResponse({"error": {"message": "EngineCore died"}}, 500)
-    return JSONResponse(event([_joined(so_far)]))
-
-
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    return Piece(
-        tuple(t for p in pieces for t in p.tokens),
-        tuple(x for p in pieces for x in p.logprobs),
-        tuple(v for p in pieces for v in p.versions),
-        tuple(top for p in pieces for top in p.top),
-        pieces[-1].stop,
-    )
+    return JSONResponse(event([join_pieces(so_far)]))

@@ -149,12 +149,11 @@ async def test_what_was_sampled_while_nobody_looked_is_one_piece(policy: LocalPo
 async def test_tokens_come_before_the_fault_that_ended_them(policy: LocalPolicy) -> None:
     async with started(policy) as engine:
         pieces = engine.generate(prompt_of(20), Sampling(), stream=True)
-        taken = len((await anext(pieces)).tokens)
+        await anext(pieces)
         prompts = [prompt_of(20, seed=seed) for seed in range(3)]
         await all_of(engine, prompts, max_tokens=3)  # meanwhile it goes on
         await engine.close()
-        taken += len((await anext(pieces)).tokens)
-        assert taken > 1
+        assert (await anext(pieces)).stop is None
         with pytest.raises(EngineError, match="closed"):
             await anext(pieces)
 

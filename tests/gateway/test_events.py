@@ -56,9 +56,8 @@ async def test_no_token_waits_longer_than_the_window(new_gateway: NewGateway) ->
     assert [id for some in tokens(client) for id in some] == ids
 
 
-async def test_tokens_leave_while_the_record_is_slow_but_the_end_waits(
-    gateway: Gateway,
-) -> None:
+async def run_with_a_slow_record(gateway: Gateway) -> Client:
+    """The record waits until every token has left, and the end has not."""
     seen: list[bool] = []
     client = Client(gateway, STREAM)
 
@@ -70,6 +69,13 @@ async def test_tokens_leave_while_the_record_is_slow_but_the_end_waits(
     await client.run()
     assert seen == [False]
     assert said(client).endswith("data: [DONE]\n\n")
+    return client
+
+
+async def test_tokens_leave_while_the_record_is_slow_but_the_end_waits(
+    gateway: Gateway,
+) -> None:
+    client = await run_with_a_slow_record(gateway)
     # What left before the record and what left with it are the recorded message, nothing twice.
     [call] = await gateway.calls()
     deltas = [c["delta"] for event in read_events(said(client)) for c in event["choices"]]
@@ -93,17 +99,7 @@ async def test_a_stream_that_is_whole_at_once_does_not_wait_long_for_its_record(
     gateway: Gateway,
 ) -> None:
     gateway.engine.at_once = True
-    seen: list[bool] = []
-    client = Client(gateway, STREAM)
-
-    async def look() -> None:
-        await until(lambda: sum(map(len, tokens(client))) == len(gateway.engine.script[0]))
-        seen.append("[DONE]" in said(client))
-
-    gateway.store.before_append = look
-    await client.run()
-    assert seen == [False]
-    assert said(client).endswith("data: [DONE]\n\n")
+    client = await run_with_a_slow_record(gateway)
     [call] = await gateway.calls()
     assert [id for some in tokens(client) for id in some] == [*call.generations[0].tokens]
 

@@ -493,4 +493,5 @@ def _sampled(generation: Generation) -> SampledSoFar:
 
 def _completed(call: Call, choices: Sequence[SampledSoFar]) -> Completed:
     messages = [choice.message for choice in choices if choice.message is not None]
+    assert len(messages) == len(choices)
     return Completed(call, messages, [choice.since(0).top for choice in choices])

@@ -31,6 +31,9 @@ from whet.types import Call, Generation, Piece
 DEFAULT_MAX_TOKENS = 16
 """The format's own."""
 
+KIND = "text_completion"
+"""What replies and their events call themselves."""
+
 
 class CompletionRequest(Sampled):
     """What we honour. A field that is missing here, or a value outside its type, is a 400.
@@ -106,9 +109,6 @@ def _one_prompt(prompt: JsonValue) -> str | tuple[int, ...]:
     if len(ids) < len(prompt):
         raise RequestError("prompt: expected text or token ids")
     return ids
-
-
-KIND = "text_completion"
 
 
 class CompletionReply(Reply):
