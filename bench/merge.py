@@ -18,9 +18,10 @@ import anyio
 
 from whet.config import EngineConfig, LossConfig, TrainerConfig
 from whet.engines.local import LocalEngine
+from whet.gateway.calls import Ask, Source
 from whet.gateway.messages import Message
 from whet.gateway.render import Renderer
-from whet.gateway.service import Ask, Service, Source
+from whet.gateway.service import Service
 from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import resolve_model
 from whet.policies.local import LocalPolicy

@@ -11,6 +11,7 @@ from whet.config import GatewayConfig
 from whet.errors import NotFound, WhetError
 from whet.gateway.asgi import Handler, Reply, Request, Route, Router
 from whet.gateway.attribution import Caller, Unauthorized, read_caller
+from whet.gateway.calls import Source
 from whet.gateway.delivery import Answer, JsonReply, refusal, tell
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
@@ -23,7 +24,7 @@ from whet.gateway.dialects.responses_lookup import list_input, show_response
 from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from whet.gateway.graph import Graph
 from whet.gateway.reports import report_routes
-from whet.gateway.service import Service, Source
+from whet.gateway.service import Service
 from whet.types import Attempt, AttemptId
 
 RETRY_HEADER = "x-stainless-retry-count"

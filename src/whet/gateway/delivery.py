@@ -16,10 +16,11 @@ from whet.errors import (
 from whet.gateway import asgi, strictjson
 from whet.gateway.asgi import ClientLeft, Request, TooLarge, TooSlow, send_whole
 from whet.gateway.attribution import Unauthorized
+from whet.gateway.calls import Prompt
 from whet.gateway.dialects.dialect import Dialect, Json, Reply, ThreadUnsupported, Told
 from whet.gateway.dialects.parts import openai_error
 from whet.gateway.events import EventStream
-from whet.gateway.service import Prompt, Service
+from whet.gateway.service import Service
 
 logger = logging.getLogger(__name__)
 

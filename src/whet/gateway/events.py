@@ -9,15 +9,16 @@ record: it may then leave in one go.
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import cached_property
 
 from starlette.types import Send
 
 from whet.gateway.asgi import send_whole
+from whet.gateway.calls import Completed, Prompt
 from whet.gateway.dialects.dialect import Reply
 from whet.gateway.messages import Message
 from whet.gateway.pieces import SampledSoFar
 from whet.gateway.render import Renderer
-from whet.gateway.service import Completed, Prompt
 from whet.gateway.text import Delta, TextStream
 
 WINDOW_S = 0.005
@@ -31,54 +32,49 @@ NO_CACHE = (b"cache-control", b"no-cache")
 
 
 @dataclass(slots=True)
-class _Choice:
-    sampled: SampledSoFar
-    text: TextStream | None = None
-    """Once something has been told before the whole was known."""
-    said: int = 0
-    """Pieces of which the reply has told."""
+class _Told:
+    """What was said of a choice before the whole was known."""
 
-    def rest(self, message: Message) -> Delta:
-        """What is left to tell of the whole message."""
-        if self.text is None:
-            return Delta(message.content, message.reasoning)
-        return self.text.finish(message)
+    text: TextStream
+    pieces: int = 0
 
 
 class EventStream:
     """A reply that grows."""
 
+    # Most streams that an engine answers at once need no more of these than their beginnings.
+    started = False
+    _closed = False
+    _early = True
+    _task: asyncio.Task[None] | None = None
+    """The last write that nobody waits for yet, once there was one."""
+    _last_write = 0.0
+    _flush_timer: asyncio.Handle | None = None
+    _alive_timer: asyncio.Handle | None = None
+
     def __init__(self, send: Send, renderer: Renderer, prompt: Prompt, reply: Reply) -> None:
-        self.started = False
         self._send = send
         self._renderer = renderer
         self._prompt = prompt
         self._reply = reply
-        self._opened = False
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, SampledSoFar] = {}
         """Those that have begun, by index."""
-        self._writing = asyncio.Lock()
-        self._loop = asyncio.get_running_loop()
-        self._last_write = 0.0
-        self._flush_timer: asyncio.Handle | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._early = True
-        self._closed = False
-        self._alive_timer: asyncio.Handle | None = None
+        self._told: dict[int, _Told] = {}
+        """Those of which something has left, by index."""
 
     def piece(self, index: int, sampled: SampledSoFar) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
-        if index not in self._choices:
-            self._choices[index] = _Choice(sampled)
+        self._choices[index] = sampled
         if self._flush_timer is None and not self._may_leave_whole():
+            loop = asyncio.get_running_loop()
             due = self._last_write + WINDOW_S
             if self._task is None:
                 # Once the engine has nothing more at hand: what it has leaves together.
-                self._flush_timer = self._loop.call_soon(self._flush)
-            elif self._loop.time() >= due:
+                self._flush_timer = loop.call_soon(self._flush)
+            elif loop.time() >= due:
                 return self._write()
             else:
-                self._flush_timer = self._loop.call_at(due, self._flush)
+                self._flush_timer = loop.call_at(due, self._flush)
         sampled.expected = True
         return None
 
@@ -89,20 +85,18 @@ class EventStream:
             return
         if self._choices and self._task is None:
             self._begin(b"")
-        self._alive_timer = self._loop.call_later(KEEP_ALIVE_S, self._keep_alive)
+        loop = asyncio.get_running_loop()
+        self._alive_timer = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     async def finish(self, done: Completed) -> None:
         """The call is recorded: say what is left of it."""
-        # Where events say no more of tokens than their text, that is in what is left.
-        left = self._first() + (self._events() if self._reply.shows_tokens else b"")
-        choices, self._choices = self._choices, {}
-        rest = [choices[index].rest(message) for index, message in enumerate(done.messages)]
-        events = left + self._reply.last(done.call, done.messages, rest)
+        self.close()
         if self._task is not None:
-            await self.end(events)
+            await self._task
+            await self._write(self._rest(done), more=False)
         else:  # nothing has left
-            self.close()
             self.started = True
+            events = self._reply.first() + self._rest(done)
             await send_whole(self._send, 200, [EVENTS], events)
 
     async def end(self, events: bytes) -> None:
@@ -115,45 +109,60 @@ class EventStream:
     def close(self) -> None:
         """Nothing will be said any more but by `end`. Idempotent."""
         self._closed = True
-        for timer in (self._alive_timer, self._flush_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._alive_timer is not None:
+            self._alive_timer.cancel()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
 
     async def _write(self, more_events: bytes = b"", *, more: bool = True) -> None:
         async with self._writing:
-            data = self._first() + self._events() + more_events
-            self._last_write = self._loop.time()
+            self._last_write = asyncio.get_running_loop().time()
+            data = b""
             if not self.started:
                 self.started = True
+                data = self._reply.first()
                 headers = [EVENTS, NO_CACHE]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            data += self._events() + more_events
             if data or not more:
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def _first(self) -> bytes:
-        """The events that open the stream, once."""
-        if self._opened:
-            return b""
-        self._opened = True
-        return self._reply.first()
+    @cached_property
+    def _writing(self) -> asyncio.Lock:
+        return asyncio.Lock()
 
     def _events(self) -> bytes:
         """Of the tokens of which nothing was said yet."""
         events = b""
-        for index, choice in self._choices.items():
-            sampled = choice.sampled
+        for index, sampled in self._choices.items():
             sampled.expected = False
-            if choice.said < len(sampled.pieces):
-                piece = sampled.since(choice.said)
-                choice.said = len(sampled.pieces)
-                if choice.text is None:
-                    choice.text = self._new_text()
+            told = self._told.get(index)
+            if told is None:
+                told = self._told[index] = _Told(self._new_text())
+            if told.pieces < len(sampled.pieces):
+                piece = sampled.since(told.pieces)
+                told.pieces = len(sampled.pieces)
                 if sampled.message is None:
-                    delta = choice.text.feed(piece.tokens)
+                    delta = told.text.feed(piece.tokens)
                 else:
-                    delta = choice.text.finish(sampled.message)
+                    delta = told.text.finish(sampled.message)
                 events += self._reply.piece(index, piece, delta)
         return events
+
+    def _rest(self, done: Completed) -> bytes:
+        """All events that are left, with the last."""
+        # Where events say no more of tokens than their text, that is in what is left.
+        events = self._events() if self._reply.shows_tokens else b""
+        self._choices = {}
+        rest = [self._left(index, message) for index, message in enumerate(done.messages)]
+        return events + self._reply.last(done.call, done.messages, rest)
+
+    def _left(self, index: int, message: Message) -> Delta:
+        """What is left to tell of a whole message."""
+        told = self._told.get(index)
+        return (
+            Delta(message.content, message.reasoning) if told is None else told.text.finish(message)
+        )
 
     def _new_text(self) -> TextStream:
         prompt = self._prompt
@@ -171,7 +180,7 @@ class EventStream:
         """Whether all was sampled and none has left, so that its record is worth waiting for."""
         if self._task is not None or not self._early or len(self._choices) < self._prompt.ask.n:
             return False
-        return None not in [choice.sampled.pieces[-1].stop for choice in self._choices.values()]
+        return None not in [sampled.pieces[-1].stop for sampled in self._choices.values()]
 
     def _flush(self) -> None:
         self._flush_timer = None
@@ -179,12 +188,13 @@ class EventStream:
             self._begin(b"")
 
     def _begin(self, events: bytes) -> None:
-        self._task = self._loop.create_task(self._write(events))
+        self._task = asyncio.get_running_loop().create_task(self._write(events))
 
     def _keep_alive(self) -> None:
         """Comments, which clients skip: a proxy or a client with a read timeout sees life."""
+        loop = asyncio.get_running_loop()
         due = self._last_write + KEEP_ALIVE_S
-        if due <= self._loop.time():
+        if due <= loop.time():
             self._begin(b": keep-alive\n\n")
-            due = self._loop.time() + KEEP_ALIVE_S
-        self._alive_timer = self._loop.call_at(due, self._keep_alive)
+            due = loop.time() + KEEP_ALIVE_S
+        self._alive_timer = loop.call_at(due, self._keep_alive)

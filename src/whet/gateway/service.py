@@ -5,18 +5,17 @@ import json
 import secrets
 import time
 from asyncio import TaskGroup
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import cached_property, lru_cache
 from itertools import count
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import EngineError, LeaseLost, PromptTooLong
-from whet.gateway.constraint import Constraint
+from whet.gateway.calls import Ask, Completed, Prompt, Source
 from whet.gateway.conversations import Conversations
 from whet.gateway.graph import DELETED, TEXT, Graph, Turn
 from whet.gateway.memory import PromptMemory
@@ -34,7 +33,6 @@ from whet.types import (
     CallId,
     Fork,
     Generation,
-    GenerationId,
     Origin,
     Piece,
     Sampling,
@@ -50,72 +48,6 @@ NO_WATCH = nullcontext()
 
 LARGE_REQUEST = 256 * 2**10
 """Bytes from which on a request is rendered beside the event loop, to hold up nobody else's."""
-
-
-class Ask(NamedTuple):
-    """A model request in canonical form: messages, or a raw prompt."""
-
-    messages: tuple[Message, ...] = ()
-    raw: str | tuple[int, ...] | None = None
-    """The prompt itself, for formats that render nothing: text, or ids."""
-    tools: tuple[JsonValue, ...] = ()
-    sampling: Sampling = Sampling()
-    n: int = 1
-    stream: bool = False
-    calls_tools: bool = False
-    """Whether tool calls in the text are looked for."""
-    several_calls: bool = True
-    """Whether a turn may show more than one; only the first is shown otherwise."""
-    constraint: Constraint | None = None
-    """What the answer must be, if it is not free."""
-    shown: Mapping[str, JsonValue] = MappingProxyType({})
-    """What the wire format needs to show the call again."""
-
-
-class Source(NamedTuple):
-    """Who asks."""
-
-    attempt: Attempt | None
-    """None for a call that names no attempt: served, never recorded."""
-    dialect: str
-    model: str
-    agent: str
-    request: str
-    """Digest of the request."""
-    is_retry: bool
-    """The client says it has sent this request before."""
-    size: int = 0
-    """Of the request, in bytes."""
-
-
-class Prompt(NamedTuple):
-    """What the engine will be given, and where it hangs in the attempt's graph."""
-
-    call: CallId
-    attempt: AttemptId | None
-    ask: Ask
-    sampling: Sampling
-    tokens: tuple[int, ...]
-    root: str
-    parent: GenerationId | None
-    messages: tuple[Message, ...]
-    """After the parent's."""
-    context: tuple[int, ...]
-    """After the parent's."""
-    origin: Origin
-    created: float
-    recorded: Call | None = None
-    """The call that answered this very request before, if this is a retry of it."""
-
-
-class Completed(NamedTuple):
-    """A call that is recorded, and what is not read from it again."""
-
-    call: Call
-    messages: Sequence[Message]
-    """What the choices say."""
-    tops: Sequence[Sequence[tuple[tuple[int, float], ...]]]
-    """The likeliest ids of each choice, if they were asked for."""
 
 
 class _Place(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
+from whet.gateway.calls import Ask, Prompt
 from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
 from whet.gateway.dialects.chat_reply import ChatReply
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
@@ -25,7 +26,6 @@ from whet.gateway.dialects.parts import (
 )
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, Role, ToolCall
-from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
 
 ROLES: dict[str, Role] = {

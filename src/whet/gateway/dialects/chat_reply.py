@@ -6,12 +6,12 @@ from functools import lru_cache
 from pydantic import JsonValue
 
 from whet.gateway import strictjson
+from whet.gateway.calls import Prompt
 from whet.gateway.dialects.chunks import DONE, Chunks
 from whet.gateway.dialects.dialect import Json, Reply
 from whet.gateway.dialects.logprobs import Tops, token_logprobs
 from whet.gateway.dialects.parts import openai_usage
 from whet.gateway.messages import Message
-from whet.gateway.service import Prompt
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
 from whet.types import Call, Generation, Piece
@@ -95,10 +95,10 @@ class ChatReply(Reply):
             if message.tool_calls:
                 calls = _wire_calls(message)
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
-            if delta:
-                choice: Json = {"index": index, "delta": delta, "finish_reason": None}
-                events.append(self._chunks.event([choice]))
-            end = _ending(index, _finish_reason(generation, message))
+                events.append(self._chunks.event(_choices(index, delta, None)))
+                delta = {}
+            # The last words come with the end, as from vLLM.
+            end = _choices(index, delta, _finish_reason(generation, message))
             events.append(self._chunks.event(end))
         if self._wants_usage:
             events.append(self._chunks.event([], {"usage": openai_usage(call)}))
@@ -126,10 +126,8 @@ def _openings(n: int) -> bytes:
     )
 
 
-@lru_cache
-def _ending(index: int, reason: str) -> bytes:
-    """The choices of the event that ends one of them."""
-    return strictjson.dumps([{"index": index, "delta": {}, "finish_reason": reason}])
+def _choices(index: int, delta: Json, reason: str | None) -> list[Json]:
+    return [{"index": index, "delta": delta, "finish_reason": reason}]
 
 
 def _wire_delta(delta: Delta) -> Json:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
+from whet.gateway.calls import Ask, Prompt
 from whet.gateway.dialects.chat import StreamOptions
 from whet.gateway.dialects.chunks import DONE, Chunks
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
@@ -23,7 +24,6 @@ from whet.gateway.dialects.parts import (
 from whet.gateway.dialects.stops import matched_stop
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message
-from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
 from whet.types import Call, Generation, Piece

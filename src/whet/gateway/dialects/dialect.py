@@ -7,9 +7,9 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from whet.errors import RequestError
 from whet.gateway import strictjson
+from whet.gateway.calls import Ask, Prompt
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message
-from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
 from whet.types import Call, Piece

@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
 from whet.gateway import strictjson
+from whet.gateway.calls import Ask, Prompt
 from whet.gateway.constraint import Constraint, Schema, constraint
 from whet.gateway.dialects.dialect import (
     Asked,
@@ -33,7 +34,6 @@ from whet.gateway.dialects.parts import (
 )
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, ToolCall
-from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
 
 BILLING = "x-anthropic-billing-header"

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
+from whet.gateway.calls import Prompt
 from whet.gateway.dialects.dialect import Json, Reply
 from whet.gateway.dialects.logprobs import Tops
 from whet.gateway.dialects.parts import sse
 from whet.gateway.dialects.stops import matched_stop
 from whet.gateway.messages import Message, ToolCall
-from whet.gateway.service import Prompt
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
 from whet.types import Call, Generation, Piece

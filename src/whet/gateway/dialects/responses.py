@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
+from whet.gateway.calls import Ask, Prompt
 from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
 from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
 from whet.gateway.dialects.parts import (
@@ -23,7 +24,6 @@ from whet.gateway.dialects.responses_items import find_response, read_items
 from whet.gateway.dialects.responses_reply import ResponsesReply
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message
-from whet.gateway.service import Ask, Prompt
 from whet.gateway.template import ChatTemplate
 from whet.types import CallId
 

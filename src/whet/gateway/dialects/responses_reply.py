@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
+from whet.gateway.calls import Prompt
 from whet.gateway.dialects.dialect import Json, Reply
 from whet.gateway.dialects.logprobs import Tops, token_logprobs
 from whet.gateway.dialects.parts import sse
@@ -15,7 +16,6 @@ from whet.gateway.dialects.responses_items import (
     text_part,
 )
 from whet.gateway.messages import Message
-from whet.gateway.service import Prompt
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
 from whet.types import Call, CallId, Piece
