@@ -7,7 +7,7 @@ record: it may then leave in one go.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,11 +15,11 @@ from starlette.types import Send
 
 from whet.gateway.asgi import send_whole
 from whet.gateway.calls import Completed, Prompt
-from whet.gateway.dialects.dialect import Reply
+from whet.gateway.dialects.dialect import Reply, Said
 from whet.gateway.messages import Message
 from whet.gateway.pieces import SampledSoFar
 from whet.gateway.render import Renderer
-from whet.gateway.text import Delta, TextStream
+from whet.gateway.text import TextStream
 
 WINDOW_S = 0.005
 """How long sampled tokens wait at most for others to leave with."""
@@ -42,7 +42,7 @@ class _Told:
 class EventStream:
     """A reply that grows."""
 
-    # Most streams that an engine answers at once need no more of these than their beginnings.
+    # A stream that is whole at once never changes most of these, so they are not set for each.
     started = False
     _closed = False
     _early = True
@@ -93,10 +93,18 @@ class EventStream:
         self.close()
         if self._task is not None:
             await self._task
-            await self._write(self._rest(done), more=False)
-        else:  # nothing has left
+        events = b"" if self.started else self._reply.first()
+        if self._reply.shows_tokens:  # else they are in the text that is left
+            events += self._events()
+        self._choices = {}
+        rest: Sequence[Said] = done.messages
+        if self._told:
+            rest = [self._left(index, message) for index, message in enumerate(rest)]
+        events += self._reply.last(done.call, done.messages, rest)
+        if self.started:
+            await self._write(events, more=False)
+        else:
             self.started = True
-            events = self._reply.first() + self._rest(done)
             await send_whole(self._send, 200, [EVENTS], events)
 
     async def end(self, events: bytes) -> None:
@@ -149,20 +157,10 @@ class EventStream:
                 events += self._reply.piece(index, piece, delta)
         return events
 
-    def _rest(self, done: Completed) -> bytes:
-        """All events that are left, with the last."""
-        # Where events say no more of tokens than their text, that is in what is left.
-        events = self._events() if self._reply.shows_tokens else b""
-        self._choices = {}
-        rest = [self._left(index, message) for index, message in enumerate(done.messages)]
-        return events + self._reply.last(done.call, done.messages, rest)
-
-    def _left(self, index: int, message: Message) -> Delta:
-        """What is left to tell of a whole message."""
+    def _left(self, index: int, message: Message) -> Said:
+        """What is left to tell of a message."""
         told = self._told.get(index)
-        return (
-            Delta(message.content, message.reasoning) if told is None else told.text.finish(message)
-        )
+        return message if told is None else told.text.finish(message)
 
     def _new_text(self) -> TextStream:
         prompt = self._prompt

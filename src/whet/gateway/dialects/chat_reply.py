@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from whet.gateway import strictjson
 from whet.gateway.calls import Prompt
 from whet.gateway.dialects.chunks import DONE, Chunks
-from whet.gateway.dialects.dialect import Json, Reply
+from whet.gateway.dialects.dialect import Json, Reply, Said
 from whet.gateway.dialects.logprobs import Tops, token_logprobs
 from whet.gateway.dialects.parts import openai_usage
 from whet.gateway.messages import Message
@@ -87,7 +87,7 @@ class ChatReply(Reply):
             return b""
         return self._chunks.event([choice])
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
         events: list[bytes] = []
         for index, generation in enumerate(call.generations):
             message = messages[index]
@@ -95,14 +95,17 @@ class ChatReply(Reply):
             if message.tool_calls:
                 calls = _wire_calls(message)
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
-                events.append(self._chunks.event(_choices(index, delta, None)))
+                made: Json = {"index": index, "delta": delta, "finish_reason": None}
+                events.append(self._chunks.event([made]))
                 delta = {}
             # The last words come with the end, as from vLLM.
-            end = _choices(index, delta, _finish_reason(generation, message))
-            events.append(self._chunks.event(end))
+            reason = _finish_reason(generation, message)
+            end: Json = {"index": index, "delta": delta, "finish_reason": reason}
+            events.append(self._chunks.event([end]))
         if self._wants_usage:
             events.append(self._chunks.event([], {"usage": openai_usage(call)}))
-        return b"".join([*events, DONE])
+        events.append(DONE)
+        return b"".join(events)
 
     # ------------------------------------------------------------- parts
 
@@ -126,11 +129,7 @@ def _openings(n: int) -> bytes:
     )
 
 
-def _choices(index: int, delta: Json, reason: str | None) -> list[Json]:
-    return [{"index": index, "delta": delta, "finish_reason": reason}]
-
-
-def _wire_delta(delta: Delta) -> Json:
+def _wire_delta(delta: Said) -> Json:
     wire: Json = {}
     if delta.reasoning:
         wire |= _wire_reasoning(delta.reasoning)

@@ -9,7 +9,7 @@ from whet.errors import RequestError
 from whet.gateway.calls import Ask, Prompt
 from whet.gateway.dialects.chat import StreamOptions
 from whet.gateway.dialects.chunks import DONE, Chunks
-from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
+from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Said, Told, validate
 from whet.gateway.dialects.logprobs import FLOOR, Tops
 from whet.gateway.dialects.parts import (
     AnyJson,
@@ -175,14 +175,15 @@ class CompletionReply(Reply):
             return b""
         return self._chunks.event([choice])
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
         events = [
             self._chunks.event([self._choice(index, rest[index].content, self._end(generation))])
             for index, generation in enumerate(call.generations)
         ]
         if self._wants_usage:
             events.append(self._chunks.event([], {"usage": openai_usage(call)}))
-        return b"".join([*events, DONE])
+        events.append(DONE)
+        return b"".join(events)
 
     def _choice(self, index: int, text: str, end: Json) -> Json:
         return {

@@ -17,6 +17,9 @@ from whet.types import Call, Piece
 Json = dict[str, JsonValue]
 T = TypeVar("T", bound=BaseModel)
 
+Said = Delta | Message
+"""Text and reasoning: some of a message, or all of it."""
+
 
 class ThreadUnsupported(RequestError):
     """A thread kept by the server was asked for; the client sends its whole history instead."""
@@ -59,10 +62,10 @@ class Reply(Protocol):
         """The events for some tokens of a choice; empty if there is nothing to say yet."""
         ...
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
-        """The events that end the stream; `rest` is what of `messages` is still to be said.
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
+        """The events that end the stream, which go out once the call is recorded.
 
-        They go out once the call is recorded.
+        `rest` is what of `messages` is still to be said.
         """
         ...
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from whet.gateway.calls import Prompt
-from whet.gateway.dialects.dialect import Json, Reply
+from whet.gateway.dialects.dialect import Json, Reply, Said
 from whet.gateway.dialects.logprobs import Tops
 from whet.gateway.dialects.parts import sse
 from whet.gateway.dialects.stops import matched_stop
@@ -68,7 +68,7 @@ class MessagesReply(Reply):
     def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
         return self._say(delta)
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
         [generation], [message] = call.generations, messages
         events = self._say(rest[0])
         if self._open != "text" and not message.content and not message.tool_calls:
@@ -85,7 +85,7 @@ class MessagesReply(Reply):
         stop = self._stop(generation, message)
         return events + _event("message_delta", delta=stop, **end) + _event("message_stop")
 
-    def _say(self, delta: Delta) -> bytes:
+    def _say(self, delta: Said) -> bytes:
         events = b""
         if delta.reasoning and self._shows_thinking:
             if self._open != "thinking":

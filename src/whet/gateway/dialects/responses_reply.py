@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from whet.gateway.calls import Prompt
-from whet.gateway.dialects.dialect import Json, Reply
+from whet.gateway.dialects.dialect import Json, Reply, Said
 from whet.gateway.dialects.logprobs import Tops, token_logprobs
 from whet.gateway.dialects.parts import sse
 from whet.gateway.dialects.responses_items import (
@@ -133,7 +133,7 @@ class ResponsesReply(Reply):
             )
         return self._say(delta)
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Delta]) -> bytes:
+    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
         [generation], [message] = call.generations, messages
         events = self._say(rest[0])
         if not self._open and not message.tool_calls and not message.reasoning:
@@ -154,7 +154,7 @@ class ResponsesReply(Reply):
             end["token_ids"] = list(call.generations[0].tokens)
         return end
 
-    def _say(self, delta: Delta) -> bytes:
+    def _say(self, delta: Said) -> bytes:
         events = b""
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
             if not text:
