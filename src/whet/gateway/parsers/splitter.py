@@ -4,7 +4,7 @@ What may still be something else is held back, so that what a stream has sent is
 beginning of the whole message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -78,7 +78,9 @@ class InlineSplitter(Splitter):
         self._markers = (*(parser.format.markers if parser else ()), *hidden)
         self._starts = tuple(parser.format.starts) if parser else ()
         self._opened = opened
-        self._step = self._begin if reasoning.open else self._answer
+        # A function, not a bound method: that would lead back here, a cycle with every reply.
+        self._step: Callable[[InlineSplitter], None]
+        self._step = InlineSplitter._begin if reasoning.open else InlineSplitter._answer
         self._pending = ""
         self._thought: list[str] = []
         self._said: list[str] = []
@@ -90,7 +92,7 @@ class InlineSplitter(Splitter):
         step = None
         while step != self._step:
             step = self._step
-            step()
+            step(self)
         return Delta("".join(self._said[said:]), "".join(self._thought[thought:]))
 
     def whole(self, text: str, tools: Sequence[JsonValue]) -> Message:
@@ -118,9 +120,9 @@ class InlineSplitter(Splitter):
         text = self._pending.lstrip()
         if text.startswith(self._format.open):
             self._pending = text[len(self._format.open) :]
-            self._step = self._think
+            self._step = InlineSplitter._think
         elif not self._format.open.startswith(text):
-            self._step = self._think if self._opened else self._answer
+            self._step = InlineSplitter._think if self._opened else InlineSplitter._answer
 
     def _think(self) -> None:
         if not self._thought:
@@ -133,7 +135,7 @@ class InlineSplitter(Splitter):
         if self._pending.startswith(close, start):
             self._pending = self._pending[start + len(close) :]
             self._after_thinking = True
-            self._step = self._answer
+            self._step = InlineSplitter._answer
         else:
             self._pending = self._pending[len(thought) :]
 
@@ -150,14 +152,14 @@ class InlineSplitter(Splitter):
             self._said.append(said)
         self._pending = self._pending[len(said) :]
         if any(self._pending.lstrip().startswith(marker) for marker in self._markers):
-            self._step = self._hold
+            self._step = InlineSplitter._hold
 
     def _may_start_a_call(self) -> bool:
         if self._said or not self._starts:
             return False
         text = self._pending.lstrip()
         if any(text.startswith(start) for start in self._starts):
-            self._step = self._hold
+            self._step = InlineSplitter._hold
             return True
         return not text or any(start.startswith(text) for start in self._starts)
 
