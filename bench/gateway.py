@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO
 
 import uvloop
-from load import Connection, Measured, conversation, put_load
+from load import Measured, ask, conversation, put_load
 from stub import UNIQUE
 
 from whet.app.cli import collect_seldom
@@ -268,11 +268,7 @@ class Bench:
     async def _capture(self, gateway: Server, name: str, *, stream: bool, **more: object) -> bytes:
         [(path, key)] = json.loads(gateway.ask("1"))
         [request, *_] = conversation(path, key, bodies("", 0, stream=stream, **more))
-        host, port = gateway.address.removeprefix("http://").split(":")
-        loop = asyncio.get_running_loop()
-        _, line = await loop.create_connection(Connection, host, int(port))
-        body = await line.send(request)
-        line.close()
+        body = await ask(gateway.address, request)
         body = CALL.sub(UNIQUE, unchunked(body) if stream else body)
         place = self._folder / name / ("events" if stream else "whole")
         place.parent.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from load import Connection, conversation, put_load
+from load import ask, conversation, put_load
 
 from gateway import TURNS, Server, bodies, serve_gateway, started
 from whet.gateway import asgi, conversations
@@ -54,11 +54,9 @@ def count(options: argparse.Namespace, talks: int, *, stream: bool) -> int:
 async def talk(server: Server, attempts: int, talks: int, *, stream: bool) -> None:
     """As many attempts are made in every run, so that what they take falls on each alike."""
     (path, key), *places = json.loads(server.ask(str(1 + attempts)))
-    host, port = server.address.removeprefix("http://").split(":")
     [request, *_] = conversation(path, key, bodies("", 0, stream=False))
-    _, line = await asyncio.get_running_loop().create_connection(Connection, host, int(port))
-    answer = json.loads(await line.send(request))["choices"][0]["message"]["content"]
-    line.close()
+    reply = json.loads(await ask(server.address, request))
+    answer = reply["choices"][0]["message"]["content"]
     requests = [
         conversation(path, key, bodies(answer, number, stream=stream))
         for number, (path, key) in enumerate(places[:talks])

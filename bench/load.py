@@ -60,6 +60,16 @@ class Connection(asyncio.Protocol):
         return len(self._received) >= end + 4 + length
 
 
+async def ask(address: str, request: bytes) -> bytes:
+    """The body of the reply to one request, on a connection of its own."""
+    host, port = address.removeprefix("http://").split(":")
+    loop = asyncio.get_running_loop()
+    _, line = await loop.create_connection(Connection, host, int(port))
+    body = await line.send(request)
+    line.close()
+    return body
+
+
 @dataclass
 class Measured:
     """One server under one kind of load."""
