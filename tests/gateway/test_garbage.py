@@ -31,7 +31,7 @@ async def test_no_call_leaves_a_cycle(new_gateway: NewGateway, path: str, stream
             response = await gateway.send("POST", path, body)
             assert response.status_code == 200, response.text
         gc.collect()
-        left = [kind for kind in map(type, gc.garbage) if kind.__module__.startswith("whet")]
+        left = [kind for kind in map(type, gc.garbage) if str(kind.__module__).startswith("whet")]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

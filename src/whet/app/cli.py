@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def collect_seldom() -> None:
     """Look for garbage in cycles a tenth as often, and at what has grown old a hundredth.
 
-    A call through the gateway makes hundreds of small values and no cycle, and conversations are
-    held until others need the room: by Python's own setting a tenth of its time went into looking,
-    in pauses of up to most of a second.
+    A call through the gateway makes hundreds of small values and no cycle, and its conversation is
+    held until others need the room: a look at all that is held finds nothing, and stops every call
+    meanwhile.
     """
     gc.set_threshold(10_000, 10, 100)
 

@@ -115,7 +115,7 @@ class EventStream:
         await self._write(events, more=False)
 
     def close(self) -> None:
-        """Nothing will be said any more but by `end`. Idempotent."""
+        """Nothing will be said any more but by `finish` or `end`. Idempotent."""
         self._closed = True
         if self._alive_timer is not None:
             self._alive_timer.cancel()
