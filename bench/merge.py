@@ -37,21 +37,20 @@ async def converse(service: Service, store: SQLiteStore, name: str, turns: int) 
     assert attempt is not None
     messages = [Message("user", "Let us count together.")]
     for turn in range(turns):
-        call = await one_call(service, attempt, tuple(messages), turn)
-        messages.append(Message.from_json(call.generations[0].message))
+        messages.append(await one_call(service, attempt, tuple(messages), turn))
         messages.append(Message("user", f"Good. Number {turn + 2}, please."))
     await store.finish(attempt.id, Outcome(reward=1.0))
     return (await store.trajectories([name]))[0]
 
 
-async def one_call(service: Service, attempt: Attempt, messages: tuple[Message, ...], turn: int):
-    def ignore(index: int, piece: object) -> None:
-        pass
-
+async def one_call(
+    service: Service, attempt: Attempt, messages: tuple[Message, ...], turn: int
+) -> Message:
     ask = Ask(messages=messages, sampling=Sampling(max_tokens=16))
     source = Source(attempt, "bench", service.models[0], "", f"{attempt.id}/{turn}", False)
     _, graph = await service.find(attempt.id)
-    return await service.complete(await service.prompt(source, ask, graph), ignore)
+    done = await service.complete(await service.prompt(source, ask, graph))
+    return done.messages[0]
 
 
 def one_row_per_call(rows: list[Row]) -> list[Row]:
