@@ -1,0 +1,40 @@
+"""The benchmarks that goals are judged by still run; what they measure is not looked at here."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("merge.py", "--turns", "2", "--conversations", "1"), "fewer tokens"),
+        (
+            (
+                "gateway.py",
+                "--seconds",
+                "0.2",
+                "--rounds",
+                "1",
+                "--pairs",
+                "2",
+                "--concurrency",
+                "1",
+            ),
+            "calls recorded",
+        ),
+    ],
+    ids=["merge", "gateway"],
+)
+def test_a_benchmark_runs(arguments: tuple[str, ...], says: str) -> None:
+    program, *options = arguments
+    command = [sys.executable, str(ROOT / "bench" / program), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
