@@ -6,7 +6,7 @@ framework does for every request would cost a good part of what a whole call may
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, cast
 from urllib.parse import parse_qs
@@ -43,25 +43,26 @@ class Request:
         self.path: str = scope["path"]
         self.params: Mapping[str, str | None] = {}
         """What the path names."""
-        self.query_string: str = scope["query_string"].decode("latin-1")
+        self._scope = scope
         self._receive = receive
-        self._headers: dict[bytes, list[bytes]] = {}
-        for name, value in cast(list[tuple[bytes, bytes]], scope["headers"]):
-            self._headers.setdefault(name, []).append(value)
+        self._headers = cast(list[tuple[bytes, bytes]], scope["headers"])
+        self._first = dict(reversed(self._headers))
 
     def header(self, name: str, default: str = "") -> str:
         """The first header of a name, which is in lower case."""
-        found = self._headers.get(name.encode())
-        return found[0].decode("latin-1") if found else default
+        found = self._first.get(name.encode())
+        return default if found is None else found.decode("latin-1")
 
-    def headers(self, name: str) -> list[str]:
+    def headers(self, name: str) -> Sequence[str]:
         """All headers of a name, however it is written."""
-        found = self._headers.get(name.lower().encode(), ())
-        return [value.decode("latin-1") for value in found]
+        wanted = name.lower().encode()
+        if wanted not in self._first:
+            return ()
+        return [value.decode("latin-1") for name, value in self._headers if name == wanted]
 
     def query(self, name: str, default: str) -> str:
         """What the query says under a name."""
-        return parse_qs(self.query_string).get(name, [default])[0]
+        return parse_qs(self._scope["query_string"].decode("latin-1")).get(name, [default])[0]
 
     async def body(self) -> bytes:
         """The whole body. Raises RequestError for one that is too large, too slow or cut off."""
@@ -69,28 +70,24 @@ class Request:
         if length.isdecimal() and len(length) < 20 and int(length) > BODY_LIMIT:
             raise _too_large()
         said = _said(self._receive)
+        body = b"" if said is None else _part(said, BODY_LIMIT)
         if said is not None and not said.get("more_body", False):
-            return await self._read(said)  # most bodies come with their heads
+            return body  # most bodies come with their heads
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read(said)
+                return await self._read(body)
         except TimeoutError as error:
             raise TooSlow(f"the body was not whole after {BODY_TIMEOUT_S:.0f} s") from error
 
-    async def _read(self, said: Message | None) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = said or await self._receive()
-            said = None
-            if message["type"] == "http.disconnect":
-                raise RequestError("the client left before its request was whole")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > BODY_LIMIT:
-                raise _too_large()
-            if not message.get("more_body", False):
-                return b"".join(parts)
+    async def _read(self, beginning: bytes) -> bytes:
+        parts, left = [beginning], BODY_LIMIT - len(beginning)
+        more = True
+        while more:
+            said = await self._receive()
+            parts.append(_part(said, left))
+            left -= len(parts[-1])
+            more = said.get("more_body", False)
+        return b"".join(parts)
 
     # ------------------------------------------------------------- the client, once it was heard
 
@@ -173,6 +170,16 @@ def _said(receive: Receive) -> Message | None:
         return told.value
     news.close()
     return None
+
+
+def _part(said: Message, limit: int) -> bytes:
+    """Some of a body, of which so many bytes are still taken."""
+    if said["type"] == "http.disconnect":
+        raise RequestError("the client left before its request was whole")
+    part: bytes = said.get("body", b"")
+    if len(part) > limit:
+        raise _too_large()
+    return part
 
 
 def _too_large() -> TooLarge:

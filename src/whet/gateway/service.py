@@ -127,7 +127,7 @@ class Service:
                 dialect=source.dialect,
                 model=source.model,
                 agent=source.agent,
-                tools=tuple(_tool_name(tool) for tool in ask.tools),
+                tools=tuple(map(_tool_name, ask.tools)),
                 request=source.request,
                 fork=graph.fork_raw(place.turn, context) if ask.raw is not None else place.fork,
                 lossy=place.lossy,

@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer
 
 from whet.errors import ConfigError, RequestError, boundary
+from whet.gateway.decoding import decoder_of
 from whet.gateway.habits import Habits, find_habits
 from whet.gateway.messages import Message
 from whet.gateway.seams import Seams
@@ -65,6 +66,8 @@ class ChatTemplate:
         """Ids whose text is always one token, whatever stands beside it."""
         self.special = {id: token.content for id, token in added.items() if token.special}
         """The tokens that are markup, not text."""
+        self.decode_all = decoder_of(self._tokenizer)
+        """The text of ids, special tokens as they are written."""
         self.seams = Seams(self._tokenizer)
         """Where text may be cut before it is encoded."""
         self._habits = find_habits(self._render, self.source)
@@ -111,11 +114,7 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def decode_all(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens as they are written."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self.decode_all([id for id in ids if id not in self.special])
 
     def token_text(self, id: int) -> str:
         """One id as text, a special token as it is written."""

@@ -47,6 +47,9 @@ class _ToolCall(Lenient):
     type: Literal["function"] = "function"
     function: _Function
 
+    def canonical(self) -> ToolCall:
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
 
 class ChatMessage(Lenient):
     """A message as Chat Completions writes it."""
@@ -60,21 +63,18 @@ class ChatMessage(Lenient):
 
     def canonical(self, index: int) -> Message:
         """In canonical form. Raises RequestError that names the part we cannot take."""
-        content = self.content
+        role, content, thought = ROLES[self.role], self.content, None
         if not isinstance(content, str):
-            kinds = ("text", "refusal") if self.role == "assistant" else ("text",)
+            kinds = ("text", "refusal") if role == "assistant" else ("text",)
             content = text_of(content, f"messages.{index}.content", kinds)
-        calls = [
-            ToolCall(call.id, call.function.name, call.function.arguments)
-            for call in self.tool_calls or ()
-        ]
-        thought = self.reasoning or self.reasoning_content
+        if role == "assistant":
+            thought = self.reasoning or self.reasoning_content
         return Message(
-            ROLES[self.role],
+            role,
             content,
-            tuple(calls),
+            tuple([call.canonical() for call in self.tool_calls]) if self.tool_calls else (),
             self.tool_call_id or "",
-            thought if isinstance(thought, str) and self.role == "assistant" else "",
+            thought if isinstance(thought, str) else "",
         )
 
 
@@ -188,9 +188,9 @@ class ChatRequest(Sampled):
     session_id: AnyJson = None
 
     def ask(self, graph: Graph) -> Ask:
-        tools = tuple(each.canonical() for each in self.tools)
+        tools = tuple([each.canonical() for each in self.tools])
         return Ask(
-            messages=tuple(m.canonical(index) for index, m in enumerate(self.messages)),
+            messages=tuple([m.canonical(index) for index, m in enumerate(self.messages)]),
             tools=tools,
             sampling=self.sampling(
                 max_tokens=self.max_completion_tokens or self.max_tokens,

@@ -1,11 +1,9 @@
 """Chat Completions replies, whole and streamed, from what was sampled."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from pydantic import JsonValue
 
-from whet.gateway import strictjson
 from whet.gateway.calls import Prompt
 from whet.gateway.dialects.chunks import DONE, Chunks
 from whet.gateway.dialects.dialect import Json, Reply, Said
@@ -15,6 +13,8 @@ from whet.gateway.messages import Message
 from whet.gateway.template import ChatTemplate
 from whet.gateway.text import Delta
 from whet.types import Call, Generation, Piece
+
+NOTHING = Delta("", "")
 
 
 class ChatReply(Reply):
@@ -40,6 +40,8 @@ class ChatReply(Reply):
         self._id = f"chatcmpl-{prompt.call}"
         self._created = int(prompt.created)
         self._chunks = Chunks("chat.completion.chunk", self._id, self._created, model)
+        self._begun: set[int] = set()
+        """The choices of which something was said."""
 
     def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
         choices: list[JsonValue] = []
@@ -69,29 +71,32 @@ class ChatReply(Reply):
     # ------------------------------------------------------------- streamed
 
     def first(self) -> bytes:
-        choices = _openings(self._prompt.ask.n)
         if not self._wants_ids:
-            return self._chunks.event(choices)
+            return b""
+        choices: list[JsonValue] = [
+            {"index": index, "delta": self._delta(index, NOTHING), "finish_reason": None}
+            for index in range(self._prompt.ask.n)
+        ]
         return self._chunks.event(choices, {"prompt_token_ids": list(self._prompt.tokens)})
 
     def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
+        if not any(delta) and not self.shows_tokens:
+            return b""
         choice: Json = {
             "index": index,
-            "delta": _wire_delta(delta),
+            "delta": self._delta(index, delta),
             "logprobs": self._logprobs(piece.tokens, piece.logprobs, piece.top),
             "finish_reason": None,
         }
         if self._wants_ids:
             choice["token_ids"] = list(piece.tokens)
-        elif not any(delta) and not self._wants_logprobs:
-            return b""
         return self._chunks.event([choice])
 
     def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
         events: list[bytes] = []
         for index, generation in enumerate(call.generations):
             message = messages[index]
-            delta = _wire_delta(rest[index])
+            delta = self._delta(index, rest[index])
             if message.tool_calls:
                 calls = _wire_calls(message)
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
@@ -107,6 +112,18 @@ class ChatReply(Reply):
         events.append(DONE)
         return b"".join(events)
 
+    def _delta(self, index: int, said: Said) -> Json:
+        """What is said of a choice, and the first time, by whom."""
+        wire: Json = {}
+        if index not in self._begun:
+            self._begun.add(index)
+            wire = {"role": "assistant", "content": ""}
+        if said.reasoning:
+            wire |= _wire_reasoning(said.reasoning)
+        if said.content:
+            wire["content"] = said.content
+        return wire
+
     # ------------------------------------------------------------- parts
 
     def _logprobs(
@@ -116,26 +133,6 @@ class ChatReply(Reply):
             return None
         content = token_logprobs(self._template, tokens, logprobs, tops)
         return {"content": content, "refusal": None}
-
-
-@lru_cache
-def _openings(n: int) -> bytes:
-    """The choices of a stream's first event."""
-    return strictjson.dumps(
-        [
-            {"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            for i in range(n)
-        ]
-    )
-
-
-def _wire_delta(delta: Said) -> Json:
-    wire: Json = {}
-    if delta.reasoning:
-        wire |= _wire_reasoning(delta.reasoning)
-    if delta.content:
-        wire["content"] = delta.content
-    return wire
 
 
 def _wire_reasoning(text: str) -> Json:

@@ -1,7 +1,8 @@
 """The events of OpenAI's completions, which differ in little but their choices."""
 
-from collections.abc import Sequence
 from functools import lru_cache
+
+from pydantic import JsonValue
 
 from whet.gateway import strictjson
 from whet.gateway.dialects.dialect import Json
@@ -17,15 +18,14 @@ class Chunks:
         self._kind, self._id, self._created, self._model = kind, id, created, model
         self._head = b""
 
-    def event(self, choices: Sequence[Json] | bytes, more: Json | None = None) -> bytes:
-        """An event with these choices, or their JSON, and with `more` fields behind them."""
+    def event(self, choices: list[JsonValue], more: Json | None = None) -> bytes:
+        """An event with these choices, and with `more` fields behind them."""
         if not self._head:
             self._head = _head(self._kind, self._model) % (self._id.encode(), self._created)
-        if not isinstance(choices, bytes):
-            choices = strictjson.dumps([*choices])
+        said = self._head + strictjson.dumps(choices)
         if more is None:
-            return self._head + choices + b"}\n\n"
-        return self._head + choices + b"," + strictjson.dumps(more)[1:] + b"\n\n"
+            return said + b"}\n\n"
+        return said + b"," + strictjson.dumps(more)[1:] + b"\n\n"
 
 
 @lru_cache(256)

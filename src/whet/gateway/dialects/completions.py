@@ -160,7 +160,7 @@ class CompletionReply(Reply):
         if not self._wants_ids:
             return b""
         prompt: JsonValue = list(self._prompt.tokens)
-        choices = [
+        choices: list[JsonValue] = [
             self._choice(index, "", {}) | {"prompt_token_ids": prompt, "token_ids": []}
             for index in range(self._prompt.ask.n)
         ]
