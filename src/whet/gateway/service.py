@@ -311,31 +311,28 @@ class Service:
 
     async def _sample(self, prompt: Prompt, on_piece: OnPiece) -> Completed:
         choices = [SampledSoFar() for _ in range(prompt.ask.n)]
-
-        async def sample(index: int) -> None:
-            sampled = choices[index]
-            pieces = self._engine.generate(
-                prompt.tokens,
-                prompt.sampling,
-                stream=prompt.ask.stream,
-                affinity=prompt.attempt or "",
-            )
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    sampled.pieces.append(piece)
-                    if not sampled.expected and (wait := on_piece(index, sampled)) is not None:
-                        await wait
-
         if len(choices) == 1:
-            await sample(0)
+            await self._sample_choice(prompt, 0, choices[0], on_piece)
         else:
             try:
                 async with TaskGroup() as tasks:
-                    for index in range(len(choices)):
-                        tasks.create_task(sample(index))
+                    for index, sampled in enumerate(choices):
+                        tasks.create_task(self._sample_choice(prompt, index, sampled, on_piece))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
         return _completed(self._call(prompt, choices), choices)
+
+    async def _sample_choice(
+        self, prompt: Prompt, index: int, sampled: SampledSoFar, on_piece: OnPiece
+    ) -> None:
+        pieces = self._engine.generate(
+            prompt.tokens, prompt.sampling, stream=prompt.ask.stream, affinity=prompt.attempt or ""
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                sampled.pieces.append(piece)
+                if not sampled.expected and (wait := on_piece(index, sampled)) is not None:
+                    await wait
 
     def _call(self, prompt: Prompt, choices: Sequence[SampledSoFar]) -> Call:
         """What the choices come to, which have their messages then."""

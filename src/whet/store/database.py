@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
 from whet.errors import WhetError
@@ -109,7 +110,7 @@ def insert(db: Db, sql: str, rows: Sequence[tuple[Column, ...]]) -> list[Any]:  
     first = 0
     while first < len(rows):
         count = min(MAX_ROWS, 1 << (len(rows) - first).bit_length() - 1)
-        values = [value for row in rows[first : first + count] for value in row]
+        values = list(chain.from_iterable(rows[first : first + count]))
         done = db.execute(for_rows(sql, count), values)
         if "RETURNING" in sql:
             returned += done.fetchall()

@@ -1,9 +1,10 @@
 """OpenAI Chat Completions, with the fields vLLM adds."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Required
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue, with_config
+from typing_extensions import TypedDict
 
 from whet.gateway.calls import Ask, Prompt
 from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
@@ -47,35 +48,40 @@ class _ToolCall(Lenient):
     type: Literal["function"] = "function"
     function: _Function
 
-    def canonical(self) -> ToolCall:
-        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+@with_config(Lenient.model_config)
+class ChatMessage(TypedDict, total=False):
+    """A message as Chat Completions writes it.
+
+    A dictionary, since each request brings all messages before it again: a model for each of them
+    would take twice as long.
+    """
+
+    role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
+    content: AnyJson
+    tool_calls: list[_ToolCall] | None
+    tool_call_id: str | None
+    reasoning: AnyJson
+    reasoning_content: AnyJson
 
 
-class ChatMessage(Lenient):
-    """A message as Chat Completions writes it."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: AnyJson = None
-    tool_calls: list[_ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning: AnyJson = None
-    reasoning_content: AnyJson = None
-
-    def canonical(self, index: int) -> Message:
-        """In canonical form. Raises RequestError that names the part we cannot take."""
-        role, content, thought = ROLES[self.role], self.content, None
-        if not isinstance(content, str):
-            kinds = ("text", "refusal") if role == "assistant" else ("text",)
-            content = text_of(content, f"messages.{index}.content", kinds)
-        if role == "assistant":
-            thought = self.reasoning or self.reasoning_content
-        return Message(
-            role,
-            content,
-            tuple([call.canonical() for call in self.tool_calls]) if self.tool_calls else (),
-            self.tool_call_id or "",
-            thought if isinstance(thought, str) else "",
-        )
+def canonical(message: ChatMessage, index: int) -> Message:
+    """A message in canonical form. Raises RequestError that names the part we cannot take."""
+    role, content = ROLES[message["role"]], message.get("content")
+    if isinstance(content, str) and len(message) == 2:  # as most are
+        return Message(role, content)
+    if not isinstance(content, str):
+        kinds = ("text", "refusal") if role == "assistant" else ("text",)
+        content = text_of(content, f"messages.{index}.content", kinds)
+    calls = message.get("tool_calls") or ()
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    return Message(
+        role,
+        content,
+        tuple([ToolCall(c.id, c.function.name, c.function.arguments) for c in calls]),
+        message.get("tool_call_id") or "",
+        thought if isinstance(thought, str) and role == "assistant" else "",
+    )
 
 
 class _ToolFunction(Lenient):
@@ -190,7 +196,7 @@ class ChatRequest(Sampled):
     def ask(self, graph: Graph) -> Ask:
         tools = tuple([each.canonical() for each in self.tools])
         return Ask(
-            messages=tuple([m.canonical(index) for index, m in enumerate(self.messages)]),
+            messages=tuple([canonical(m, index) for index, m in enumerate(self.messages)]),
             tools=tools,
             sampling=self.sampling(
                 max_tokens=self.max_completion_tokens or self.max_tokens,

@@ -93,7 +93,7 @@ class ChatReply(Reply):
         return self._chunks.event([choice])
 
     def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
-        events: list[bytes] = []
+        events = b""
         for index, generation in enumerate(call.generations):
             message = messages[index]
             delta = self._delta(index, rest[index])
@@ -101,16 +101,15 @@ class ChatReply(Reply):
                 calls = _wire_calls(message)
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
                 made: Json = {"index": index, "delta": delta, "finish_reason": None}
-                events.append(self._chunks.event([made]))
+                events += self._chunks.event([made])
                 delta = {}
             # The last words come with the end, as from vLLM.
             reason = _finish_reason(generation, message)
             end: Json = {"index": index, "delta": delta, "finish_reason": reason}
-            events.append(self._chunks.event([end]))
+            events += self._chunks.event([end])
         if self._wants_usage:
-            events.append(self._chunks.event([], {"usage": openai_usage(call)}))
-        events.append(DONE)
-        return b"".join(events)
+            events += self._chunks.event([], {"usage": openai_usage(call)})
+        return events + DONE
 
     def _delta(self, index: int, said: Said) -> Json:
         """What is said of a choice, and the first time, by whom."""

@@ -131,7 +131,7 @@ def validate(model: type[T], body: bytes) -> T:
     where = ".".join(str(part) for part in fault["loc"] if not _is_branch(part))
     if fault["type"] == "extra_forbidden":
         raise RequestError(f"the field {where!r} is not supported")
-    if fault["type"] == "model_type":
+    if fault["type"] in ("model_type", "dict_type"):
         raise RequestError(f"{where or 'the body'}: input should be an object")
     raise RequestError(f"{where}: {fault['msg'][:300].lower()}")
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
-from whet.gateway.dialects.chat import ChatMessage, ChatTool
+from whet.gateway.dialects.chat import ChatMessage, ChatTool, canonical
 from whet.gateway.dialects.dialect import Json
 from whet.gateway.dialects.parts import MOST_TOOLS, Wire
 from whet.gateway.template import ChatTemplate
@@ -32,7 +32,7 @@ class TokenizeRequest(Wire):
         text = self.prompt or ""
         if self.messages is not None:
             text = template.render(
-                [message.canonical(index) for index, message in enumerate(self.messages)],
+                [canonical(message, index) for index, message in enumerate(self.messages)],
                 [each.canonical() for each in self.tools],
                 add_generation_prompt=self.add_generation_prompt,
             )
