@@ -24,6 +24,9 @@ from whet.gateway.text import TextStream
 WINDOW_S = 0.005
 """How long sampled tokens wait at most for others to leave with."""
 
+RECORD_S = 0.2
+"""How long a reply that is whole waits for its record, once it takes a while."""
+
 KEEP_ALIVE_S = 15.0
 """After so long without a token a stream says that it is still there."""
 
@@ -79,14 +82,14 @@ class EventStream:
         return None
 
     def late(self) -> None:
-        """The reply takes a while: nothing that is there waits any longer for its record."""
-        self._early = False
+        """The reply takes a while: what is there leaves, and soon does not wait for its record."""
         if self._closed:
             return
-        if self._choices and self._task is None:
-            self._begin(b"")
         loop = asyncio.get_running_loop()
-        self._alive_timer = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
+        if self._may_leave_whole():
+            self._alive_timer = loop.call_later(RECORD_S, self._say_what_is_there)
+        else:
+            self._say_what_is_there()
 
     async def finish(self, done: Completed) -> None:
         """The call is recorded: say what is left of it."""
@@ -173,6 +176,13 @@ class EventStream:
         )
 
     # ------------------------------------------------------------- timers
+
+    def _say_what_is_there(self) -> None:
+        self._early = False
+        if self._choices and self._task is None:
+            self._begin(b"")
+        loop = asyncio.get_running_loop()
+        self._alive_timer = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     def _may_leave_whole(self) -> bool:
         """Whether all was sampled and none has left, so that its record is worth waiting for."""
