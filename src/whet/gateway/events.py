@@ -45,17 +45,8 @@ class _Told:
 class EventStream:
     """A reply that grows."""
 
-    # A stream that is whole at once never changes most of these, so they are not set for each.
-    started = False
-    _closed = False
-    _early = True
-    _task: asyncio.Task[None] | None = None
-    """The last write that nobody waits for yet, once there was one."""
-    _last_write = 0.0
-    _flush_timer: asyncio.Handle | None = None
-    _alive_timer: asyncio.Handle | None = None
-
     def __init__(self, send: Send, renderer: Renderer, prompt: Prompt, reply: Reply) -> None:
+        self.started = False
         self._send = send
         self._renderer = renderer
         self._prompt = prompt
@@ -64,6 +55,13 @@ class EventStream:
         """Those that have begun, by index."""
         self._told: dict[int, _Told] = {}
         """Those of which something has left, by index."""
+        self._early = True
+        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+        """The last write that nobody waits for yet, once there was one."""
+        self._last_write = 0.0
+        self._flush_timer: asyncio.Handle | None = None
+        self._alive_timer: asyncio.Handle | None = None
 
     def piece(self, index: int, sampled: SampledSoFar) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
