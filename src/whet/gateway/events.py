@@ -57,6 +57,7 @@ class EventStream:
         """Those of which something has left, by index."""
         self._early = True
         self._closed = False
+        """Whether nothing will be said any more but by `finish` or `end`."""
         self._task: asyncio.Task[None] | None = None
         """The last write that nobody waits for yet, once there was one."""
         self._last_write = 0.0
@@ -91,18 +92,18 @@ class EventStream:
 
     async def finish(self, done: Completed) -> None:
         """The call is recorded: say what is left of it."""
-        self.close()
+        self._closed = True
         if self._task is not None:
             await self._task
         events = b"" if self.started else self._reply.first()
         if self._reply.shows_tokens:  # else they are in the text that is left
             events += self._events()
-        self._choices = {}
         rest: Sequence[Said] = done.messages
         if self._told:
             rest = [self._left(index, message) for index, message in enumerate(rest)]
         events += self._reply.last(done.call, done.messages, rest)
         if self.started:
+            self._choices = {}  # all is said of them
             await self._write(events, more=False)
         else:
             self.started = True
@@ -110,13 +111,13 @@ class EventStream:
 
     async def end(self, events: bytes) -> None:
         """Say the last events of a stream that has started."""
-        self.close()
+        self._closed = True
         if self._task is not None:
             await self._task
         await self._write(events, more=False)
 
     def close(self) -> None:
-        """Nothing will be said any more but by `finish` or `end`. Idempotent."""
+        """Nothing will be said any more. Idempotent."""
         self._closed = True
         if self._alive_timer is not None:
             self._alive_timer.cancel()
@@ -176,6 +177,8 @@ class EventStream:
     # ------------------------------------------------------------- timers
 
     def _say_what_is_there(self) -> None:
+        if self._closed:
+            return
         self._early = False
         if self._choices and self._task is None:
             self._begin(b"")
@@ -184,13 +187,14 @@ class EventStream:
 
     def _may_leave_whole(self) -> bool:
         """Whether all was sampled and none has left, so that its record is worth waiting for."""
-        if self._task is not None or not self._early or len(self._choices) < self._prompt.ask.n:
-            return False
-        return None not in [sampled.pieces[-1].stop for sampled in self._choices.values()]
+        whole = 0
+        for sampled in self._choices.values():
+            whole += sampled.pieces[-1].stop is not None
+        return whole == self._prompt.ask.n and self._early and self._task is None
 
     def _flush(self) -> None:
         self._flush_timer = None
-        if not self._may_leave_whole():
+        if not self._closed and not self._may_leave_whole():
             self._begin(b"")
 
     def _begin(self, events: bytes) -> None:
@@ -198,6 +202,8 @@ class EventStream:
 
     def _keep_alive(self) -> None:
         """Comments, which clients skip: a proxy or a client with a read timeout sees life."""
+        if self._closed:
+            return
         loop = asyncio.get_running_loop()
         due = self._last_write + KEEP_ALIVE_S
         if due <= loop.time():
