@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from whet.gateway.decoding import decoder_of
+from whet.gateway.template import ChatTemplate
 from whet.policies.catalogue import TINY
 
 ADDED = ("<|odd|>", "<\uff5cend\u2581of\uff5c>", "caf\u00e9", "\u0120both\u2581", "two words")
@@ -25,6 +26,8 @@ WORDS.decoder = decoders.Sequence([decoders.Replace("\u0120", " "), decoders.Fus
 
 SINGLE = [id for c in ByteLevel.alphabet() if (id := BYTES.token_to_id(c)) is not None]
 """The ids of single bytes, which are seldom a text in any order."""
+PLAIN = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+TEMPLATE = ChatTemplate(TINY)
 UNKNOWN = 3
 IDS = st.integers(0, BYTES.get_vocab_size() + UNKNOWN)
 
@@ -44,3 +47,8 @@ def test_any_text_comes_back(text: str) -> None:
 @given(st.lists(st.sampled_from(SINGLE), max_size=12))
 def test_half_characters_are_told_alike(ids: list[int]) -> None:
     assert decoder_of(BYTES)(ids) == BYTES.decode(ids, skip_special_tokens=False)
+
+
+@given(st.lists(IDS, max_size=40))
+def test_special_tokens_are_left_out_as_the_tokenizer_leaves_them(ids: list[int]) -> None:
+    assert TEMPLATE.decode(ids) == PLAIN.decode(ids, skip_special_tokens=True)

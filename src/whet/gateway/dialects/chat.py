@@ -54,7 +54,7 @@ class ChatMessage(TypedDict, total=False):
     """A message as Chat Completions writes it.
 
     A dictionary, since each request brings all messages before it again: a model for each of them
-    would take twice as long.
+    would take half as long again.
     """
 
     role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
