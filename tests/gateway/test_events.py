@@ -6,6 +6,7 @@ from anyio.abc import TaskGroup
 from asgi_client import BODY, PATH, Client, until
 
 from conftest import Gateway, Json, NewGateway, read_events
+from whet.gateway import asgi
 from whet.gateway import events as sent_events
 
 pytestmark = pytest.mark.anyio
@@ -93,6 +94,22 @@ async def test_a_stream_that_is_whole_at_once_leaves_in_one_go(gateway: Gateway)
     assert said(client).endswith("data: [DONE]\n\n")
     [call] = await gateway.calls()
     assert [id for some in tokens(client) for id in some] == [*call.generations[0].tokens]
+
+
+async def test_a_stream_that_is_whole_at_once_waits_a_while_for_its_record(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sent_events, "RECORD_S", 600.0)
+    gateway.engine.at_once = True
+
+    async def outlast_patience() -> None:
+        await anyio.sleep(3 * asgi.PATIENCE_S)
+
+    gateway.store.before_append = outlast_patience
+    client = Client(gateway, STREAM)
+    await client.run()
+    assert len(client.sent) == 2
+    assert said(client).endswith("data: [DONE]\n\n")
 
 
 async def test_a_stream_that_is_whole_at_once_does_not_wait_long_for_its_record(
