@@ -48,6 +48,10 @@ class Request:
         self._headers = cast(list[tuple[bytes, bytes]], scope["headers"])
         self._first = dict(reversed(self._headers))
 
+    @property
+    def query_string(self) -> str:
+        return self._scope["query_string"].decode("latin-1")
+
     def header(self, name: str, default: str = "") -> str:
         """The first header of a name, which is in lower case."""
         found = self._first.get(name.encode())
@@ -62,7 +66,7 @@ class Request:
 
     def query(self, name: str, default: str) -> str:
         """What the query says under a name."""
-        return parse_qs(self._scope["query_string"].decode("latin-1")).get(name, [default])[0]
+        return parse_qs(self.query_string).get(name, [default])[0]
 
     async def body(self) -> bytes:
         """The whole body. Raises RequestError for one that is too large, too slow or cut off."""
