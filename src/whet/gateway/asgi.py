@@ -50,6 +50,7 @@ class Request:
 
     @property
     def query_string(self) -> str:
+        """What follows the path, as it came."""
         return self._scope["query_string"].decode("latin-1")
 
     def header(self, name: str, default: str = "") -> str:

@@ -63,6 +63,7 @@ class EventStream:
         self._last_write = 0.0
         self._flush_timer: asyncio.Handle | None = None
         self._alive_timer: asyncio.Handle | None = None
+        """Of the wait for the record, and then of signs of life."""
 
     def piece(self, index: int, sampled: SampledSoFar) -> Awaitable[None] | None:
         """A choice has grown; gives the write to wait for, if one is due."""
