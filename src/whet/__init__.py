@@ -1,87 +1,116 @@
-"""Sharpen any AI agent with reinforcement learning: keep your agent, change its base URL.
+"""Train any AI agent with reinforcement learning: keep your agent, change its base URL.
 
-Importing this imports nothing else: each name brings what it needs when it is first asked for,
-and training brings torch.
+Importing the package imports nothing else: each name is imported on first use, and training
+imports torch.
 """
 
-import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from whet.app.algorithm import algorithm
-    from whet.app.api import train
-    from whet.app.eval_command import evaluate
-    from whet.app.evaluator import Evaluation
+    from whet.algorithms import build_algorithm
+    from whet.app.driver import algorithm
+    from whet.app.evaluation.evaluate import Evaluation, evaluate
+    from whet.app.experiment import Result
+    from whet.app.inputs import plan_rollouts
+    from whet.app.supervised.tuning import dpo, sft
+    from whet.app.train import train
     from whet.app.trainer import Trainer
-    from whet.app.training import Result
     from whet.config import RunConfig
     from whet.errors import ConfigError, WhetError
+    from whet.io.genai_spans import add_calls_from_spans
     from whet.runners.agent import rollout
-    from whet.runners.command import command
+    from whet.runners.collector import QueueCollector
+    from whet.runners.context import emit_reward
+    from whet.runners.executors.command import command
+    from whet.runners.executors.http_service import Service
     from whet.runners.hooks import Hooks
-    from whet.runners.running import emit_reward
-    from whet.runners.service import Service
-    from whet.runners.telling import emit_message, emit_object, operation
-    from whet.types import Endpoint, PromptTemplate, Rollout
+    from whet.runners.tracing import emit_message, emit_object, operation
+    from whet.training.loop import train as training_loop
+    from whet.types import Credit, Endpoint, Group, PromptTemplate, Rollout, StepRecord, Trajectory
 
 __all__ = [
     "ConfigError",
+    "Credit",
     "Endpoint",
     "Evaluation",
+    "Group",
     "Hooks",
     "PromptTemplate",
+    "QueueCollector",
     "Result",
     "Rollout",
     "RunConfig",
     "Service",
+    "StepRecord",
     "Trainer",
+    "Trajectory",
     "WhetError",
+    "add_calls_from_spans",
     "algorithm",
+    "build_algorithm",
     "command",
+    "dpo",
     "emit_message",
     "emit_object",
     "emit_reward",
     "evaluate",
     "operation",
+    "plan_rollouts",
     "rollout",
+    "sft",
     "train",
+    "training_loop",
 ]
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "ConfigError": "whet.errors",
+    "Credit": "whet.types",
     "Endpoint": "whet.types",
-    "Evaluation": "whet.app.evaluator",
+    "Evaluation": "whet.app.evaluation.evaluate",
+    "Group": "whet.types",
     "Hooks": "whet.runners.hooks",
     "PromptTemplate": "whet.types",
-    "Result": "whet.app.training",
+    "QueueCollector": "whet.runners.collector",
+    "Result": "whet.app.experiment",
     "Rollout": "whet.types",
     "RunConfig": "whet.config",
-    "Service": "whet.runners.service",
+    "Service": "whet.runners.executors.http_service",
+    "StepRecord": "whet.types",
     "Trainer": "whet.app.trainer",
+    "Trajectory": "whet.types",
     "WhetError": "whet.errors",
-    "algorithm": "whet.app.algorithm",
-    "command": "whet.runners.command",
-    "emit_message": "whet.runners.telling",
-    "emit_object": "whet.runners.telling",
-    "emit_reward": "whet.runners.running",
-    "evaluate": "whet.app.eval_command",
-    "operation": "whet.runners.telling",
+    "add_calls_from_spans": "whet.io.genai_spans",
+    "algorithm": "whet.app.driver",
+    "build_algorithm": "whet.algorithms",
+    "command": "whet.runners.executors.command",
+    "dpo": "whet.app.supervised.tuning",
+    "emit_message": "whet.runners.tracing",
+    "emit_object": "whet.runners.tracing",
+    "emit_reward": "whet.runners.context",
+    "evaluate": "whet.app.evaluation.evaluate",
+    "operation": "whet.runners.tracing",
+    "plan_rollouts": "whet.app.inputs",
     "rollout": "whet.runners.agent",
-    "train": "whet.app.api",
+    "sft": "whet.app.supervised.tuning",
+    "train": "whet.app.train",
+    "training_loop": "whet.training.loop:train",
 }
-"""Where each name is defined."""
+"""The module that defines each name, and its name there if it has another."""
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("whet")
     if name not in _HOME:
         raise AttributeError(f"module 'whet' has no attribute {name!r}")
     import importlib
 
-    found = vars(importlib.import_module(_HOME[name]))[name]
-    globals()[name] = found
-    return found
+    module, _, original = _HOME[name].partition(":")
+    value = vars(importlib.import_module(module))[original or name]
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

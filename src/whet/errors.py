@@ -1,25 +1,29 @@
-"""Every error we raise, and the one way foreign failures are named.
+"""Every error we raise, and `boundary`, which wraps errors of foreign code.
 
     WhetError
     ├── ConfigError            the user can fix it; the command line prints it in one line
     │   └── MissingExtra       an optional dependency is not installed
     ├── StoreError
     │   ├── NotFound
-    │   ├── StoreClosed        it was closed, here or where it is served
-    │   └── LeaseLost          the attempt has ended or another worker owns it; reported too late
+    │   ├── StoreClosed        closed in this process or by its server
+    │   └── LeaseLost          the attempt has ended, or another worker or trainer owns the work
     ├── RequestError           the agent's request cannot be served; never retried
     │   └── PromptTooLong      the prompt leaves no room to sample
     ├── EngineError            sampling failed; another attempt may succeed
-    │   └── EngineBusy         too many requests wait already
+    │   └── EngineBusy         the request queue is full
     ├── TrainerError
+    │   └── NonFiniteUpdate    the loss or its gradient is not finite; nothing was changed
+    ├── RunFailed              a run ended without training: all rollouts failed, or no signal
     └── AttemptError           data, not a crash: stored on the attempt, the run goes on
         ├── AgentFailed        the user's code raised
         ├── AttemptTimeout
-        └── BadReward          the agent gave no finite number
+        └── BadReward          the agent returned no finite number
 
-An error takes only its message, so that it survives pickling.
+An error takes only its message, so that it can be pickled.
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import TracebackType
 
 
@@ -28,7 +32,7 @@ class WhetError(Exception):
 
 
 class ConfigError(WhetError):
-    """Something the user can fix; the message says how."""
+    """Invalid input that the user can fix; the message says how."""
 
 
 class MissingExtra(ConfigError):
@@ -36,15 +40,25 @@ class MissingExtra(ConfigError):
 
     @classmethod
     def of(cls, what: str, extra: str) -> "MissingExtra":
+        """Build the error for a feature and the extra it needs."""
         return cls(f"{what} needs an extra that is not installed: pip install 'whet[{extra}]'")
 
 
+@contextmanager
+def requires_extra(what: str, extra: str) -> Generator[None]:
+    """Raise MissingExtra if an import in the block fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtra.of(f"{what} ({error})", extra) from error
+
+
 class StoreError(WhetError):
-    """The store cannot do what was asked."""
+    """The store cannot perform an operation."""
 
 
 class NotFound(StoreError):
-    """There is no such thing in the store."""
+    """The store has no such record."""
 
 
 class StoreClosed(StoreError):
@@ -52,11 +66,11 @@ class StoreClosed(StoreError):
 
 
 class LeaseLost(StoreError):
-    """The attempt has ended, or another worker owns its rollout now."""
+    """The attempt has ended, or another worker or trainer owns the work now."""
 
 
 class RequestError(WhetError):
-    """A model request that cannot be served as asked; never retried."""
+    """A model request that cannot be served; never retried."""
 
 
 class PromptTooLong(RequestError):
@@ -68,15 +82,26 @@ class EngineError(WhetError):
 
 
 class EngineBusy(EngineError):
-    """Too many requests wait for the engine already."""
+    """The engine's request queue is full."""
 
 
 class TrainerError(WhetError):
-    """A training step cannot be done."""
+    """A training step failed."""
+
+
+class NonFiniteUpdate(TrainerError):
+    """An update that would not leave finite weights; it was dropped and nothing was changed."""
+
+
+class RunFailed(WhetError):
+    """A run ended without training: every rollout of a step failed, or nothing had a signal."""
 
 
 class AttemptError(WhetError):
     """An attempt failed: recorded with its reason, and the run goes on."""
+
+    traceback = ""
+    """Traceback of the agent's exception, if it raised one."""
 
 
 class AgentFailed(AttemptError):
@@ -84,20 +109,20 @@ class AgentFailed(AttemptError):
 
 
 class AttemptTimeout(AttemptError):
-    """The attempt outlived its limit."""
+    """The attempt exceeded its time limit."""
 
 
 class BadReward(AttemptError):
-    """The agent gave no finite number as its reward."""
+    """The agent returned no finite number as its reward."""
 
 
 class boundary:
-    """Name whatever escapes foreign code after the boundary it crossed, in one line.
+    """Context manager that wraps exceptions of foreign code in one of our errors, in one line.
 
-    An error of ours passes through: it crossed a narrower boundary first.
+    An error of ours passes through: it was wrapped by a narrower boundary.
     """
 
-    # It stands around every call and every commit: a generator takes three times as long.
+    # Entered for every call and commit; a generator-based manager takes three times as long.
     __slots__ = ("_error", "_what")
 
     def __init__(self, error: type[WhetError], what: str) -> None:
@@ -114,5 +139,5 @@ class boundary:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(cause, Exception) and not isinstance(cause, WhetError):
-            said = " ".join(str(cause).split())
-            raise self._error(f"{self._what}: {type(cause).__name__}: {said}") from cause
+            message = " ".join(str(cause).split())
+            raise self._error(f"{self._what}: {type(cause).__name__}: {message}") from cause

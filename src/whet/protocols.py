@@ -1,13 +1,13 @@
-"""The seams between the parts. Each has the methods its callers use, and no others."""
+"""Protocols between the parts. Each has the methods its callers use, and no others."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from pydantic import JsonValue
 
-from whet.config import AdamConfig, LossConfig
+from whet.config import AdamStep, LossConfig
 from whet.types import (
     Attempt,
     AttemptId,
@@ -18,7 +18,6 @@ from whet.types import (
     Metrics,
     Mode,
     Outcome,
-    Piece,
     Resource,
     Reward,
     Rollout,
@@ -29,50 +28,51 @@ from whet.types import (
     Span,
     Status,
     StepRecord,
+    TokenChunk,
     Trajectory,
     WorkerRecord,
 )
 
 
 class RolloutQueue(Protocol):
-    """Work to do. Leases, not watchdogs: a dead worker's rollout becomes claimable by itself."""
+    """Queue of rollouts under leases: a dead worker's rollout becomes claimable by itself."""
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add rollouts. One whose id is already known is left as it is.
+        """Add rollouts. One whose id is already known is left unchanged.
 
         Raises:
-            NotFound: one asks for a resource that was never published; none is added.
+            NotFound: one names a resource that was never published; none is added.
         """
         ...
 
     async def claim(self, worker: str, *, lease_s: float, wait_s: float) -> Attempt | None:
-        """Take a claimable rollout as a new attempt; wait for one up to `wait_s`.
+        """Claim a rollout as a new attempt; wait up to `wait_s` for one.
 
-        The highest priority goes first, and the oldest among equals.
+        Highest priority first, oldest first among equals.
         """
         ...
 
     async def heartbeat(self, attempt: AttemptId, *, lease_s: float) -> None:
-        """Keep the lease. Raises LeaseLost once the attempt has ended or was given away.
+        """Renew the lease. Raises LeaseLost once the attempt has ended or was reassigned.
 
-        An attempt that outlives its rollout's `timeout_s` by more than a lease is ended here.
+        An attempt that exceeds its rollout's `timeout_s` by more than a lease is ended here.
         """
         ...
 
     async def finish(self, attempt: AttemptId, outcome: Outcome) -> None:
-        """End the attempt; its rollout ends too, or is queued again where another may mend it.
+        """End the attempt; its rollout ends too, or is queued again if the failure is retried.
 
         Raises:
-            LeaseLost: it had ended before, in another way; the outcome is kept but not taken.
+            LeaseLost: it had ended before with another outcome; this one is kept as late.
         """
         ...
 
     async def wait(self, rollouts: Sequence[str]) -> None:
-        """Return once every one of them is terminal."""
+        """Return once all of them have ended."""
         ...
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
-        """End those that have not ended, with their attempts, and say how many there were.
+        """Cancel those that have not ended, with their attempts; return how many there were.
 
         Raises:
             NotFound: one was never enqueued; none is cancelled.
@@ -81,101 +81,113 @@ class RolloutQueue(Protocol):
 
 
 class AttemptWatch(Protocol):
-    """How a runner hears that it works for nothing."""
+    """Notification of a runner that an attempt has ended elsewhere."""
 
     async def ended(self, attempt: AttemptId) -> Status:
-        """Return once the attempt has ended, by its own worker or not. Raises NotFound."""
+        """Return once the attempt has ended, by its worker or otherwise. Raises NotFound."""
         ...
 
 
-class AttemptLog(Protocol):
-    """What happened in attempts: durable once a method returns."""
+class CallLog(Protocol):
+    """Calls of attempts, and the results of rollouts: durable once a method returns."""
 
     async def attempt(self, attempt: AttemptId) -> Attempt:
-        """A running attempt. Raises NotFound, or LeaseLost if it has ended."""
+        """Return a running attempt. Raises NotFound, or LeaseLost if it has ended."""
         ...
 
     async def append(self, call: Call) -> None:
-        """Record a call, once by its id. Raises LeaseLost if the attempt ended without it."""
+        """Record a call, once per id. Raises LeaseLost if the attempt ended without it."""
         ...
+
+    async def calls(self, attempt: AttemptId) -> list[Call]:
+        """Return the calls of an attempt in the order they were recorded."""
+        ...
+
+    async def trajectories(
+        self, rollouts: Sequence[str], *, failed: bool = False
+    ) -> list[Trajectory]:
+        """Return the succeeded attempts of these rollouts, in that order.
+
+        With `failed` also the last attempts of failed rollouts, with a reward of 0.
+        """
+        ...
+
+    async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
+        """Return `kind: message` by rollout id, for those of the rollouts that failed."""
+        ...
+
+
+class RewardLog(Protocol):
+    """Rewards of attempts, other than the final one: durable once `emit` returns."""
 
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
         """Record a reward. Raises LeaseLost if the attempt has ended."""
         ...
 
     async def rewards(self, attempt: AttemptId) -> list[Reward]:
-        """The rewards of an attempt in the order they came. Raises NotFound."""
-        ...
-
-    async def calls(self, attempt: AttemptId) -> list[Call]:
-        """The calls of an attempt in the order they were recorded."""
-        ...
-
-    async def trajectories(self, rollouts: Sequence[str]) -> list[Trajectory]:
-        """The succeeded attempts of these rollouts, in the order asked; the failed are left out."""
-        ...
-
-    async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
-        """Why rollouts failed: `kind: message` by id, for those of the given that did."""
+        """Return the rewards of an attempt in the order they were emitted. Raises NotFound."""
         ...
 
 
 class SpanLog(Protocol):
-    """What agents and their frameworks told of attempts, beside the calls."""
+    """OpenTelemetry spans of attempts, as reported by agents and their frameworks."""
 
     async def record(self, attempt: AttemptId, spans: Sequence[Span]) -> None:
-        """Add spans to an attempt, each once by its ids, also after it has ended.
-
-        Raises:
-            NotFound: there is no such attempt.
-        """
+        """Add spans to an attempt, once per ids, also after it has ended. Raises NotFound."""
         ...
 
     async def spans(self, attempt: AttemptId) -> list[Span]:
-        """The spans of an attempt in the order they began. Raises NotFound."""
+        """Return the spans of an attempt in the order they started. Raises NotFound."""
         ...
 
 
 class StepLog(Protocol):
-    """The training steps that are done. What is not here did not happen."""
+    """Log of completed training steps. A step that is not in it did not happen."""
 
-    async def commit(self, record: StepRecord) -> None:
+    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
         """Record a step and the rollouts it consumed, in one transaction.
 
-        The very record that was committed last is accepted again.
+        Committing the last record again is a no-op. `epoch` is that of `Resources.publish`.
 
         Raises:
+            LeaseLost: another trainer has taken over the run.
             StoreError: the step is not the next one, or a rollout was consumed before.
         """
         ...
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
-        """Those after a step, oldest first."""
+        """Return the steps after a step, oldest first."""
         ...
 
 
 class Resources(Protocol):
-    """Versioned named values given to agents. A version never changes."""
+    """Versioned named values for agents. A version never changes."""
 
-    async def publish(self, name: str, value: JsonValue) -> int:
-        """Add the next version of a name, and say which it is."""
+    async def publish(self, name: str, value: JsonValue, *, epoch: int | None = None) -> int:
+        """Add the next version of a name and return its number.
+
+        `epoch` is the version of the resource `trainer` that the writer has published itself.
+
+        Raises:
+            LeaseLost: there is a newer version of `trainer`: another trainer has taken over.
+        """
         ...
 
     async def get(self, name: str, version: int) -> Resource:
-        """One version. Raises NotFound."""
+        """Return one version. Raises NotFound."""
         ...
 
     async def latest(self, name: str) -> Resource:
-        """The newest version. Raises NotFound."""
+        """Return the newest version. Raises NotFound."""
         ...
 
     async def resources(self) -> list[Resource]:
-        """The newest version of every name, by name."""
+        """Return the newest version of every name, sorted by name."""
         ...
 
 
 class Directory(Protocol):
-    """What is in a run, page by page."""
+    """Paged listings of a run."""
 
     async def rollouts(
         self,
@@ -186,54 +198,54 @@ class Directory(Protocol):
         after: str | None = None,
         limit: int = 100,
     ) -> list[RolloutRecord]:
-        """Rollouts in the order they came, those after the one of an id. Raises NotFound."""
+        """List rollouts as enqueued, those `after` the one of an id. Raises NotFound."""
         ...
 
     async def attempts(self, rollout: str) -> list[AttemptRecord]:
-        """The attempts of a rollout, oldest first. Raises NotFound."""
+        """List the attempts of a rollout, oldest first. Raises NotFound."""
         ...
 
     async def workers(self) -> list[WorkerRecord]:
-        """Whoever claimed or waits to claim, the last heard of first."""
+        """List the workers that have claimed or wait to claim, most recently seen first."""
         ...
 
     async def counts(self) -> dict[str, int]:
-        """How many rollouts, attempts, calls, spans, generations and sampled tokens there are."""
+        """Count rollouts, attempts, calls, spans, generations and sampled tokens."""
         ...
 
 
 class Retention(Protocol):
-    """What is kept, and for how long."""
+    """Size, pruning, export and import of runs."""
 
     async def size(self) -> dict[str, RunSize]:
-        """What every run of the store keeps, by run."""
+        """Return the size of every run of the store, by run."""
         ...
 
     async def prune(self, before: float) -> int:
-        """Forget calls, rewards and spans of rollouts that ended before a time; say of how many.
+        """Delete calls, rewards and spans of rollouts that ended before a time; return how many.
 
-        The rollouts stay, with how they ended: none runs or trains again. A training rollout
-        that succeeded and that no step has consumed keeps everything.
+        The rollouts stay with their outcomes, so none runs or trains again. A succeeded training
+        rollout that no step has consumed keeps everything.
         """
         ...
 
     async def drop(self) -> None:
-        """Forget the run and all that is in it."""
+        """Delete the run and all its records."""
         ...
 
     async def vacuum(self) -> None:
-        """Give the space of what was forgotten back to the disk."""
+        """Return the space of deleted records to the disk."""
         ...
 
     async def export(self, file: Path) -> None:
-        """Write the run to a file, whole or not at all."""
+        """Write the run to a file atomically."""
         ...
 
     async def load(self, file: Path) -> None:
-        """Fill this run with what `export` wrote, exactly, whatever store that was.
+        """Load what `export` of any store wrote into this empty run.
 
         Raises:
-            StoreError: the run is not empty, or the file is no export; nothing is added.
+            StoreError: the run is not empty, or the file is not an export; nothing is added.
         """
         ...
 
@@ -241,7 +253,8 @@ class Retention(Protocol):
 class Store(
     RolloutQueue,
     AttemptWatch,
-    AttemptLog,
+    CallLog,
+    RewardLog,
     SpanLog,
     StepLog,
     Resources,
@@ -249,29 +262,29 @@ class Store(
     Retention,
     Protocol,
 ):
-    """Everything of one run, wherever it is kept. For whoever opens it; others ask for less."""
+    """All protocols of a store, for one run. Whatever does not open stores uses a part of it."""
 
     run: str
 
     def for_run(self, run: str) -> "Store":
-        """Another run of the same store, for as long as this one is open.
+        """Return another run of the same store, valid while this one is open.
 
         Raises:
-            StoreError: the run's name is none.
+            StoreError: the run's name is invalid.
         """
         ...
 
     async def release_workers(self) -> int:
-        """Take every running attempt from its worker, and say how many there were.
+        """End the lease of every running attempt and return how many there were.
 
-        For whoever starts a run again and knows that none of its workers is alive, so that none
-        has to be waited for. The rollouts are queued again, and what was lost does not count
-        towards their `max_attempts`: a restart loses no rollout.
+        For a process that restarts a run and knows that none of its workers is alive, so that no
+        lease has to expire first. The rollouts are queued again, and the lost attempts do not
+        count towards `max_attempts`: a restart loses no rollout.
         """
         ...
 
     async def close(self) -> None:
-        """End what was begun and let go; whoever still waits gets StoreClosed. Idempotent."""
+        """Finish pending writes and close; pending waits raise StoreClosed. Idempotent."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -282,7 +295,7 @@ class Store(
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close the store."""
         ...
 
 
@@ -296,18 +309,18 @@ class Engine(Protocol):
         *,
         stream: bool = False,
         affinity: str = "",
-    ) -> AsyncGenerator[Piece]:
-        """Sample one continuation: as it grows if `stream`, else in one piece at the end.
+    ) -> AsyncGenerator[TokenChunk]:
+        """Sample one continuation: chunk by chunk if `stream`, else as one chunk at the end.
 
-        What was sampled since one piece of a stream was taken is the next: who is slow to take
-        them gets few and long ones.
+        A chunk holds everything sampled since the previous one was consumed, so a slow consumer
+        gets fewer and longer chunks.
 
-        Closing the generator stops the sampling. Prompts of one `affinity` are likely to begin
-        alike, so an engine of several replicas gives them to one of them; it changes no sample.
+        Closing the generator stops sampling. Prompts with the same `affinity` are likely to share
+        a prefix, so an engine with several replicas routes them to one; samples do not change.
 
         Raises:
             PromptTooLong: the prompt leaves no room to sample.
-            RequestError: it cannot sample in this way, such as by a grammar.
+            RequestError: the engine does not support the sampling parameters, such as a grammar.
             EngineError: anything else; another attempt may succeed.
         """
         ...
@@ -318,88 +331,107 @@ class Engine(Protocol):
 
 
 class Scorer(Protocol):
-    """Says how likely given tokens are, to a model that need not have sampled them."""
+    """Computes log-probabilities of tokens under a model that need not have sampled them."""
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """Of every token after a sequence's first, given those before it, at temperature 1.
+        """Return the log-probability of every token after the first, at temperature 1.
 
         Raises:
-            EngineError: the model cannot score them.
+            EngineError: the model cannot score the sequences.
         """
         ...
 
 
 class Algorithm(Protocol):
-    """Gives credit. Arithmetic on rewards: no tensors, and nothing remembered between steps."""
+    """Assigns credit: arithmetic on rewards, without tensors or state between steps."""
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        """What the generations of a step's groups are worth; a group without credit is silent.
+        """Return the advantages of a step's groups; a group without credit has no learning signal.
 
-        `past` are the steps before, oldest first: whatever an algorithm would remember it reads
-        there, so that a resumed run gives the credit an undisturbed one would have given. It may
-        be asked again with more groups of the same step.
+        `past` holds the completed steps, oldest first: an algorithm reads running statistics from
+        it instead of keeping state, so that a resumed run assigns the same credit. It may be
+        called again with more groups of the same step.
         """
         ...
 
 
-class Trainer(Protocol):
-    """Changes the weights. Blind to the algorithm: it sees rows."""
+class TrainingBackend(Protocol):
+    """Updates the weights from rows, whatever algorithm assigned their advantages."""
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        """Add the gradient of the loss, a sum over the rows' sampled tokens."""
+        """Accumulate the gradient of the loss, a sum over the rows' sampled tokens.
+
+        Raises:
+            NonFiniteUpdate: the rows or their loss are not finite; the gradient is cleared.
+        """
         ...
 
-    async def optim_step(self, adam: AdamConfig) -> Metrics:
-        """Apply the gradient and clear it."""
+    async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows with the log-probabilities of the current weights as old ones."""
+        ...
+
+    async def optim_step(self, adam: AdamStep) -> Metrics:
+        """Apply the gradient and clear it.
+
+        Raises:
+            NonFiniteUpdate: the gradient is not finite; it is cleared and nothing is changed.
+        """
         ...
 
     async def publish(self) -> int:
-        """Have the engine serve the weights as they are now; returns their version."""
+        """Make the engine serve the current weights; return their version."""
+        ...
+
+    async def snapshot(self) -> Callable[[Path], None]:
+        """Return a function that writes a checkpoint of the present state to a folder, atomically.
+
+        It may run in any thread, while the weights are sampled from and updated.
+        """
         ...
 
     async def save(self, folder: Path) -> None:
-        """Write weights, optimizer and version. The folder appears whole or not at all."""
+        """Write a checkpoint (weights, optimizer, version) atomically."""
         ...
 
     async def restore(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Raises TrainerError if it does not fit the model."""
+        """Load a checkpoint of `save`. Raises TrainerError if it does not fit the model."""
         ...
 
     async def export(self, folder: Path) -> None:
-        """Write the weights as other tools load them: a PEFT adapter or a model folder."""
+        """Write the weights for other tools: a PEFT adapter or a model folder."""
         ...
 
 
 class Collector(Protocol):
-    """Turns tasks into finished groups."""
+    """Runs rollouts and returns them as groups."""
 
     async def collect(self, rollouts: Sequence[Rollout]) -> list[Group]:
-        """Run the rollouts, or find them done; one group for each group name, in order."""
+        """Run the rollouts that have not ended; return one group per group name, in order."""
         ...
 
     async def begin(self, rollouts: Sequence[Rollout]) -> None:
-        """Have the rollouts run, unless they are known already, and wait for none."""
+        """Enqueue the rollouts that are not known yet, without waiting."""
         ...
 
     async def wait(self, rollouts: Sequence[str]) -> None:
-        """Return once every one of them, all begun before, has ended."""
+        """Return once all of these rollouts, enqueued before, have ended."""
         ...
 
 
 class Tracker(Protocol):
-    """Keeps the numbers of a run where people look at them. May block, and may raise anything."""
+    """Sends metrics to an experiment tracker. May block, and may raise anything."""
 
     last_step: int
-    """The last step it has, of this process or an earlier one; 0 if none, 1 is the first."""
+    """The last step logged, by this process or an earlier one; 0 if none, 1 is the first."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Keep what a step came to."""
+        """Log the metrics of a step."""
         ...
 
     def finish(self, result: Metrics) -> None:
-        """Keep what the run came to."""
+        """Log the result of the run."""
         ...
 
     def close(self) -> None:
-        """Send what is held back and let go."""
+        """Flush and close."""
         ...

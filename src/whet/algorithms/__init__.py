@@ -1,4 +1,4 @@
-"""Algorithms: give credit. One file each, no torch."""
+"""Credit assignment algorithms, one file each, without torch."""
 
 import difflib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from whet.algorithms.positive import PositiveOnly
 from whet.algorithms.reinforce import Reinforce
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from whet.algorithms.rloo import RLOO
-from whet.config import AlgorithmConfig, RunConfig
+from whet.config import AlgorithmConfig, RunConfig, changed_keys
 from whet.errors import ConfigError
 from whet.protocols import Algorithm, Scorer
 
@@ -24,43 +24,43 @@ BY_NAME: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
     "greedy": GreedyOutputs,
     "best_of_n": BestOfN,
 }
-"""Those that need nothing but their config."""
+"""Algorithms that need only their config."""
 
 DISTILLATION = "distillation"
 
-READ_BY_ALL = {"name", "refill", "reward_keys", "logged_keys"}
+READ_BY_ALL = {"name", "oversample", "reward_keys", "logged_keys"}
 READ_BY: dict[str, set[str]] = {
     "grpo": {"credit", "discount", "divide_by_std"},
     "rloo": {"credit", "discount"},
     "reinforce": {"baseline_decay"},
     "reinforce++": {"credit", "discount", "group_baseline"},
     "positive": set(),
-    "greedy": {"success"},
+    "greedy": {"success_threshold"},
     "best_of_n": set(),
     DISTILLATION: {"teacher"},
 }
-"""The keys of the config that each algorithm reads besides."""
+"""Further config keys that each algorithm reads."""
 
 COMPARE_WITHIN_GROUPS = {"grpo", "rloo", "best_of_n"}
 
 
-def is_own(name: str) -> bool:
-    """Whether the name is of a user's own algorithm: `module:Class` or `file.py:Class`."""
+def is_custom(name: str) -> bool:
+    """Return whether the name is a custom algorithm: `module:Class` or `file.py:Class`."""
     return ":" in name
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Refuse, before anything is started, what the chosen algorithm could not honour.
+    """Validate the algorithm's settings before a run starts.
 
     Raises:
-        ConfigError: there is no such algorithm, or a setting it does not read or cannot work with.
+        ConfigError: unknown algorithm, or a setting it does not read or support.
     """
     chosen = config.algorithm
     name = chosen.name
-    if name not in READ_BY and not is_own(name):
+    if name not in READ_BY and not is_custom(name):
         close = difflib.get_close_matches(name, READ_BY, n=1)
         raise ConfigError(
-            f"there is no algorithm {name!r}{f', perhaps {close[0]!r}' if close else ''}: "
+            f"unknown algorithm {name!r}{f', perhaps {close[0]!r}' if close else ''}: "
             f"choose among {', '.join(READ_BY)}, or name your own as module:Class"
         )
     for key, field in AlgorithmConfig.model_fields.items():
@@ -80,15 +80,18 @@ def _check_rollouts(config: RunConfig) -> None:
     if compares and config.group_size < 2:
         raise ConfigError(f"{name!r} compares the rollouts of a task: set group_size to 2 or more")
     if name == "greedy" and config.group_size > 1:
-        raise ConfigError("greedy answers to one task are all alike: set group_size to 1")
+        raise ConfigError("greedy generations of one task are identical: set group_size to 1")
     if name == "greedy" and temperature is not None:
         raise ConfigError("'greedy' samples at temperature 0: leave runner.temperature out")
+    if name == DISTILLATION and (config.length.shapes or changed_keys(config.failure_reward)):
+        key = "length" if config.length.shapes else "failure_reward"
+        raise ConfigError(f"distillation reads no rewards: leave {key} out")
     if name == DISTILLATION and temperature not in (None, 1.0):
         raise ConfigError("distillation samples at temperature 1: set runner.temperature to 1")
 
 
 def build_algorithm(config: RunConfig, *, teacher: Scorer | None = None) -> Algorithm:
-    """The algorithm a config names, one of ours. Distillation learns from `teacher`."""
+    """Build the built-in algorithm that a config names; `teacher` is for distillation."""
     check_algorithm(config)
     if config.algorithm.name == DISTILLATION:
         assert teacher is not None

@@ -1,7 +1,8 @@
-"""Likelihood training on the best of each group."""
+"""Likelihood training on the best rollout of each group."""
 
 from collections.abc import Sequence
 
+from whet.algorithms.baselines import has_signal
 from whet.algorithms.returns import score
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
@@ -11,7 +12,7 @@ from whet.types import Credit, Group, StepRecord
 class BestOfN(Algorithm):
     """Advantage is 1 for the best rollout of a group; the others are left out.
 
-    The first among equals; a group whose rewards are all equal has no best and is dropped.
+    The first of equally good ones; a group whose rewards are all equal is dropped.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -21,6 +22,6 @@ class BestOfN(Algorithm):
         credits: list[Credit] = []
         for group in groups:
             scores = [score(trajectory, self._config) for trajectory in group]
-            if len(set(scores)) > 1:
+            if has_signal(scores):
                 credits.append(Credit.even(group[scores.index(max(scores))], 1.0))
         return credits

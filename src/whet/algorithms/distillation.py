@@ -1,4 +1,4 @@
-"""On-policy distillation: learn from a teacher what to say where the student has got itself."""
+"""On-policy distillation: match a teacher on the student's own samples."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from whet.algorithms.returns import score
 from whet.config import AlgorithmConfig
 from whet.errors import ConfigError
 from whet.protocols import Algorithm, Scorer
-from whet.rows import build_rows
-from whet.types import Credit, GenerationId, Group, SampledSpan, StepRecord
+from whet.training.rows import build_rows
+from whet.types import Credit, GenerationId, Group, SampledSegment, StepRecord
 
 
 class Distillation(Algorithm):
-    """Advantage of a token is its log-probability to the teacher less that to the sampler.
+    """Advantage of a token is its log-probability under the teacher minus that under the sampler.
 
     In expectation that is minus the reverse KL divergence at each token the student sampled
     (thinkingmachines.ai/blog/on-policy-distillation). Rewards are logged and not read.
@@ -31,10 +31,12 @@ class Distillation(Algorithm):
         rows = build_rows(everything).rows
         scored = await self._teacher.logprobs([row.tokens for row in rows])
         for row, teacher in zip(rows, scored, strict=True):
-            for span in row.spans:
-                _refuse_shaped(span, row.rollout)
-                pairs = zip(teacher[span.start - 1 : span.end - 1], span.logprobs, strict=True)
-                advantages[row.rollout][span.generation] = tuple(t - s for t, s in pairs)
+            for segment in row.segments:
+                _check_plain_sampling(segment, row.rollout)
+                pairs = zip(
+                    teacher[segment.start - 1 : segment.end - 1], segment.logprobs, strict=True
+                )
+                advantages[row.rollout][segment.generation] = tuple(t - s for t, s in pairs)
         return [
             Credit(trajectory, advantages[trajectory.attempt.rollout.id])
             for trajectory in trajectories.values()
@@ -42,11 +44,11 @@ class Distillation(Algorithm):
         ]
 
 
-def _refuse_shaped(span: SampledSpan, rollout: str) -> None:
-    """A log-probability of a shaped distribution is not to be compared with a plain one."""
-    if span.temperature not in (0.0, 1.0) or span.top_p < 1 or span.top_k > 0:
+def _check_plain_sampling(segment: SampledSegment, rollout: str) -> None:
+    """Reject segments sampled from a modified distribution: their log-probs are not comparable."""
+    if segment.temperature not in (0.0, 1.0) or segment.top_p < 1 or segment.top_k > 0:
         raise ConfigError(
-            f"rollout {rollout!r} was sampled with temperature {span.temperature:g}, top_p "
-            f"{span.top_p:g} and top_k {span.top_k}; distillation needs temperature 1 (or 0) and "
-            "nothing cut off: set runner.temperature to 1"
+            f"rollout {rollout!r} was sampled with temperature {segment.temperature:g}, top_p "
+            f"{segment.top_p:g} and top_k {segment.top_k}; distillation needs temperature 1 "
+            "(or 0) and nothing cut off: set runner.temperature to 1"
         )

@@ -1,4 +1,4 @@
-"""Reinforce greedy answers that are right."""
+"""Likelihood training on successful greedy generations."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from whet.types import Credit, Group, StepRecord
 
 
 class GreedyOutputs(Algorithm):
-    """Advantage is 1 for a rollout whose reward reaches `success`; the others are left out.
+    """Advantage is 1 where the reward reaches `success_threshold`; other rollouts are left out.
 
-    Training rollouts are sampled at temperature 0, as an evaluation would: what is reinforced is
-    what the model will say. It explores nothing, so it makes firm what is already there.
+    Training rollouts are sampled at temperature 0, as in a greedy evaluation. There is no
+    exploration: it reinforces what the model already gets right.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        right = self._config.success
+        threshold = self._config.success_threshold
         everything = [trajectory for group in groups for trajectory in group]
-        return [Credit.even(t, 1.0) for t in everything if score(t, self._config) >= right]
+        return [Credit.even(t, 1.0) for t in everything if score(t, self._config) >= threshold]

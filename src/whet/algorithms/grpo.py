@@ -1,22 +1,22 @@
-"""Group relative policy optimisation."""
+"""Group relative policy optimization (GRPO)."""
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
+from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
 
 EPSILON = 1e-6
-"""Beside a standard deviation: scores that differ by rounding alone are no signal."""
+"""Added to standard deviations, so that rounding differences give no signal."""
 
 
 class GRPO(Algorithm):
     """Advantage is reward minus the group's mean (arXiv:2402.03300).
 
     Not divided by the standard deviation unless asked: that weights a task by how often it is
-    solved (arXiv:2503.20783). A group whose rewards are all equal teaches nothing and is dropped,
+    solved (arXiv:2503.20783). A group whose rewards are all equal has no signal and is dropped,
     so no forward pass is spent on it.
     """
 
@@ -27,10 +27,10 @@ class GRPO(Algorithm):
         return compare(groups, self._config, self._baselines)
 
     def _baselines(self, scores: Scores) -> Baselines:
-        return [self._of_group(group) for group in scores]
+        return [self._group_baselines(group) for group in scores]
 
-    def _of_group(self, scores: Sequence[float]) -> Sequence[Baseline] | None:
-        if len(set(scores)) < 2:
+    def _group_baselines(self, scores: Sequence[float]) -> Sequence[Baseline] | None:
+        if not has_signal(scores):
             return None
         scale = stdev(scores) + EPSILON if self._config.divide_by_std else 1.0
         return [Baseline(fmean(scores), scale)] * len(scores)

@@ -1,4 +1,4 @@
-"""REINFORCE on what went well."""
+"""REINFORCE on positive rewards only."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from whet.types import Credit, Group, StepRecord
 class PositiveOnly(Algorithm):
     """Advantage is the reward where it is above zero; everything else is left out.
 
-    With rewards of 0 and 1 this is likelihood training on the successes. Nothing is ever made
-    less likely, so it is steady, and slow where successes are common.
+    With rewards of 0 and 1 this is likelihood training on the successes. No token is ever made
+    less likely, so training is stable, and slow where successes are common.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:

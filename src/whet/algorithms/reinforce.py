@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
+from whet.algorithms.baselines import Baseline, Baselines, Scores, compare
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
-from whet.types import Credit, Group, StepRecord
+from whet.types import LENGTH_PENALTY, Credit, Group, StepRecord
 
 
 class Reinforce(Algorithm):
     """Advantage is reward minus the running mean of the rewards of earlier steps (Williams 1992).
 
-    It needs no groups: one rollout of each task will do. The mean is read from the steps that
-    are done, never remembered. The first step has none before it and is compared with its own.
+    It needs no groups: one rollout per task is enough. The mean is read from the completed steps,
+    not kept in memory. The first step is compared with its own mean.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -37,8 +37,10 @@ class Reinforce(Algorithm):
         decay = self._config.baseline_decay
         for record in past:
             metrics = record.metrics
-            if metrics["rollouts"] > metrics["failed_rollouts"]:
-                keys = ("reward", *(f"reward/{key}" for key in self._config.reward_keys))
-                reward = sum(metrics[key] for key in keys)
+            if "reward" in metrics:
+                further = (LENGTH_PENALTY, *self._config.reward_keys)
+                keys = ("reward", *(f"reward/{key}" for key in further))
+                # A key that was added on resume is in no earlier step.
+                reward = sum(metrics.get(key, 0.0) for key in keys)
                 mean = reward if mean is None else decay * mean + (1 - decay) * reward
         return mean

@@ -1,9 +1,9 @@
-"""REINFORCE++: normalised over the whole step."""
+"""REINFORCE++: normalized over the whole step."""
 
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
+from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
 from whet.algorithms.grpo import EPSILON
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
@@ -13,8 +13,8 @@ from whet.types import Credit, Group, StepRecord
 class ReinforcePlusPlus(Algorithm):
     """Advantage is reward minus the step's mean, by the step's deviation (arXiv:2501.03262).
 
-    With `group_baseline` each group's mean is subtracted first, and the deviation is that of what
-    remains: hard tasks and easy ones are then compared each with themselves.
+    With `group_baseline` each group's mean is subtracted first, and the deviation is that of the
+    residuals, so that hard and easy tasks are each compared with themselves.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -25,7 +25,7 @@ class ReinforcePlusPlus(Algorithm):
 
     def _baselines(self, scores: Scores) -> Baselines:
         everything = [score for group in scores for score in group]
-        if len(set(everything)) < 2:
+        if not has_signal(everything):
             return [None] * len(scores)
         if not self._config.group_baseline:
             baseline = Baseline(fmean(everything), stdev(everything) + EPSILON)
@@ -34,6 +34,6 @@ class ReinforcePlusPlus(Algorithm):
         left = [s - mean for group, mean in zip(scores, means, strict=True) for s in group]
         scale = stdev(left) + EPSILON
         return [
-            [Baseline(mean, scale)] * len(group) if len(set(group)) > 1 else None
+            [Baseline(mean, scale)] * len(group) if has_signal(group) else None
             for group, mean in zip(scores, means, strict=True)
         ]

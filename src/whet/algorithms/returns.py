@@ -1,16 +1,17 @@
-"""What a trajectory earned, as a whole and at each of its answers.
+"""Discounted returns of a trajectory, as a whole and at each of its generations.
 
-The answers of an attempt form a forest: one continues another, or begins a conversation. Rewards
-for a call or a turn are earned at that answer; those for the attempt or an agent at the end of
-every conversation. By `turn` an answer's return is what was earned from it on,
+The generations of an attempt form a forest: one continues another or starts a conversation. A
+reward for a call or a turn is received at that generation; one for the attempt or an agent at the
+end of every conversation. With `credit = "turn"` the return of a generation is
 
-    discount^h * (attempt + agent)  +  sum over answers d below it, and itself, of
+    discount^h * (attempt + agent)  +  sum over generations d in its subtree of
                                        discount^(turns between) * rewards of d
 
-with h the most turns that follow it. So without such rewards, and with a discount of 1, every
-answer's return is the attempt's reward, which is what it is by `attempt` in any case.
+with h the height of its subtree. Without such rewards and with a discount of 1 this is the
+attempt's reward, which is the return of every generation with `credit = "attempt"`.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,151 +20,156 @@ from typing import NamedTuple
 
 from whet.config import AlgorithmConfig
 from whet.errors import ConfigError
-from whet.types import Call, GenerationId, Reward, Trajectory
+from whet.types import LENGTH_PENALTY, Call, GenerationId, Reward, Trajectory
+
+logger = logging.getLogger(__name__)
 
 REWARD = "reward"
 """The key of the attempt's own reward."""
 
 
-class Slot(NamedTuple):
-    """Answers that are compared with each other across the rollouts of a group."""
+class TurnKey(NamedTuple):
+    """Generations that are compared with each other across the rollouts of a group."""
 
     agent: str = ""
     turn: int = 0
 
 
 class Return(NamedTuple):
-    """What was earned from an answer on."""
+    """Return of a generation."""
 
-    slot: Slot
+    key: TurnKey
     value: float
 
 
 @dataclass(frozen=True, slots=True)
-class Earnings:
-    """A trajectory and what it earned."""
+class Returns:
+    """A trajectory with its returns."""
 
     trajectory: Trajectory
     whole: float
-    """The attempt."""
+    """Return of the attempt."""
     agents: Mapping[str, float]
-    """Beyond it, each agent that was given something."""
+    """Further rewards by agent."""
     returns: Mapping[GenerationId, Return]
 
-    def at(self, slot: Slot) -> float:
-        """The score of this rollout in a slot: one number, however many answers it has there.
+    def at(self, turn: TurnKey) -> float:
+        """Return the score of this rollout at a turn: one number, however many generations it has.
 
-        One that ended before, or without the agent, earned no more: it counts with what it has.
+        A rollout that ended earlier, or without the agent, counts with the return it has.
         """
-        here = [value for its, value in self.returns.values() if its == slot]
-        return fmean(here) if here else self.whole + self.agents.get(slot.agent, 0.0)
+        values = [value for key, value in self.returns.values() if key == turn]
+        return fmean(values) if values else self.whole + self.agents.get(turn.agent, 0.0)
 
 
-def earn(trajectory: Trajectory, config: AlgorithmConfig) -> Earnings:
-    """Read the rewards of a trajectory.
+def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
+    """Compute the returns of a trajectory from its rewards.
 
     Raises:
-        ConfigError: some of them would be read by nobody.
+        ConfigError: the config ignores one of its rewards.
     """
     for reward in trajectory.rewards:
-        _refuse_unread(reward, trajectory, config)
+        check_is_read(reward, config, f"rollout {trajectory.attempt.rollout.id!r} has a reward")
     read = [r for r in trajectory.rewards if r.key not in config.logged_keys]
     # The attempt's own reward is the outcome's: what was returned, or the last that was emitted.
     further = sum(r.value for r in read if r.target is None and r.key != REWARD)
     whole = trajectory.reward + further
     if config.credit == "attempt":
-        returns = dict.fromkeys(trajectory.generation_ids(), Return(Slot(), whole))
-        return Earnings(trajectory, whole, {}, returns)
-    return _along_the_tree(trajectory, whole, [r for r in read if r.target], config.discount)
+        returns = dict.fromkeys(trajectory.generation_ids(), Return(TurnKey(), whole))
+        return Returns(trajectory, whole, {}, returns)
+    return _turn_returns(trajectory, whole, [r for r in read if r.target], config.discount)
 
 
 def score(trajectory: Trajectory, config: AlgorithmConfig) -> float:
-    """What the attempt earned, for an algorithm that reads nothing else."""
-    return earn(trajectory, config).whole
+    """Return the attempt's return, for algorithms that use nothing else."""
+    return compute_returns(trajectory, config).whole
 
 
-def _refuse_unread(reward: Reward, trajectory: Trajectory, config: AlgorithmConfig) -> None:
-    whose = f"rollout {trajectory.attempt.rollout.id!r} has a reward"
-    if reward.key not in (REWARD, *config.reward_keys, *config.logged_keys):
+def check_is_read(reward: Reward, config: AlgorithmConfig, prefix: str = "a reward") -> None:
+    """Raise ConfigError if the config ignores the reward."""
+    if reward.key not in (REWARD, LENGTH_PENALTY, *config.reward_keys, *config.logged_keys):
         raise ConfigError(
-            f"{whose} with key {reward.key!r}, which nobody reads: name it in "
+            f"{prefix} with unknown key {reward.key!r}: name it in "
             "algorithm.reward_keys or algorithm.logged_keys"
         )
     if reward.target and reward.key not in config.logged_keys and config.credit == "attempt":
         raise ConfigError(
-            f"{whose} for {reward.target}, but only the attempt's is read: set "
+            f"{prefix} for {reward.target}, but only the attempt's is read: set "
             "algorithm.credit to 'turn' with grpo, rloo or reinforce++"
         )
 
 
 @dataclass(slots=True)
-class _Answer:
-    """A generation in its place."""
+class _Node:
+    """A generation in the forest, with the rewards received at it."""
 
-    slot: Slot
+    key: TurnKey
     call: Call
     children: list[GenerationId]
-    earned: float = 0.0
+    reward: float = 0.0
 
-    def is_meant(self, reward: Reward) -> bool:
+    def matches(self, reward: Reward) -> bool:
         target = reward.target
         assert target is not None
         return (
             target.call in (None, self.call.id)
-            and target.turn in (None, self.slot.turn)
-            and target.agent in (None, self.slot.agent)
+            and target.turn in (None, self.key.turn)
+            and target.agent in (None, self.key.agent)
         )
 
 
-def _along_the_tree(
+def _turn_returns(
     trajectory: Trajectory, whole: float, rewards: Sequence[Reward], discount: float
-) -> Earnings:
-    answers = _answers(trajectory.calls)
+) -> Returns:
+    nodes = _build_forest(trajectory.calls)
     agents = defaultdict[str, float](float)
     for reward in rewards:
         assert reward.target is not None
-        meant = [answer for answer in answers.values() if answer.is_meant(reward)]
-        if not meant:
-            raise ConfigError(
-                f"rollout {trajectory.attempt.rollout.id!r} has a reward for {reward.target}, "
-                f"but no such answer among its {len(answers)}: mend the agent; to go on, resume "
-                f"with --algorithm.logged-keys {reward.key}, and rewards of that key teach nothing"
+        targets = [node for node in nodes.values() if node.matches(reward)]
+        if not targets:
+            # Whether a rollout reaches a turn or an agent acts depends on the policy, and what
+            # agents of other processes post is not ours.
+            logger.warning(
+                "reward without a generation rollout=%s target=%s",
+                trajectory.attempt.rollout.id,
+                reward.target,
             )
+            continue
         if reward.target.call is None and reward.target.turn is None:
-            agents[meant[0].slot.agent] += reward.value
+            agents[targets[0].key.agent] += reward.value
         else:
-            for answer in meant:
-                answer.earned += reward.value
+            for node in targets:
+                node.reward += reward.value
     returns = {
-        id: Return(slot, discount**height * (whole + agents.get(slot.agent, 0.0)) + below)
-        for id, slot, height, below in _from_the_leaves(answers, discount)
+        id: Return(key, discount**height * (whole + agents.get(key.agent, 0.0)) + below)
+        for id, key, height, below in _accumulate(nodes, discount)
     }
-    in_order = {id: returns[id] for id in answers}
-    return Earnings(trajectory, whole, agents, in_order)
+    in_order = {id: returns[id] for id in nodes}
+    return Returns(trajectory, whole, agents, in_order)
 
 
-def _answers(calls: Sequence[Call]) -> dict[GenerationId, _Answer]:
-    """Every generation with those that continue it. A call is recorded after its parent."""
-    answers: dict[GenerationId, _Answer] = {}
+def _build_forest(calls: Sequence[Call]) -> dict[GenerationId, _Node]:
+    """Map every generation to its node. A call is recorded after its parent."""
+    nodes: dict[GenerationId, _Node] = {}
     for call in calls:
-        parent = answers.get(call.parent) if call.parent else None
-        slot = Slot(call.origin.agent, parent.slot.turn + 1 if parent else 0)
+        parent = nodes.get(call.parent) if call.parent else None
+        key = TurnKey(call.origin.agent, parent.key.turn + 1 if parent else 0)
         for index in range(len(call.generations)):
             id = call.generation_id(index)
-            answers[id] = _Answer(slot, call, [])
+            nodes[id] = _Node(key, call, [])
             if parent:
                 parent.children.append(id)
-    return answers
+    return nodes
 
 
-def _from_the_leaves(
-    answers: dict[GenerationId, _Answer], discount: float
-) -> Iterator[tuple[GenerationId, Slot, int, float]]:
-    """Each answer, how many turns follow it, and what was earned at and below it."""
+def _accumulate(
+    nodes: dict[GenerationId, _Node], discount: float
+) -> Iterator[tuple[GenerationId, TurnKey, int, float]]:
+    """Yield each generation with the height and the discounted rewards of its subtree."""
     seen: dict[GenerationId, tuple[int, float]] = {}
-    for id, answer in reversed(answers.items()):
-        below = [seen[child] for child in answer.children]
+    for id, node in reversed(nodes.items()):
+        below = [seen[child] for child in node.children]
         height = 1 + max((height for height, _ in below), default=-1)
-        earned = answer.earned + discount * sum(value for _, value in below)
-        seen[id] = height, earned
-        yield id, answer.slot, height, earned
+        received = node.reward + discount * sum(value for _, value in below)
+        seen[id] = height, received
+        yield id, node.key, height, received

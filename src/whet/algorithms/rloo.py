@@ -1,9 +1,9 @@
-"""REINFORCE with a leave-one-out baseline."""
+"""REINFORCE with a leave-one-out baseline (RLOO)."""
 
 from collections.abc import Sequence
 from statistics import fmean
 
-from whet.algorithms.comparison import Baseline, Baselines, Scores, compare
+from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
@@ -24,10 +24,10 @@ class RLOO(Algorithm):
 
 
 def _baselines(scores: Scores) -> Baselines:
-    return [_of_group(group) for group in scores]
+    return [_group_baselines(group) for group in scores]
 
 
-def _of_group(scores: Sequence[float]) -> Sequence[Baseline] | None:
-    if len(set(scores)) < 2:
+def _group_baselines(scores: Sequence[float]) -> Sequence[Baseline] | None:
+    if not has_signal(scores):
         return None
     return [Baseline(fmean([*scores[:i], *scores[i + 1 :]])) for i in range(len(scores))]

@@ -1,7 +1,7 @@
-"""The composition root: where the parts meet, and what users start."""
+"""Composition root: the parts meet here, and users start here."""
 
 import os
 
-# Torch's threads wait for each other by spinning, which stops everything once anyone else wants
-# the cores; agents do. It must be said before torch is imported, and the user may say otherwise.
+# OpenMP threads of torch wait by spinning, which starves agents that share the cores. Set before
+# torch is imported; the user's own setting is kept.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

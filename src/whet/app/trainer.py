@@ -1,4 +1,4 @@
-"""`whet.Trainer`: what `whet.train` takes, in two steps."""
+"""`whet.Trainer`: the arguments of `whet.train` in two steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,10 @@ from typing import Any
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.algorithm import OwnAlgorithm
-from whet.app.api import train
-from whet.app.dry_run import DryRun, dry_run
-from whet.app.given import Given, Surroundings, as_resources
-from whet.app.tasks import Tasks
+from whet.app.driver import Driver
+from whet.app.inputs import AgentContext, ResourceValues, Tasks, parse_resources
+from whet.app.inspection.dry_run import DryRun, dry_run
+from whet.app.train import train
 from whet.config import merge
 from whet.errors import ConfigError
 from whet.protocols import Algorithm
@@ -19,27 +18,26 @@ from whet.runners.hooks import Hooks
 
 
 class Trainer:
-    """Settings first, then `fit` or `dev`; each is one call of `whet.train` or `whet dev`."""
+    """Settings first, then `fit` (`whet.train`) or `dev` (`whet dev`)."""
 
     def __init__(
         self,
         *,
-        algorithm: Algorithm | OwnAlgorithm | dict[str, JsonValue] | str | None = None,
+        algorithm: Algorithm | Driver | dict[str, JsonValue] | str | None = None,
         tracer: str | None = None,
         n_workers: int | None = None,
-        resources: Given | None = None,
+        resources: ResourceValues | None = None,
         hooks: Sequence[Hooks] = (),
         store: str | None = None,
         quiet: bool = False,
         **settings: JsonValue,
     ) -> None:
-        """`n_workers` attempts run at once, which is `runner.concurrency`; `tracer` keeps the spans
-        of the agent's SDK, which is `runner.tracer`. `algorithm` is one of your own, a function
-        marked with `@whet.algorithm`, the name of one, or keys of the config; `settings` are
-        further keys of it.
+        """`n_workers` attempts run at once (`runner.concurrency`); `tracer` records the spans of
+        the agent's SDK (`runner.tracer`). `algorithm` is an object of your own, a function marked
+        with `@whet.algorithm`, a name, or keys of the config; `settings` are further keys.
 
         Raises:
-            ConfigError: something the caller can mend.
+            ConfigError: invalid input.
         """
         settings = _with_runner(settings, "n_workers", "concurrency", n_workers)
         settings = _with_runner(settings, "tracer", "tracer", tracer)
@@ -59,16 +57,16 @@ class Trainer:
         *,
         val_data: Tasks | None = None,
         resume: bool = False,
-    ) -> Any:  # Any: a Result, or what a function marked with @whet.algorithm returns
+    ) -> Any:  # Any: a Result, or what a driver returns
         """Train the model behind the agent, and compare it with the base on `val_data`."""
-        if isinstance(self._algorithm, OwnAlgorithm):
+        if isinstance(self._algorithm, Driver):
             if self._hooks or resume:
                 raise ConfigError("a function marked with @whet.algorithm takes no hooks or resume")
             return self._algorithm.run(
                 agent,
                 train_data,
                 held_out=val_data or (),
-                resources=as_resources(self._resources),
+                resources=parse_resources(self._resources),
                 store=self._store,
                 quiet=self._quiet,
                 **self._settings,
@@ -88,7 +86,7 @@ class Trainer:
         )
 
     def dev(self, agent: Agent, tasks: Tasks, *, samples: int = 3) -> DryRun:
-        """Run the agent on the first tasks without training, and show what happened."""
+        """Run the agent on the first tasks without training, and print what was recorded."""
         keys = {"algorithm": self._algorithm} if isinstance(self._algorithm, dict) else {}
         return dry_run(
             agent,
@@ -96,14 +94,14 @@ class Trainer:
             merge(self._settings, keys),
             Console(quiet=self._quiet),
             samples=samples,
-            surroundings=Surroundings(as_resources(self._resources), self._hooks),
+            context=AgentContext(parse_resources(self._resources), self._hooks),
         )
 
 
 def _with_runner(
     settings: dict[str, JsonValue], name: str, key: str, value: int | str | None
 ) -> dict[str, JsonValue]:
-    """The settings with a key of the runner's that has a name of its own."""
+    """Settings with a key of the runner that has an argument of its own."""
     if value is None:
         return settings
     runner = settings.get("runner", {})

@@ -1,1 +1,1 @@
-"""Agents and tasks to try whet with, written as a user would write them."""
+"""Demo agents and tasks, written as a user would write them."""

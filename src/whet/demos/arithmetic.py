@@ -1,6 +1,6 @@
-"""A demo agent: it answers arithmetic word problems, with a calculator if it thinks of it.
+"""Demo agent that answers arithmetic word problems with a calculator tool.
 
-Written as any user of the `openai` package would write it. Nothing in it knows about training.
+It is written with the `openai` package alone, and nothing in it knows about training.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The smallest task: answer with exactly the identity string you are given."""
+"""Demo agent with the smallest task: repeat an identity string exactly."""
 
 import random
 import ssl
@@ -18,9 +18,9 @@ ASK_TINY = "Who are you? Say {} and nothing else."
 def identities(
     split: Literal["train", "test"], count: int, seed: int, *, tiny: bool = False
 ) -> list[dict[str, str]]:
-    """Distinct tasks such as `Mia955y`. Train has odd numbers and test even ones: none in both.
+    """Distinct tasks such as `Mia955y`: odd numbers in train, even ones in test.
 
-    The tiny model is asked in words and for names that it has met.
+    For the tiny model, questions and names are those of its pretraining.
     """
     first = 101 if split == "train" else 100
     ask = ASK_TINY if tiny else ASK
@@ -35,7 +35,7 @@ def identities(
 
 
 async def say_it(task: dict[str, str], llm: Endpoint) -> float:
-    """Ask once; the reward is whether the answer is the identity and nothing else."""
+    """Ask once; the reward is 1.0 if the answer is exactly the identity."""
     async with AsyncOpenAI(
         base_url=llm.base_url,
         api_key=llm.api_key,

@@ -49,7 +49,7 @@ EXAMPLE: list[Message] = [
     {"role": "tool", "tool_call_id": "call_0", "content": "44"},
     {"role": "assistant", "content": "The answer is 44."},
 ]
-"""A worked dialogue, for a model that has to be shown one."""
+"""A worked dialogue, for a model that has not learned to call tools."""
 
 # --------------------------------------------------------------------------- problems
 
@@ -66,7 +66,7 @@ BOXES = ["boxes", "bags", "jars", "crates", "trays"]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One way to combine numbers, and the ways to ask for it."""
+    """An arithmetic expression, and the ways to phrase it as a question."""
 
     kind: Kind
     expression: str
@@ -154,7 +154,7 @@ class Draw:
 
     @property
     def key(self) -> tuple[Kind, tuple[int, ...]]:
-        """What makes two problems the same: the kind and the numbers in any order."""
+        """Identity of a problem: its kind and its numbers in any order."""
         return self.pattern.kind, tuple(sorted(self.numbers.values()))
 
     @property
@@ -237,7 +237,7 @@ def problems(split: Split, count: int, seed: int, *, examples: bool = False) -> 
 
 
 def use_tool(name: str, arguments: str) -> str:
-    """The result of a tool call as a model wrote it: what is wrong with it comes back as text."""
+    """Run a tool call as a model wrote it; errors are returned as text."""
     if name != "calculator":
         return "error: unknown tool"
     try:
@@ -267,7 +267,7 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[Number], Number]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of `+ - * / // %` and parentheses over numbers, or a text that says the error.
+    """Evaluate `+ - * / // %` and parentheses over numbers; errors are returned as text.
 
     Never raises and never runs long: the text, and every value on the way, is bounded.
     """

@@ -1,96 +1,106 @@
-"""One continuation being sampled: what it holds so far, and when it ends."""
+"""A sampling request in progress: its tokens so far, and its stop conditions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from whet.errors import PromptTooLong, RequestError
-from whet.types import Piece, Sampling, StopReason
+from whet.types import Sampling, StopReason, TokenChunk
 
-if TYPE_CHECKING:  # an engine without a model needs none of what grammars need
-    from whet.engines.grammar import Matcher
+if TYPE_CHECKING:  # llguidance is needed by the local engine only
+    from whet.engines.local.grammar import Matcher
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most probable tokens at a position, with their log-probabilities."""
 
 
-Top = tuple[tuple[int, float], ...]
-"""The likeliest tokens at a place, with their log-probabilities."""
-
-
-def room_after(prompt: Sequence[int], context_length: int, vocabulary: int | None = None) -> int:
-    """How many tokens fit in the context after a prompt.
+def remaining_context(
+    prompt: Sequence[int], context_length: int, vocabulary: int | None = None
+) -> int:
+    """Check a prompt and return how many tokens fit in the context after it.
 
     Raises:
-        PromptTooLong: none does, or there is no prompt.
-        RequestError: an id is none of the vocabulary, as far as that is known.
+        PromptTooLong: none fits, or the prompt is empty.
+        RequestError: an id is outside the vocabulary, as far as that is known.
     """
-    room = context_length - len(prompt)
-    if room < 1 or not prompt:
+    remaining = context_length - len(prompt)
+    if not prompt:
+        raise PromptTooLong("the prompt has no tokens")
+    if remaining < 1:
+        # The first words are those by which LiteLLM and others recognize a full context.
         raise PromptTooLong(
-            f"the prompt has {len(prompt)} tokens; this model's context holds "
-            f"1 to {context_length - 1} and room for an answer"
+            f"This model's maximum context length is {context_length} tokens; the prompt has "
+            f"{len(prompt)} tokens and leaves no room for an answer"
         )
     if vocabulary is None and min(prompt) < 0:
         raise RequestError("the prompt has ids below 0")
     if vocabulary is not None and (min(prompt) < 0 or max(prompt) >= vocabulary):
         raise RequestError(f"the prompt has ids outside 0 to {vocabulary - 1}")
-    return room
+    return remaining
 
 
-class Drawn(NamedTuple):
-    """Some tokens with their log-probabilities, and the likeliest others if asked for."""
+class SampledTokens(NamedTuple):
+    """Newly sampled tokens with their log-probabilities."""
 
     tokens: list[int]
     logprobs: list[float]
-    tops: Sequence[Top] = ()
-    end: StopReason | None = None
-    """Why nothing follows, where that is known already."""
+    tops: Sequence[TopLogprobs] = ()
+    """Top log-probabilities at each token, if requested."""
+    stop: StopReason | None = None
+    """The server's reason to stop after these tokens, if it stopped."""
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """A prompt on its way to a generation."""
+class SampleRequest:
+    """A prompt and its generation so far."""
 
     tokens: list[int]
-    """The prompt and what was sampled after it."""
+    """The prompt and the tokens sampled after it."""
     sampling: Sampling
     limit: int
-    """Most tokens it may sample."""
+    """Maximum number of tokens to sample."""
     stream: bool
     seed: int
-    """With the number of a token it decides what is drawn; 64 bits."""
+    """Together with a token's index it decides what is sampled; 64 bits."""
     matcher: "Matcher | None" = None
-    """Where it stands in its grammar, if it has one."""
+    """State of its grammar, if it has one."""
     logprobs: list[float] = field(default_factory=list[float])
-    """Of what was sampled."""
-    tops: list[Top] = field(default_factory=list[Top])
+    """Log-probabilities of the sampled tokens."""
+    tops: list[TopLogprobs] = field(default_factory=list[TopLogprobs])
     versions: list[int] = field(default_factory=list[int])
+    """Policy version of each sampled token."""
     delivered: int = 0
+    """Sampled tokens that were already returned in a chunk."""
 
     @property
-    def watched(self) -> bool:
-        """Whether every token is to be looked at when it comes, not just the last."""
-        asked = self.sampling
-        return bool(self.stream or asked.stop or asked.top_logprobs or self.matcher is not None)
+    def needs_every_token(self) -> bool:
+        """Whether each token must be processed when it is sampled, not just the last."""
+        sampling = self.sampling
+        return bool(
+            self.stream or sampling.stop or sampling.top_logprobs or self.matcher is not None
+        )
 
-    def take(
-        self, drawn: Drawn, version: int, decode: Callable[[Sequence[int]], str]
-    ) -> Piece | None:
-        """Add tokens, of which only the last may be the end; returns the piece that is due.
+    def append(self, sampled: SampledTokens, version: int, decode: Decode) -> TokenChunk | None:
+        """Add tokens, of which only the last may stop the request; returns the chunk that is due.
 
         Raises:
-            RequestError: the grammar leaves no way on from here.
+            RequestError: the grammar has no continuation.
         """
         if self.matcher is not None:
-            for token in drawn.tokens:
+            for token in sampled.tokens:
                 self.matcher.advance(token)
-        self.tokens += drawn.tokens
-        self.logprobs += drawn.logprobs
-        self.tops += drawn.tops
-        self.versions += [version] * len(drawn.tokens)
-        stop = (self._stop_reason(decode) if drawn.tokens else None) or drawn.end
-        if not stop and not (self.stream and drawn.tokens):
+        self.tokens += sampled.tokens
+        self.logprobs += sampled.logprobs
+        self.tops += sampled.tops
+        self.versions += [version] * len(sampled.tokens)
+        stop = (self._stop_reason(decode) if sampled.tokens else None) or sampled.stop
+        if not stop and not (self.stream and sampled.tokens):
             return None
         begin, self.delivered = self.delivered, len(self.logprobs)
-        return Piece(
+        return TokenChunk(
             tokens=tuple(self.tokens[begin - len(self.logprobs) :]),
             logprobs=tuple(self.logprobs[begin:]),
             versions=tuple(self.versions[begin:]),
@@ -98,18 +108,18 @@ class Request:
             stop=stop,
         )
 
-    def _stop_reason(self, decode: Callable[[Sequence[int]], str]) -> StopReason | None:
+    def _stop_reason(self, decode: Decode) -> StopReason | None:
         if self.tokens[-1] in self.sampling.stop_ids:
             return "stop"
         if self.matcher is not None and self.matcher.finished:
             return "stop"
-        if self.sampling.stop and self._stop_string(decode):
+        if self.sampling.stop and self._has_stop_string(decode):
             return "stop"
         return "length" if len(self.logprobs) >= self.limit else None
 
-    def _stop_string(self, decode: Callable[[Sequence[int]], str]) -> bool:
+    def _has_stop_string(self, decode: Decode) -> bool:
         # A token holds at least one byte, so a stop string that ends in the newest token
         # began no more than its own length in tokens ago.
         reach = max(len(s.encode()) for s in self.sampling.stop) + 1
-        tail = decode(self.tokens[-min(reach, len(self.logprobs)) :])
-        return any(s in tail for s in self.sampling.stop)
+        text = decode(self.tokens[-min(reach, len(self.logprobs)) :])
+        return any(s in text for s in self.sampling.stop)

@@ -1,6 +1,7 @@
-"""Scores tokens with a Hugging Face model in this process: a teacher that is never trained."""
+"""Scores tokens with a Hugging Face model in this process, such as a teacher in distillation."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -10,108 +11,110 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whet.errors import EngineError, boundary
-from whet.policies.local import LocalPolicy
+from whet.models.huggingface import LocalPolicy
 from whet.protocols import Scorer
 
-SCORED_TOKENS = 4096
-"""Most padded tokens in one forward pass; bounds its memory."""
+MAX_BATCH_TOKENS = 4096
+"""Maximum number of padded tokens in one forward pass; bounds its memory."""
 
 
-class Asked(NamedTuple):
-    """What is wanted of a sequence, besides the log-probabilities of its tokens."""
+class ScoreRequest(NamedTuple):
+    """Optional outputs for a sequence, besides the log-probabilities of its tokens."""
 
     top: int = 0
-    """How many of the likeliest tokens at each place."""
+    """How many of the most probable tokens at each position."""
     targets: NDArray[np.int64] | None = None
     """Other tokens to score, (T - 1, K)."""
-    draws: int = 0
-    """How many tokens to draw at each place, at `temperature`."""
+    samples: int = 0
+    """Number of tokens to sample at each position, at `temperature`."""
     temperature: float = 1.0
 
 
-class Told(NamedTuple):
-    """Log-probabilities of what may follow each token of a sequence but the last."""
+class TokenScores(NamedTuple):
+    """Log-probabilities of the tokens that may follow each token of a sequence but the last."""
 
     chosen: NDArray[np.float32]
-    """Of the token that does, (T - 1,)."""
+    """Of the token that follows, (T - 1,)."""
     top: tuple[NDArray[np.int64], NDArray[np.float32]]
-    """The likeliest, (T - 1, top)."""
+    """Ids and log-probabilities of the most probable, (T - 1, top)."""
     targets: NDArray[np.float32]
-    drawn: tuple[NDArray[np.int64], NDArray[np.float32]]
+    """Of the requested targets, (T - 1, K)."""
+    sampled: tuple[NDArray[np.int64], NDArray[np.float32]]
+    """Ids and log-probabilities of sampled tokens, (T - 1, samples)."""
 
 
+@dataclass(frozen=True, slots=True)
 class LocalScorer(Scorer):
-    """Plain forward passes over padded sequences of like lengths."""
+    """Plain forward passes over padded sequences of similar lengths."""
 
-    def __init__(self, policy: LocalPolicy) -> None:
-        self._policy = policy
+    policy: LocalPolicy
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         longest = max(map(len, sequences), default=0)
-        if longest > self._policy.context_length:
+        if longest > self.policy.context_length:
             raise EngineError(
                 f"a sequence has {longest} tokens; the scoring model's context holds "
-                f"{self._policy.context_length}"
+                f"{self.policy.context_length}"
             )
-        return await to_thread.run_sync(self._score, sequences)
+        return await to_thread.run_sync(self._score_all, sequences)
 
-    async def tell(self, tokens: Sequence[int], asked: Asked) -> Told:
-        """More of one sequence, whose ids the model knows. Raises EngineError."""
-        return await to_thread.run_sync(self._tell, tokens, asked)
+    async def score(self, tokens: Sequence[int], request: ScoreRequest) -> TokenScores:
+        """Score one sequence of valid ids in more detail. Raises EngineError."""
+        return await to_thread.run_sync(self._score_one, tokens, request)
 
     # ----------------------------------------------------------------- in a worker thread
 
-    def _score(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+    def _score_all(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         scored: dict[int, tuple[float, ...]] = {}
         with boundary(EngineError, "scoring failed"):
-            for places in _batches(sequences):
-                batch = self._forward([sequences[place] for place in places])
-                scored |= zip(places, batch, strict=True)
-        return [scored[place] for place in range(len(sequences))]
+            for indices in _batches(sequences):
+                batch = self._forward([sequences[index] for index in indices])
+                scored |= zip(indices, batch, strict=True)
+        return [scored[index] for index in range(len(sequences))]
 
     @torch.inference_mode()
     def _forward(self, batch: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         width = max(map(len, batch))
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in batch]
-        ids_BT = torch.tensor(padded, device=self._policy.device)
-        with self._policy.lock:
-            # Padding stands on the right, where nothing before it looks.
-            logits_BTV = self._policy.model(input_ids=ids_BT, use_cache=False).logits
+        ids_BT = torch.tensor(padded, device=self.policy.device)
+        with self.policy.lock:
+            # Padding is on the right, where causal attention never looks.
+            logits_BTV = self.policy.model(input_ids=ids_BT, use_cache=False).logits
         chosen_BT = logits_BTV[:, :-1].float().log_softmax(-1).gather(2, ids_BT[:, 1:, None])
         rows = zip(chosen_BT[:, :, 0].tolist(), batch, strict=True)
         return [tuple(row[: len(tokens) - 1]) for row, tokens in rows]
 
     @torch.inference_mode()
-    def _tell(self, tokens: Sequence[int], asked: Asked) -> Told:
+    def _score_one(self, tokens: Sequence[int], request: ScoreRequest) -> TokenScores:
         with boundary(EngineError, "scoring failed"):
-            ids_1T = torch.tensor([list(tokens)], device=self._policy.device)
-            with self._policy.lock:
-                logits_TV = self._policy.model(input_ids=ids_1T, use_cache=False).logits[0, :-1]
+            ids_1T = torch.tensor([list(tokens)], device=self.policy.device)
+            with self.policy.lock:
+                logits_TV = self.policy.model(input_ids=ids_1T, use_cache=False).logits[0, :-1]
             logp_TV = cast(Tensor, logits_TV.float().log_softmax(-1))
             targets = np.zeros((len(logp_TV), 0), np.int64)
-            if asked.targets is not None:
-                targets = asked.targets
+            if request.targets is not None:
+                targets = request.targets
             target_TK = torch.from_numpy(targets).to(ids_1T.device)
-            top = logp_TV.topk(asked.top, dim=-1)
-            drawn_TK = _drawn(logp_TV, asked)
-            return Told(
+            top = logp_TV.topk(request.top, dim=-1)
+            sampled_TK = _sample(logp_TV, request)
+            return TokenScores(
                 chosen=_floats(logp_TV.gather(1, ids_1T[0, 1:, None])[:, 0]),
                 top=(_ids(top.indices), _floats(top.values)),
                 targets=_floats(logp_TV.gather(1, target_TK)),
-                drawn=(_ids(drawn_TK), _floats(logp_TV.gather(1, drawn_TK))),
+                sampled=(_ids(sampled_TK), _floats(logp_TV.gather(1, sampled_TK))),
             )
 
 
-def _drawn(logp_TV: Tensor, asked: Asked) -> Tensor:
-    if not asked.draws or not len(logp_TV):
+def _sample(logp_TV: Tensor, request: ScoreRequest) -> Tensor:
+    if not request.samples or not len(logp_TV):
         return torch.zeros(len(logp_TV), 0, dtype=torch.int64, device=logp_TV.device)
-    if asked.temperature == 0:
-        return logp_TV.argmax(-1, keepdim=True).expand(-1, asked.draws)
-    shares_TV = (logp_TV / asked.temperature).softmax(-1)
-    # Torch's own generator of a GPU draws nothing while another engine records a graph.
-    generator = torch.Generator(shares_TV.device)
+    if request.temperature == 0:
+        return logp_TV.argmax(-1, keepdim=True).expand(-1, request.samples)
+    probs_TV = (logp_TV / request.temperature).softmax(-1)
+    # The GPU's global generator must not be used while an engine captures a CUDA graph.
+    generator = torch.Generator(probs_TV.device)
     generator.seed()
-    return torch.multinomial(shares_TV, asked.draws, replacement=True, generator=generator)
+    return torch.multinomial(probs_TV, request.samples, replacement=True, generator=generator)
 
 
 def _floats(tensor: Tensor) -> NDArray[np.float32]:
@@ -123,10 +126,10 @@ def _ids(tensor: Tensor) -> NDArray[np.int64]:
 
 
 def _batches(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Places of sequences to score together, the shortest first."""
+    """Indices of sequences to score together, the shortest first."""
     batches: list[list[int]] = [[]]
-    for place in sorted(range(len(sequences)), key=lambda place: len(sequences[place])):
-        if batches[-1] and (len(batches[-1]) + 1) * len(sequences[place]) > SCORED_TOKENS:
+    for index in sorted(range(len(sequences)), key=lambda index: len(sequences[index])):
+        if batches[-1] and (len(batches[-1]) + 1) * len(sequences[index]) > MAX_BATCH_TOKENS:
             batches.append([])
-        batches[-1].append(place)
+        batches[-1].append(index)
     return [batch for batch in batches if batch]

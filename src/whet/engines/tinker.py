@@ -1,22 +1,22 @@
-"""Samples at a Tinker service."""
+"""Engine at a Tinker service."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from whet.engines.request import Drawn, Request, room_after
+from whet.engines.request import SampledTokens, SampleRequest, remaining_context
 from whet.errors import EngineError, RequestError
-from whet.policies.tinker import Sampled, TinkerPolicy
+from whet.models.tinker import TinkerPolicy, TinkerSample
 from whet.protocols import Engine
-from whet.types import Piece, Sampling
+from whet.types import Sampling, TokenChunk
 
 
 class TinkerEngine(Engine):
-    """Asks for one continuation at a time; the service samples those of many requests together.
+    """Samples one continuation per request; the service batches concurrent requests.
 
-    It gives no tokens before the last: a stream comes at once, in one piece.
+    The service does not stream: a stream is a single chunk.
     """
 
     def __init__(self, policy: TinkerPolicy, decode: Callable[[Sequence[int]], str]) -> None:
-        """`decode` turns ids into text, for stop strings alone."""
+        """`decode` turns ids into text, to find stop strings."""
         self._policy = policy
         self._decode = decode
         self._closed = False
@@ -29,10 +29,10 @@ class TinkerEngine(Engine):
         *,
         stream: bool = False,
         affinity: str = "",
-    ) -> AsyncGenerator[Piece]:
-        room = room_after(prompt, self.context_length)
+    ) -> AsyncGenerator[TokenChunk]:
+        room = remaining_context(prompt, self.context_length)
         if sampling.grammar is not None:
-            raise RequestError("this engine cannot hold its samples to a grammar")
+            raise RequestError("the Tinker engine does not support grammars")
         if self._closed:
             raise EngineError("the engine is closed")
         limit = min(sampling.max_tokens or room, room)
@@ -40,17 +40,19 @@ class TinkerEngine(Engine):
         sampled = await self._policy.sample(tokens, sampling, limit)
         if self._closed:
             raise EngineError("the engine was closed")
-        request = Request(tokens=tokens, sampling=sampling, limit=limit, stream=False, seed=0)
+        request = SampleRequest(tokens=tokens, sampling=sampling, limit=limit, stream=False, seed=0)
         yield _until_end(request, sampled, self._decode)
 
     async def close(self) -> None:
         self._closed = True
 
 
-def _until_end(request: Request, sampled: Sampled, decode: Callable[[Sequence[int]], str]) -> Piece:
-    """What was sampled, up to the first end that was asked for."""
+def _until_end(
+    request: SampleRequest, sampled: TinkerSample, decode: Callable[[Sequence[int]], str]
+) -> TokenChunk:
+    """Cut the sampled tokens at the first requested stop."""
     for place, (token, logprob) in enumerate(zip(sampled.tokens, sampled.logprobs, strict=True)):
-        drawn = Drawn([token], [logprob], sampled.tops[place : place + 1])
-        if (piece := request.take(drawn, sampled.version, decode)) is not None:
-            return piece
-    raise EngineError("the Tinker service ended an answer where nothing asked it to")
+        drawn = SampledTokens([token], [logprob], sampled.tops[place : place + 1])
+        if (chunk := request.append(drawn, sampled.version, decode)) is not None:
+            return chunk
+    raise EngineError("the Tinker service ended a generation without a stop reason")

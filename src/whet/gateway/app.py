@@ -1,181 +1,206 @@
-"""The HTTP side of the gateway: paths, bodies, callers and errors."""
+"""The gateway's HTTP endpoints: model calls in every wire format, stored responses, models."""
 
 import hashlib
-import re
 import secrets
+import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from whet.config import GatewayConfig
-from whet.errors import NotFound, WhetError
-from whet.gateway.asgi import Handler, Reply, Request, Route, Router
-from whet.gateway.attribution import Caller, Unauthorized, read_caller
-from whet.gateway.calls import Source
-from whet.gateway.delivery import Answer, JsonReply, refusal, tell
+from whet.errors import NotFound, RequestError, WhetError
+from whet.gateway.auth import Caller, Unauthorized, identify_caller
+from whet.gateway.dialects.anthropic import AnthropicDialect, CountRequest
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
-from whet.gateway.dialects.dialect import Dialect, Json, Told, validate
-from whet.gateway.dialects.messages import CountRequest, MessagesDialect
-from whet.gateway.dialects.parts import openai_error
-from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.dialects.dialect import Dialect, Json
+from whet.gateway.dialects.openai import parse_body
+from whet.gateway.dialects.responses import ResponsesDialect, list_input, show_response
 from whet.gateway.dialects.responses_items import find_response
-from whet.gateway.dialects.responses_lookup import list_input, show_response
 from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from whet.gateway.graph import Graph
-from whet.gateway.reports import report_routes
-from whet.gateway.service import Service
-from whet.types import Attempt, AttemptId
+from whet.gateway.http import (
+    ErrorFormat,
+    GatewayRequest,
+    Handler,
+    JsonResponse,
+    build_route,
+    build_router,
+)
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.requests import RequestSource
+from whet.gateway.streaming import EventStream
+from whet.gateway.telemetry import OtlpErrors, Telemetry, accept_reward
+from whet.io.genai_spans import build_refusal
+from whet.types import Attempt, AttemptId, Reward
 
 RETRY_HEADER = "x-stainless-retry-count"
 
-PREFIX = re.compile(
-    r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)(?:/agent/(?P<agent>[^/]+))?)?"
-    r"(?:/v1){0,2}(?=/)"
-)
-"""An attempt's own path, or none. Clients that add `/v1` to a base URL which has it already are
-understood, and so are those that leave it out."""
 
+def build_app(
+    pipeline: CallPipeline,
+    secret: bytes,
+    config: GatewayConfig,
+    check_reward: Callable[[Reward], None] = accept_reward,
+) -> ASGIApp:
+    """Build the ASGI app; a call names its attempt by the URL's prefix, or by its API key.
 
-def build_app(service: Service, secret: bytes, config: GatewayConfig) -> ASGIApp:
-    """The endpoint: under an attempt's own path, or at the root by the API key."""
-    return serve_routes(_Gateway(service, secret, config).routes())
-
-
-def serve_routes(routes: list[Route]) -> ASGIApp:
-    """An app of some routes, each behind any path that an attempt may have."""
-    router = Router(PREFIX, routes)
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        begun = False
-
-        async def say(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await (await _reply(router.find(request), request)).deliver(request, say)
-        except Exception:
-            if not begun:
-                told = Told(500, "internal_error", "the gateway failed; its log says why")
-                await JsonReply(openai_error(told), told.status).deliver(request, say)
-            raise  # for the server to log
-
-    return app
+    `check_reward` raises RequestError for a posted reward that nothing reads.
+    """
+    return build_router(_Gateway(pipeline, secret, config).routes(check_reward))
 
 
 class _Gateway:
-    def __init__(self, service: Service, secret: bytes, config: GatewayConfig) -> None:
-        self._service = service
+    def __init__(self, pipeline: CallPipeline, secret: bytes, config: GatewayConfig) -> None:
+        self._pipeline = pipeline
         self._secret = secret
         self._config = config
+        self._instance = secrets.token_hex(8)
 
-    def routes(self) -> list[Route]:
-        messages = MessagesDialect()
-        dialects = (ChatDialect(), messages, ResponsesDialect(), CompletionsDialect())
+    def routes(self, check_reward: Callable[[Reward], None]) -> list[Route]:
+        anthropic = AnthropicDialect()
+        dialects = (ChatDialect(), anthropic, ResponsesDialect(), CompletionsDialect())
+        anthropic_errors = ErrorFormat(anthropic.error, anthropic.error_event)
+        show = self._look_up(self._show_response)
+        telemetry = Telemetry(self._pipeline.log, self._find_attempt, check_reward)
         return [
-            *(Route("POST", each.path, self._turns(each)) for each in dialects),
-            Route("POST", "/messages/count_tokens", self._count(messages)),
-            Route("GET", "/responses/{id}/input_items", self._responses(list_input)),
-            Route("DELETE", "/responses/{id}", self._delete_response),
-            Route("GET", "/responses/{id}", self._responses(self._show_response)),
-            Route("GET", "/models", self._models),
-            Route("GET", "/models/{id:path}", self._model),
-            Route("POST", "/tokenize", self._tokenize),
-            Route("POST", "/detokenize", self._detokenize),
-            Route("GET", "/health", _health(secrets.token_hex(8))),
-            *report_routes(self._service.log, self._attempt),
+            *(self._call_route(dialect) for dialect in dialects),
+            build_route("/messages/count_tokens", anthropic_errors, POST=self._count_tokens),
+            build_route("/responses/{id}/input_items", GET=self._look_up(list_input)),
+            build_route("/responses/{id}", GET=show, DELETE=self._delete_response),
+            build_route("/models", GET=self._list_models),
+            build_route("/models/{id:path}", GET=self._show_model),
+            build_route("/tokenize", POST=self._tokenize),
+            build_route("/detokenize", POST=self._detokenize),
+            build_route("/health", GET=self._report_health),
+            build_route("/rewards", POST=telemetry.post_reward, GET=telemetry.list_rewards),
+            build_route("/traces", OtlpErrors(), POST=telemetry.ingest_traces),
         ]
 
-    def _turns(self, dialect: Dialect) -> Handler:
-        """One turn in a wire format: parse, find and render, then sample, record, reply."""
+    def _call_route(self, dialect: Dialect) -> Route:
+        async def handle(request: GatewayRequest) -> None:
+            try:
+                await self._complete_call(dialect, request)
+            except (RequestError, NotFound) as error:
+                await self._record_refusal(request, error)
+                raise
 
-        async def turn(request: Request) -> Reply:
-            caller = self._caller(request)
-            body = await request.body()
-            asked = dialect.parse(body)
-            self._check_model(asked.model)
-            attempt, graph = await self._service.find(caller.attempt)
-            source = _source(request, body, caller, attempt, dialect.name, asked.model)
-            prompt = await self._service.prompt(source, asked.ask(graph), graph)
-            reply = asked.reply(prompt, self._service.renderer.template)
-            return Answer(dialect, self._service, prompt, reply)
+        errors = ErrorFormat(dialect.error, dialect.error_event)
+        return build_route(dialect.path, errors, POST=handle)
 
-        return _telling(dialect, turn)
+    async def _complete_call(self, dialect: Dialect, request: GatewayRequest) -> None:
+        """Serve one model call: parse, find, render, sample, record, reply."""
+        pipeline = self._pipeline
+        caller = self._identify(request)
+        body = await request.read_body()
+        parsed = dialect.parse(body)
+        self._check_model(parsed.model)
+        attempt, graph = await pipeline.find(caller.attempt)
+        source = _build_source(request, body, caller, attempt, dialect.name, parsed.model)
+        call = await pipeline.render(source, parsed.to_model_request(graph), graph)
+        reply = parsed.build_reply(call, pipeline.renderer.template)
+        stream = None
+        if call.request.stream:
+            stream = EventStream(request.send, pipeline.renderer, call, reply)
+        with pipeline.delivery(call), request.watch_disconnect() as client:
+            async with stream.keep_alive() if stream else nullcontext():
+                with pipeline.in_flight(call):
+                    with client.cancel_work():
+                        choices = await pipeline.sample(call, stream and stream.send_chunk)
+                    # A call that is sampled is recorded even if its client has gone: it may retry.
+                    completed = await pipeline.record(call, choices)
+            client.check_connected()
+            if stream is None:
+                await request.respond(JsonResponse(reply.body(completed)))
+            else:
+                await stream.finish(completed)
 
-    def _count(self, dialect: Dialect) -> Handler:
-        """How long the prompt of a message would be, exactly: with what is stored already."""
+    async def _record_refusal(self, request: GatewayRequest, error: WhetError) -> None:
+        """Record the reason, since agents often hide it: a refused call is not a missing one."""
+        attempt = self._find_attempt(request)
+        if attempt is not None:
+            with suppress(NotFound):  # an attempt that is unknown
+                refusal = build_refusal(attempt, str(error), time.time_ns())
+                await self._pipeline.log.record(attempt, [refusal])
 
-        async def count(request: Request) -> Reply:
-            caller = self._caller(request)
-            body = await request.body()
-            asked = validate(CountRequest, body)
-            self._check_model(asked.model)
-            attempt, graph = await self._service.find(caller.attempt)
-            source = _source(request, body, caller, attempt, "count", asked.model)
-            prompt = await self._service.prompt(source, asked.ask(), graph)
-            return JsonReply({"input_tokens": len(prompt.tokens)})
+    async def _count_tokens(self, request: GatewayRequest) -> Response:
+        """Count the prompt tokens of a message exactly, with those that are stored."""
+        caller = self._identify(request)
+        body = await request.read_body()
+        parsed = parse_body(CountRequest, body)
+        self._check_model(parsed.model)
+        attempt, graph = await self._pipeline.find(caller.attempt)
+        source = _build_source(request, body, caller, attempt, "count", parsed.model)
+        call = await self._pipeline.render(source, parsed.to_model_request(), graph)
+        return JsonResponse({"input_tokens": len(call.tokens)})
 
-        return _telling(dialect, count)
+    # ------------------------------------------------------------- stored responses
 
-    def _responses(self, look: Callable[[Graph, str, Request], Json]) -> Handler:
-        """Something about a stored response of the attempt."""
+    def _look_up(self, show: Callable[[Graph, str, QueryParams], Json]) -> Handler:
+        """Build a handler that shows something of a stored response."""
 
-        async def handle(request: Request) -> Reply:
-            caller = self._caller(request)
-            _, graph = await self._service.find(caller.attempt)
-            return JsonReply(look(graph, str(request.params["id"]), request))
+        async def handle(request: GatewayRequest) -> Response:
+            _, graph = await self._pipeline.find(self._identify(request).attempt)
+            return JsonResponse(show(graph, request.path_params["id"], request.query_params))
 
         return handle
 
-    def _show_response(self, graph: Graph, id: str, request: Request) -> Json:
-        return show_response(graph, id, request, self._service.renderer.template)
+    def _show_response(self, graph: Graph, id: str, query: QueryParams) -> Json:
+        return show_response(graph, id, query, self._pipeline.renderer.template)
 
-    async def _delete_response(self, request: Request) -> Reply:
-        _, graph = await self._service.find(self._caller(request).attempt)
-        id = str(request.params["id"])
-        await self._service.delete(find_response(graph, id))
-        return JsonReply({"id": id, "object": "response", "deleted": True})
+    async def _delete_response(self, request: GatewayRequest) -> Response:
+        _, graph = await self._pipeline.find(self._identify(request).attempt)
+        id: str = request.path_params["id"]
+        await self._pipeline.delete(find_response(graph, id))
+        return JsonResponse({"id": id, "object": "response", "deleted": True})
 
-    async def _models(self, request: Request) -> Reply:
-        self._caller(request)
-        names = self._service.models
-        page: Json = {"object": "list", "data": [_model(name) for name in names]}
-        # What Anthropic's client reads besides.
-        return JsonReply(page | {"has_more": False, "first_id": names[0], "last_id": names[-1]})
+    # ------------------------------------------------------------- models, tokens, health
 
-    async def _model(self, request: Request) -> Reply:
-        self._caller(request)
-        name = str(request.params["id"])
+    async def _list_models(self, request: GatewayRequest) -> Response:
+        self._identify(request)
+        names = self._pipeline.models
+        page: Json = {"object": "list", "data": [_describe_model(name) for name in names]}
+        # Fields that Anthropic's client reads besides.
+        page |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JsonResponse(page)
+
+    async def _show_model(self, request: GatewayRequest) -> Response:
+        self._identify(request)
+        name: str = request.path_params["id"]
         self._check_model(name)
-        return JsonReply(_model(name))
+        return JsonResponse(_describe_model(name))
 
-    async def _tokenize(self, request: Request) -> Reply:
-        self._caller(request)
-        asked = validate(TokenizeRequest, await request.body())
-        return JsonReply(asked.reply(self._service.renderer.template, self._service.context_length))
+    async def _tokenize(self, request: GatewayRequest) -> Response:
+        self._identify(request)
+        parsed = parse_body(TokenizeRequest, await request.read_body())
+        template, context_length = self._pipeline.renderer.template, self._pipeline.context_length
+        return JsonResponse(parsed.build_reply(template, context_length))
 
-    async def _detokenize(self, request: Request) -> Reply:
-        self._caller(request)
-        asked = validate(DetokenizeRequest, await request.body())
-        return JsonReply(asked.reply(self._service.renderer.template))
+    async def _detokenize(self, request: GatewayRequest) -> Response:
+        self._identify(request)
+        parsed = parse_body(DetokenizeRequest, await request.read_body())
+        return JsonResponse(parsed.build_reply(self._pipeline.renderer.template))
 
-    # ------------------------------------------------------------- who asks
+    async def _report_health(self, request: GatewayRequest) -> Response:
+        """Report that the gateway runs; a new instance id means that it was restarted."""
+        return JsonResponse({"status": "ok", "instance": self._instance})
+
+    # ------------------------------------------------------------- callers
 
     def _check_model(self, name: str) -> None:
-        if name not in self._service.models:
-            raise NotFound(
-                f"there is no model {name!r} here: this endpoint serves "
-                f"{', '.join(map(repr, self._service.models))}"
-            )
+        if name not in self._pipeline.models:
+            models = ", ".join(map(repr, self._pipeline.models))
+            raise NotFound(f"unknown model {name!r}: this endpoint serves {models}")
 
-    def _attempt(self, request: Request) -> AttemptId | None:
-        return read_caller(request, self._secret, self._config.trace_header).attempt
+    def _find_attempt(self, request: GatewayRequest, scope: str = "") -> AttemptId | None:
+        return identify_caller(request, self._secret, self._config.trace_header, scope).attempt
 
-    def _caller(self, request: Request) -> Caller:
-        caller = read_caller(request, self._secret, self._config.trace_header)
+    def _identify(self, request: GatewayRequest) -> Caller:
+        caller = identify_caller(request, self._secret, self._config.trace_header)
         if caller.attempt is None and not self._config.allow_unattributed:
             raise Unauthorized(
                 "the call names no attempt: use the attempt's own URL or key, or send "
@@ -184,34 +209,30 @@ class _Gateway:
         return caller
 
 
-def _source(
-    request: Request, body: bytes, caller: Caller, attempt: Attempt | None, dialect: str, model: str
-) -> Source:
-    rollout = request.params.get("rollout")
+def _build_source(
+    request: GatewayRequest,
+    body: bytes,
+    caller: Caller,
+    attempt: Attempt | None,
+    dialect: str,
+    model: str,
+) -> RequestSource:
+    rollout: str | None = request.state.rollout
     if attempt is not None and rollout not in (None, attempt.rollout.id):
         raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")
-    return Source(
+    return RequestSource(
         attempt=attempt,
         dialect=dialect,
         model=model,
         agent=caller.agent,
         request=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
-        is_retry=request.header(RETRY_HEADER, "0") != "0",
+        is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
         size=len(body),
     )
 
 
-def _health(instance: str) -> Handler:
-    """That the gateway answers, and by the instance whether it is still the one that did before."""
-
-    async def health(request: Request) -> Reply:
-        return JsonReply({"status": "ok", "instance": instance})
-
-    return health
-
-
-def _model(name: str) -> Json:
-    """A model in the words of both OpenAI and Anthropic, whose clients ask at the same path."""
+def _describe_model(name: str) -> Json:
+    """Describe a model for clients of OpenAI and Anthropic, which request the same path."""
     return {
         "id": name,
         "object": "model",
@@ -221,29 +242,3 @@ def _model(name: str) -> Json:
         "display_name": name,
         "created_at": "1970-01-01T00:00:00Z",
     }
-
-
-# ------------------------------------------------------------------- errors
-
-
-def _telling(dialect: Dialect, handler: Handler) -> Handler:
-    """Tell errors in the words of a wire format."""
-
-    async def handle(request: Request) -> Reply:
-        try:
-            return await handler(request)
-        except WhetError as error:
-            told = tell(error)
-            return JsonReply(dialect.error(told), told.status)
-
-    return handle
-
-
-async def _reply(handler: Handler | None, request: Request) -> Reply:
-    """What a handler answers; what it refuses is told as OpenAI tells it."""
-    try:
-        if handler is not None:
-            return await handler(request)
-        raise NotFound(f"no such endpoint: {request.method} {request.path}")
-    except WhetError as error:
-        return refusal(error)

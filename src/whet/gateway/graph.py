@@ -1,4 +1,4 @@
-"""The conversations of one attempt, as a forest of calls, and the way back to stored tokens.
+"""Graph of an attempt's calls: finds the stored tokens that a new request continues.
 
 A request's messages are walked down from the beginning: a call's own messages, then the turn it
 sampled, then the calls that continued that turn. Where the walk ends, everything before is served
@@ -13,13 +13,13 @@ from whet.gateway.messages import Message, all_same
 from whet.types import Call, CallId, Fork, Generation, GenerationId
 
 TEXT = "text"
-"""Where `Origin.shown` keeps the text of a raw prompt, after the parent's."""
+"""Key of `Origin.shown` for the text of a raw prompt, after the parent's."""
 DELETED = "deleted"
-"""Where it keeps the id of a call that is not to be shown any more; such a call sampled nothing."""
+"""Key for the id of a call that its agent deleted; the deleting call itself sampled nothing."""
 
 
 class Turn(NamedTuple):
-    """A generation as a place to continue from."""
+    """A generation as a node of the graph, which requests continue."""
 
     id: GenerationId
     call: Call
@@ -29,39 +29,18 @@ class Turn(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How much of a request is known already."""
+    """The stored prefix of a request."""
 
     turn: Turn | None
     """The deepest stored turn the request continues."""
     rest: Sequence[Message]
     """The messages after it."""
     lossy: bool = False
-    """Whether a turn on the way came back without some of its text."""
-
-
-class _Newest(NamedTuple):
-    """The turn that was added last, which most requests continue."""
-
-    turn: Turn
-    said: tuple[Message, ...]
-    """The whole conversation, with this turn."""
-
-    def is_continued(self, root: str, messages: Sequence[Message]) -> bool:
-        """Whether these messages continue this turn and none that is deeper.
-
-        Only what comes back word for word is told so quickly. A deeper turn would be a message of
-        the assistant after this one.
-        """
-        length = len(self.said)
-        return (
-            self.turn.call.root == root
-            and tuple(messages[:length]) == self.said
-            and all(message.role != "assistant" for message in messages[length:])
-        )
+    """Whether a turn of the prefix was echoed without some of its text."""
 
 
 class FoundText(NamedTuple):
-    """How much of a raw text prompt is known already."""
+    """The stored prefix of a raw text prompt."""
 
     turn: Turn | None
     rest: str
@@ -69,17 +48,20 @@ class FoundText(NamedTuple):
 
 
 class Graph:
-    """The calls of one attempt."""
+    """The calls of one attempt, as a forest."""
 
     def __init__(self, calls: Sequence[Call] = ()) -> None:
         self.calls: dict[CallId, Call] = {}
         self.size = 0
-        """Tokens held."""
+        """Tokens in the graph."""
         self.hidden: set[CallId] = set()
-        """Calls their agent asked to forget. They stay what they are: what was sampled."""
+        """Calls that their agent deleted: no longer shown, still recorded."""
+        self.texts: dict[CallId, str] = {}
+        """Prompts of calls that were not continued yet, as their template writes them."""
+        self._model_ids: dict[str, str] = {}
+        """Ids of tool calls as the model wrote them, by ours."""
         self._turns: dict[GenerationId, Turn] = {}
         self._after: dict[GenerationId | None, list[Turn]] = {}
-        self._newest: _Newest | None = None
         self._index = _Index()
         for call in calls:
             self.add(call)
@@ -89,13 +71,18 @@ class Graph:
         call: Call,
         messages: Sequence[Message] | None = None,
         answers: Sequence[Message] | None = None,
+        text: str | None = None,
     ) -> None:
-        """Make the call's turns something to continue from.
+        """Add a call, whose turns can be continued from now on.
 
-        `messages` are the call's own and `answers` what it sampled, where they need not be read
-        from it.
+        `messages` and `answers`, the call's own messages and those it sampled, are parsed from it
+        unless passed. `text` is that of its prompt, if known.
         """
         self.calls[call.id] = call
+        if text is not None:
+            self.texts[call.id] = text
+        if call.parent is not None:  # kept for the newest call only; rendered again for others
+            self.texts.pop(self._turns[call.parent].call.id, None)
         if (deleted := call.origin.shown.get(DELETED)) is not None:
             self.hidden.add(CallId(str(deleted)))
         self.size += len(call.context)
@@ -105,16 +92,29 @@ class Graph:
         for index, generation in enumerate(call.generations):
             self.size += len(generation.tokens)
             message = answers[index]
+            self._model_ids |= {c.id: c.model_id for c in message.tool_calls if c.model_id}
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)
             self._index.add(turn)
-            self._newest = _Newest(turn, (*self._said_before(turn), *context, message))
+
+    def restore_ids(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Add the ids that the model wrote to tool calls that are sent back with ours."""
+        if not self._model_ids:
+            return tuple(messages)
+        return tuple(
+            m._replace(
+                tool_calls=tuple(
+                    c._replace(model_id=self._model_ids.get(c.id, "")) for c in m.tool_calls
+                )
+            )
+            if m.tool_calls
+            else m
+            for m in messages
+        )
 
     def find(self, root: str, messages: Sequence[Message]) -> Found:
-        """The deepest turn that `messages` continue, under the same root."""
-        if (newest := self._newest) is not None and newest.is_continued(root, messages):
-            return Found(newest.turn, messages[len(newest.said) :])
+        """Find the deepest turn that `messages` continue, under the same root."""
         best = Found(None, messages)
         # Newest first: of two turns that read the same, the later is the one being continued.
         open_ends = [(turn, messages, False) for turn in self._index.begin(None, messages)]
@@ -131,7 +131,7 @@ class Graph:
         return best
 
     def find_tokens(self, ids: Sequence[int]) -> Turn | None:
-        """The longest stored sequence that raw prompt ids continue."""
+        """Find the longest stored sequence that raw prompt ids continue."""
         best, length = None, 0
         open_ends = [(turn, 0) for turn in self._after.get(None, [])]
         while open_ends:
@@ -149,9 +149,9 @@ class Graph:
         return best
 
     def find_text(self, root: str, text: str, sampled: Callable[[Turn], str]) -> FoundText:
-        """The longest stored sequence whose text a raw prompt continues.
+        """Find the longest stored sequence whose text a raw prompt continues.
 
-        `sampled` gives the text of what a turn sampled, whole.
+        `sampled` returns the whole text that a turn sampled.
         """
         best = FoundText(None, text)
         open_ends = [(turn, text) for turn in self._after.get(None, [])]
@@ -169,7 +169,7 @@ class Graph:
         return best
 
     def fork_raw(self, turn: Turn | None, context: Sequence[int]) -> Fork | None:
-        """Why a raw prompt is not simply the next of the attempt, or None if it is."""
+        """Return why a raw prompt does not continue the attempt's only conversation, or None."""
         peers = self._after.get(turn.id if turn else None, [])
         if any(peer.call.context == tuple(context) for peer in peers):
             return Fork.RESAMPLED
@@ -178,7 +178,7 @@ class Graph:
         return Fork.NEW_CONVERSATION if peers else None
 
     def fork(self, found: Found, root: str) -> Fork | None:
-        """Why a request is not simply the next of the attempt, or None if it is."""
+        """Return why a request does not continue the attempt's only conversation, or None."""
         if not self._turns:
             return None
         parent = found.turn.id if found.turn else None
@@ -198,11 +198,11 @@ class Graph:
         return Fork.EDITED_HISTORY if begun else Fork.NEW_CONVERSATION
 
     def turn(self, id: GenerationId) -> Turn:
-        """A turn by its id."""
+        """Return a turn by its id."""
         return self._turns[id]
 
     def path(self, turn: Turn | None) -> list[Turn]:
-        """The turns from the beginning of a conversation to this one."""
+        """Return the turns from the beginning of a conversation to this one."""
         path: list[Turn] = []
         while turn is not None:
             path.append(turn)
@@ -210,7 +210,7 @@ class Graph:
         return path[::-1]
 
     def tokens(self, turn: Turn | None) -> list[int]:
-        """The whole stored sequence up to the end of a turn."""
+        """Return the whole stored sequence up to the end of a turn."""
         ids: list[int] = []
         for each in self.path(turn):  # whole tuples at a time: there may be very many
             ids += each.call.context
@@ -218,29 +218,17 @@ class Graph:
         return ids
 
     def messages(self, call: CallId, choice: int = 0) -> list[Message]:
-        """The whole conversation through a choice of a call; empty if the call is not known."""
+        """Return the conversation through a choice of a call; empty if the call is unknown."""
         if call not in self.calls:
             return []
         turn = self._turns[self.calls[call].generation_id(choice)]
-        return self._said(turn)
-
-    def _said(self, turn: Turn) -> list[Message]:
         return [m for t in self.path(turn) for m in (*t.context, t.message)]
-
-    def _said_before(self, turn: Turn) -> Sequence[Message]:
-        """The conversation that a turn's own messages follow."""
-        parent, newest = turn.call.parent, self._newest
-        if parent is None:
-            return ()
-        if newest is not None and newest.turn.id == parent:
-            return newest.said
-        return self._said(self._turns[parent])
 
 
 class _Index:
-    """Turns by the messages their calls brought, so that siblings need not be walked.
+    """Index of turns by the messages of their calls, so that siblings need not be compared.
 
-    Messages that are the same have the same key; those that share a key are compared.
+    Equal messages have the same key; messages that share a key are compared.
     """
 
     def __init__(self) -> None:
@@ -263,7 +251,7 @@ class _Index:
         self._added += 1
 
     def begin(self, parent: GenerationId | None, messages: Sequence[Message]) -> list[Turn]:
-        """The turns after `parent` whose calls brought what these begin with, oldest first."""
+        """Return the turns after `parent` whose messages are a prefix of these, oldest first."""
         lengths = self._lengths.get(parent)
         if not lengths:
             return []
@@ -277,16 +265,16 @@ class _Index:
         return [turn for _, turn in sorted(found, key=lambda entry: entry[0])]
 
     def has_begun(self, root: str, messages: Sequence[Message]) -> bool:
-        """Whether a conversation under this root began as these messages do."""
+        """Return whether a conversation under this root has the same first message."""
         return (root, _opening(messages)) in self._begun
 
 
 def _key(message: Message) -> Hashable:
-    if message.role == "assistant":  # its text may be dropped on the way back, its calls are not
+    if message.role == "assistant":  # SDKs may drop its text, never its calls
         return tuple(call.id for call in message.tool_calls)
     return (message.role, message.content, message.tool_call_id)
 
 
 def _opening(messages: Sequence[Message]) -> Hashable:
-    """What a conversation begins with, beside the system prompt, which several may share."""
+    """Return the key of the first message after the system prompt, which several may share."""
     return next((_key(message) for message in messages if message.role != "system"), None)

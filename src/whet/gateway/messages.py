@@ -1,42 +1,53 @@
-"""The one canonical form of a conversation, whatever wire format it came in.
+"""Canonical messages, which every wire format is converted to, and strict JSON.
 
-SDKs echo earlier turns back re-serialised: other white space in arguments, null for "", parts for
+SDKs echo earlier turns re-serialized: other white space in arguments, null for "", parts for
 strings. Canonical messages of equal meaning are equal here; bytes are never compared.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 from pydantic import JsonValue
-
-from whet.gateway import strictjson
+from pydantic_core import from_json, to_json
 
 BLANK = "[blank text]"
-"""What Strands writes where a turn had no text."""
+"""Placeholder that Strands writes for a turn without text."""
+
+OMITTED_IMAGE = "[an image, which this model cannot see]"
+"""Text in place of an image in a tool result."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
 
 class ToolCall(NamedTuple):
-    """A call the model made."""
+    """A tool call of an assistant turn."""
 
     id: str
-    """Minted by the gateway and unique, so an echo of it names its turn."""
+    """Minted by the gateway and unique, so that an echo of it identifies its turn."""
     name: str
     arguments: str
     """The text the model wrote; JSON if the call parsed."""
+    model_id: str = ""
+    """The id that the model wrote, which prompts show instead of ours; "" if it wrote none."""
 
     def same_as(self, echo: "ToolCall") -> bool:
-        """Whether `echo` is this call come back. Arguments that are no JSON go by the id alone."""
-        if self.id != echo.id:
+        """Return whether `echo` is this call, sent back. Invalid JSON matches by id and name."""
+        if self.id != echo.id or self.name != echo.name:
             return False
         mine = self.parsed()
         return mine is None or mine == echo.parsed()
 
+    def to_json(self) -> JsonValue:
+        """Serialize for the store."""
+        value: dict[str, JsonValue] = {"id": self.id, "name": self.name}
+        value["arguments"] = self.arguments
+        return value | ({"model_id": self.model_id} if self.model_id else {})
+
     def parsed(self) -> dict[str, JsonValue] | None:
-        """The arguments as an object, or None if they are none."""
+        """Return the arguments as an object, or None if they are anything else."""
         try:
-            value = strictjson.loads(self.arguments)
+            value = parse_json(self.arguments)
         except ValueError:
             return None
         return value if isinstance(value, dict) else None
@@ -52,7 +63,7 @@ class Message(NamedTuple):
     reasoning: str = ""
 
     def same_as(self, echo: "Message") -> bool:
-        """Whether `echo` is this message come back from an SDK."""
+        """Return whether `echo` is this message, sent back by an SDK."""
         if self == echo:
             return True
         if self.role != echo.role or self.tool_call_id != echo.tool_call_id:
@@ -62,24 +73,24 @@ class Message(NamedTuple):
         pairs = zip(self.tool_calls, echo.tool_calls, strict=True)
         if not all(mine.same_as(theirs) for mine, theirs in pairs):
             return False
-        # Some SDKs drop the text beside tool calls; the calls' ids name the turn all the same.
-        # Most drop reasoning.
+        # Some SDKs drop the text beside tool calls; the calls' ids still identify the turn.
+        # Most drop reasoning, and hand-written agents strip white space.
         dropped = bool(self.tool_calls) and not echo.content
         dropped = dropped or (echo.content == BLANK and not self.content.strip())
-        reasoned = not echo.reasoning or self.reasoning == echo.reasoning
-        return reasoned and (dropped or self.content == echo.content)
+        reasoned = not echo.reasoning or self.reasoning.strip() == echo.reasoning.strip()
+        if self.role != "assistant":
+            return reasoned and self.content == echo.content
+        return reasoned and (dropped or self.content.strip() == echo.content.strip())
 
     def lost_in(self, echo: "Message") -> bool:
-        """Whether `echo`, which is this message come back, lacks some of its text."""
+        """Return whether `echo`, which is this message sent back, lacks some of its text."""
         return self.content != echo.content or self.reasoning != echo.reasoning
 
     def to_json(self) -> dict[str, JsonValue]:
-        """For the store."""
+        """Serialize for the store."""
         value: dict[str, JsonValue] = {"role": self.role, "content": self.content}
         if self.tool_calls:
-            value["tool_calls"] = [
-                {"id": c.id, "name": c.name, "arguments": c.arguments} for c in self.tool_calls
-            ]
+            value["tool_calls"] = [call.to_json() for call in self.tool_calls]
         if self.tool_call_id:
             value["tool_call_id"] = self.tool_call_id
         if self.reasoning:
@@ -88,19 +99,21 @@ class Message(NamedTuple):
 
     @classmethod
     def from_json(cls, value: dict[str, JsonValue]) -> "Message":
-        """What `to_json` was called on."""
+        """Deserialize the value of `to_json`."""
         texts = cast(dict[str, str], value)
         calls = cast(list[dict[str, str]], value.get("tool_calls", ()))
         return cls(
             cast(Role, texts["role"]),
             texts["content"],
-            tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in calls) if calls else (),
+            tuple(
+                ToolCall(c["id"], c["name"], c["arguments"], c.get("model_id", "")) for c in calls
+            ),
             texts.get("tool_call_id", ""),
             texts.get("reasoning", ""),
         )
 
     def for_template(self) -> dict[str, JsonValue]:
-        """As Hugging Face chat templates expect it: arguments as an object where they are one."""
+        """Convert to what Hugging Face chat templates expect: arguments as an object if valid."""
         value: dict[str, JsonValue] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             value["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
@@ -112,7 +125,7 @@ class Message(NamedTuple):
 
 
 def all_same(mine: Sequence[Message], echo: Sequence[Message]) -> bool:
-    """Whether one run of messages is the echo of another."""
+    """Return whether a sequence of messages is the echo of another."""
     return len(mine) == len(echo) and all(m.same_as(e) for m, e in zip(mine, echo, strict=True))
 
 
@@ -123,3 +136,37 @@ def _call_for_template(call: ToolCall) -> dict[str, JsonValue]:
         "arguments": call.arguments if arguments is None else arguments,
     }
     return {"id": call.id, "type": "function", "function": function}
+
+
+# ------------------------------------------------------------------- strict JSON
+#
+# Python's own reader accepts NaN, lone surrogates and any depth; each would fail much later, in a
+# reply or a record. Only finite numbers, valid UTF-8 and bounded nesting are accepted here.
+
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789E", b"000000000e")
+_LONG_NUMBER = b"0" * 300
+
+
+def parse_json(text: str | bytes) -> JsonValue:
+    """Parse JSON text. Raises ValueError that reports the fault and its position."""
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    value = cast(JsonValue, from_json(data, allow_inf_nan=False))
+    # The parser turns numbers that are too large into infinities; look only where there may be one.
+    digits = data.translate(_DIGITS_TO_ZERO)
+    may_overflow = b"0e000" in digits or b"0e+000" in digits or _LONG_NUMBER in digits
+    if may_overflow and not _is_finite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
+def dump_json(value: JsonValue) -> bytes:
+    """Serialize a value as compact JSON."""
+    return to_json(value)
+
+
+def _is_finite(value: JsonValue) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, list) or all(map(_is_finite, value))

@@ -1,105 +1,266 @@
-"""What an agent outside of this process is told of its attempt, and what it may have posted."""
+"""The life of one attempt: its endpoint, its resources, hooks, the agent, and the outcome."""
 
-import http.client
-import json
+import inspect
+import logging
 import math
+import os
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
-from urllib.parse import quote, urlsplit
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
+import anyio
+from anyio import CancelScope, to_thread
 from pydantic import JsonValue
 
-from whet.errors import AgentFailed, BadReward
-from whet.types import Endpoint, Reward
+from whet.config import RunnerConfig
+from whet.errors import (
+    AgentFailed,
+    AttemptError,
+    AttemptTimeout,
+    BadReward,
+    ConfigError,
+    WhetError,
+    boundary,
+)
+from whet.protocols import Resources
+from whet.runners.agent import Agent, await_result, check_agent, get_name, inspect_agent
+from whet.runners.context import AttemptContext
+from whet.runners.endpoints import Connection, Endpoints
+from whet.runners.executors.command import CommandAgent
+from whet.runners.executors.executor import Evicted, Executor
+from whet.runners.executors.http_service import Service
+from whet.runners.executors.in_process import AgentSandbox, InProcessExecutor
+from whet.runners.executors.process_pool import ProcessPool
+from whet.runners.hooks import Hooks, check_hook
+from whet.runners.loading import get_spec
+from whet.runners.tracers import check_tracer, install_tracer
+from whet.types import Attempt, Failure, FailureKind, Outcome
 
-TIMEOUT_S = 30.0
+logger = logging.getLogger(__name__)
 
-_IDS = re.compile(r"/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/")
-SECRETS = ("WHET_STORE_TOKEN",)
-"""Variables of ours that are no agent's business."""
+HOOK_TIMEOUT_S = 60.0
+FEW_CORES = 2
+"""With so many cores, other processes for agents only cost memory."""
+MAX_PROCESSES = 8
+"""By default; more than the gateway of one process can keep busy."""
 
+FAILURE_KINDS: dict[type[AttemptError], FailureKind] = {
+    AgentFailed: FailureKind.AGENT,
+    AttemptTimeout: FailureKind.TIMEOUT,
+    BadReward: FailureKind.REWARD,
+}
 
-class Ids(NamedTuple):
-    """Of a rollout and the attempt at it."""
+PROMPT_TOO_LONG = re.compile(r"this model's context holds|context_length_exceeded")
+"""The gateway's reply to a prompt that is too long, as SDKs repeat it in their errors."""
 
-    rollout: str
-    attempt: str
-
-
-def ids_of(llm: Endpoint) -> Ids:
-    """Whose endpoint it is: the ids are part of its path."""
-    found = _IDS.search(llm.base_url)
-    return Ids(found["rollout"], found["attempt"]) if found else Ids("", "")
-
-
-def environment_of(llm: Endpoint) -> dict[str, str]:
-    """Variables by which clients in any language find the model, and where to send what else."""
-    ids = ids_of(llm)
-    return {
-        "OPENAI_BASE_URL": llm.base_url,
-        "OPENAI_API_BASE": llm.base_url,
-        "OPENAI_API_KEY": llm.api_key,
-        "OPENAI_MODEL": llm.model,
-        # Clients for Anthropic's API add the version themselves.
-        "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": llm.api_key,
-        "ANTHROPIC_AUTH_TOKEN": llm.api_key,
-        "ANTHROPIC_MODEL": llm.model,
-        "WHET_MODEL": llm.model,
-        "WHET_ROLLOUT_ID": ids.rollout,
-        "WHET_ATTEMPT_ID": ids.attempt,
-        "WHET_REWARD_URL": f"{llm.base_url}/rewards",
-        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{llm.base_url}/traces",
-        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization={quote(f'Bearer {llm.api_key}')}",
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-    }
+NO_GATEWAY = Outcome(
+    failure=Failure(kind=FailureKind.MODEL_LOST, message="no gateway answered when it began")
+)
 
 
-def read_posted(llm: Endpoint) -> list[Reward]:
-    """The rewards that were posted for the attempt so far; none if its gateway does not say.
+class AttemptExecution:
+    """Runs single attempts of an agent, with hooks and resources."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        hooks: "HookRunner",
+        endpoints: Endpoints,
+        resources: Resources,
+        *,
+        is_alone: bool,
+    ) -> None:
+        self._executor = executor
+        self._hooks = hooks
+        self._endpoints = endpoints
+        self._resources = resources
+        self._is_alone = is_alone
+        self._resource_cache: dict[tuple[str, int], JsonValue] = {}
+        """By name and version: they never change."""
+
+    def prepare(self, attempt: Attempt) -> tuple[AttemptContext, Connection] | None:
+        """Return the context and the connection of an attempt; None without a live gateway."""
+        connection = self._endpoints.connect(attempt)
+        if connection is None:
+            return None
+        return AttemptContext(attempt, connection.endpoint, is_alone=self._is_alone), connection
+
+    async def run(self, context: AttemptContext, connection: Connection) -> Outcome:
+        """Run the agent and return the outcome. Cancelling this call stops the agent."""
+        try:
+            await self._hooks.before(context)
+            reward = await self._executor.run(context, await self._get_resources(context.attempt))
+            outcome = Outcome(reward=reward)
+        except Evicted as error:
+            outcome = _failed(FailureKind.WORKER_LEFT, error)
+        except AttemptError as error:
+            kind = await self._classify(error, connection)
+            outcome = _failed(kind, error)
+            logger.info(
+                "attempt failed attempt=%s kind=%s reason=%s", context.attempt.id, kind.value, error
+            )
+        await self._hooks.after(context, outcome)
+        return outcome
+
+    async def _classify(self, error: AttemptError, connection: Connection) -> FailureKind:
+        # Without its model an agent may fail in any way: then the gateway is the reason.
+        if not isinstance(error, BadReward) and await connection.was_lost():
+            return FailureKind.MODEL_LOST
+        if isinstance(error, AgentFailed) and PROMPT_TOO_LONG.search(str(error)):
+            return FailureKind.CONTEXT
+        return next(kind for cls, kind in FAILURE_KINDS.items() if isinstance(error, cls))
+
+    async def _get_resources(self, attempt: Attempt) -> dict[str, JsonValue]:
+        values: dict[str, JsonValue] = {}
+        for key in attempt.resources.items():
+            if key not in self._resource_cache:
+                self._resource_cache[key] = (await self._resources.get(*key)).value
+            values[key[0]] = self._resource_cache[key]
+        return values
+
+
+@asynccontextmanager
+async def open_attempt_execution(
+    agent: Agent,
+    config: RunnerConfig,
+    *,
+    name: str,
+    hooks: Sequence[Hooks],
+    endpoints: Endpoints,
+    resources: Resources,
+) -> AsyncGenerator[AttemptExecution]:
+    """Start the executor and the hooks of a runner; stop them at the end of the block.
 
     Raises:
-        AgentFailed: the gateway cannot be asked, so nobody knows what was posted.
+        ConfigError: the agent cannot be loaded, in this process or in another, or a hook raised.
     """
-    url = urlsplit(f"{llm.base_url}/rewards")
-    connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    connection = connect(url.hostname or "", url.port, timeout=TIMEOUT_S)
+    checked_hooks = [check_hook(hook) for hook in hooks]
+    sandbox = AgentSandbox(config.concurrency)
+    hook_runner = HookRunner(checked_hooks, sandbox)
+    executor: Executor | None = None
     try:
-        headers = {"authorization": f"Bearer {llm.api_key}"}
-        connection.request("GET", url.path, headers=headers)
-        reply = connection.getresponse()
-        body = reply.read()
-        if reply.status != 200:
-            return []
-        return [Reward.model_validate(each) for each in json.loads(body)["rewards"]]
-    except (OSError, http.client.HTTPException) as error:
-        raise AgentFailed(f"cannot ask {url.netloc} which rewards were posted: {error}") from error
-    except (ValueError, KeyError, TypeError):
-        return []
+        if processes := count_processes(agent, config):
+            executor = await ProcessPool.start(
+                get_spec(agent), processes, math.ceil(config.concurrency / processes), config.tracer
+            )
+        else:
+            if config.tracer:
+                install_tracer(config.tracer)
+            executor = InProcessExecutor(inspect_agent(agent), sandbox)
+        await hook_runner.on_start(name)
+        is_alone = config.concurrency == 1  # in this process: those of a pool know for themselves
+        yield AttemptExecution(executor, hook_runner, endpoints, resources, is_alone=is_alone)
     finally:
-        connection.close()
+        with CancelScope(shield=True):
+            await hook_runner.on_end(name)
+            if executor is not None:
+                await executor.close()
+            await sandbox.close()
 
 
-def reward_in(said: JsonValue) -> float | None:
-    """The reward in what an agent said: a number, or an object's `reward`; None if there is none.
+def count_processes(agent: Agent, config: RunnerConfig) -> int:
+    """Processes to run an agent in; 0 for this one.
 
-    Raises:
-        BadReward: it is no finite number.
+    By default half the cores, for the client code of agents keeps a core busy that gateway, engine
+    and trainer need; but not for an agent that other processes cannot import, or that is a process
+    or service by itself.
     """
-    found = said.get("reward") if isinstance(said, dict) else said
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        if isinstance(said, dict) and found is not None:
-            raise BadReward(f"a reward is a number; the agent said {found!r:.80}")
-        return None
-    if not math.isfinite(found):
-        raise BadReward(f"a reward is a finite number; the agent said {found}")
-    return float(found)
+    if config.processes is not None:
+        return min(config.processes, config.concurrency)
+    cores = len(os.sched_getaffinity(0))
+    if cores <= FEW_CORES or isinstance(agent, CommandAgent | Service):
+        return 0
+    try:
+        get_spec(agent)
+    except ConfigError:
+        return 0
+    return min(cores // 2, MAX_PROCESSES, config.concurrency)
 
 
-def last_reward(rewards: Sequence[Reward], hint: str) -> float:
-    """What an attempt earned by what was posted: the last for all of it. Raises BadReward."""
-    for reward in reversed(rewards):
-        if reward.key == "reward" and reward.target is None:
-            return reward.value
-    raise BadReward(f"no reward: {hint}")
+def check_runnable(agent: Agent, config: RunnerConfig) -> None:
+    """Raise ConfigError for an agent that cannot be run with this config."""
+    check_agent(agent)
+    if config.tracer:
+        check_tracer(config.tracer)
+        if isinstance(agent, CommandAgent):
+            raise ConfigError(
+                "a tracer is for agents in Python: leave it out, and have the command export its "
+                "spans to OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, which is in its environment"
+            )
+        if type(agent) is Service:
+            raise ConfigError(
+                "a tracer is for agents in Python: leave it out, and have the service export its "
+                "spans to the traces_url in each of its requests"
+            )
+    if config.processes:
+        get_spec(agent)
+
+
+def _failed(kind: FailureKind, error: Exception) -> Outcome:
+    trace = error.traceback if isinstance(error, AttemptError) else ""
+    return Outcome(failure=Failure(kind=kind, message=str(error), traceback=trace))
+
+
+class HookRunner:
+    """Calls hooks: in order before an attempt, in reverse order after it."""
+
+    def __init__(self, hooks: Sequence[Hooks], sandbox: AgentSandbox) -> None:
+        self._hooks = tuple(hooks)
+        self._sandbox = sandbox
+        self._started: list[Hooks] = []
+
+    async def on_start(self, runner: str) -> None:
+        """Raises ConfigError if a hook raises."""
+        for hook in self._hooks:
+            with boundary(ConfigError, f"the hook {get_name(hook)}.on_start raised"):
+                await _call_hook(partial(hook.on_start, runner))
+            self._started.append(hook)
+
+    async def on_end(self, runner: str) -> None:
+        """Call each hook that has started, even if others raise."""
+        for hook in reversed(self._started):
+            try:
+                with boundary(WhetError, f"the hook {get_name(hook)}.on_end raised"):
+                    await _call_hook(partial(hook.on_end, runner))
+            except WhetError as error:
+                logger.warning("%s", error)
+
+    async def before(self, context: AttemptContext) -> None:
+        """Raises AgentFailed if a hook raises; those after it are not called."""
+        for hook in self._hooks:
+            try:
+                await self._call(context, partial(hook.before, context.attempt))
+            except WhetError as error:
+                raise AgentFailed(
+                    f"the hook {get_name(hook)}.before {_hook_reason(error)}"
+                ) from error
+
+    async def after(self, context: AttemptContext, outcome: Outcome) -> None:
+        """Call each hook, even if others raise."""
+        for hook in reversed(self._hooks):
+            try:
+                await self._call(context, partial(hook.after, context.attempt, outcome))
+            except WhetError as error:
+                logger.warning("the hook %s.after %s", get_name(hook), _hook_reason(error))
+
+    async def _call(self, context: AttemptContext, hook: Callable[[], Any]) -> None:
+        async def work() -> float:
+            await self._sandbox.call(hook, is_async=_is_async_hook(hook))
+            return 0.0
+
+        await self._sandbox.run(context.for_hook(), work, HOOK_TIMEOUT_S)
+
+
+def _hook_reason(error: WhetError) -> str:
+    return str(error).removeprefix("the agent ")
+
+
+def _is_async_hook(hook: Callable[[], Any]) -> bool:
+    return isinstance(hook, partial) and inspect.iscoroutinefunction(hook.func)
+
+
+async def _call_hook(hook: Callable[[], Any]) -> None:
+    with anyio.fail_after(HOOK_TIMEOUT_S):
+        await await_result(hook() if _is_async_hook(hook) else await to_thread.run_sync(hook))

@@ -1,30 +1,24 @@
-"""What the store's logic asks of a database: few things, so that two databases can share it.
+"""The interface between the store's SQL and a database: SQLite and PostgreSQL implement it.
 
-The SQL of this package is written once, in SQLite's words; `postgres.py` lists the differences.
+The SQL of this package is written once, in SQLite's dialect; `postgres.py` lists the differences.
 """
 
 import asyncio
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
 from whet.errors import WhetError
-from whet.store.bell import Bell
+from whet.store.notify import Notifier
 
-A = TypeVar("A")
 T = TypeVar("T")
 Column = str | int | float | bytes | None
 Values = Sequence[Column] | Mapping[str, Column]
 
-MAX_ROWS = 64
 
-
-class Rows(Protocol):
-    """What a statement gave. A row is a tuple of columns, whose types the statement knows."""
+class Cursor(Protocol):
+    """Result rows of a statement. A row is a tuple of columns, whose types the statement knows."""
 
     def __iter__(self) -> Iterator[Any]: ...  # Any: columns have the types of their tables
     def fetchone(self) -> Any: ...
@@ -32,87 +26,62 @@ class Rows(Protocol):
 
 
 class Db(Protocol):
-    """A connection, inside a transaction that somebody else begins and ends."""
+    """A connection, inside a transaction that its caller begins and ends."""
 
     @property
     def in_transaction(self) -> bool: ...
-    def execute(self, sql: str, values: Values = (), /) -> Rows: ...
+    def execute(self, sql: str, values: Values = (), /) -> Cursor: ...
     def executemany(self, sql: str, values: Iterable[Sequence[Column]], /) -> object: ...
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Bulk(Generic[A, T]):
-    """A change to a run that is done in one go with all others of its kind that wait."""
+@dataclass(slots=True, eq=False)
+class WorkItem(Generic[T]):
+    """A change to the database, waiting for the writer, and the future of its caller."""
 
-    act: Callable[[Db, str, Sequence[A]], Sequence[T | WhetError]]
-    """Does it for several arguments, and says for each what came of it: an error where one was
-    refused, of which nothing is left. If it raises, each is tried for itself."""
-    run: str
-    argument: A
-
-
-Change = Callable[[Db], T] | Bulk[Any, T]  # Any: the argument is the act's own affair
-
-
-def nothing(db: Db) -> None:
-    """Change nothing; the transaction around it does upkeep."""
+    apply: Callable[[Db, Sequence[Any]], Sequence[T | WhetError]]  # Any: the items' arguments
+    """Applies the changes of a batch of items: takes the argument of each, returns its result, or
+    an error for one that was refused and left nothing. If it raises, each item is applied alone."""
+    argument: Any = None
+    kind: object = None
+    """Waiting items of an equal kind are applied as one batch; None is a batch of its own."""
+    in_transaction: bool = True
+    future: asyncio.Future[T] | None = None
+    """Of the caller's event loop; None if no caller waits."""
 
 
 class Database(Protocol):
-    """Runs the store's logic: changes one after the other in group commits, reads beside them."""
+    """Runs the store's SQL: changes one after the other in group commits, reads beside them.
 
-    bell: Bell
-    """Rung after every commit with what it changed, whoever made it."""
+    Every method may be called from any thread.
+    """
 
-    def write(self, change: Change[T]) -> asyncio.Future[T]:
-        """Have a change committed: durable once awaited in the running event loop, or undone."""
+    notifier: Notifier
+    """Notifies of every committed change, by this process or another."""
+    vacuum: Sequence[str]
+    """Statements that return unused space to the disk, outside of a transaction."""
+
+    def submit(self, item: WorkItem[Any]) -> None:
+        """Queue a change; its future resolves once it is durable, or undone. Raises StoreClosed."""
         ...
 
-    def submit(self, change: Change[T]) -> Future[T]:
-        """The same from any thread."""
-        ...
+    def read(self, read: Callable[[Db], T]) -> Future[T]:
+        """Read from a snapshot that includes every change whose future has been resolved.
 
-    def read(self, read: Callable[[Db], T], *, small: bool = False) -> asyncio.Future[T]:
-        """Read from a snapshot that has everything whose write has returned.
-
-        What is `small` may be read in the thread that asks.
+        Raises:
+            RuntimeError: the database is closed, and with it the executor that reads.
         """
         ...
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
-        """The same beside all other reads, for what takes long, and from any thread."""
-        ...
-
-    def vacuum(self) -> Future[None]:
-        """Give unused space back to the disk."""
+        """Read as `read` does, without delaying other reads."""
         ...
 
     def close(self) -> None:
-        """Commit what was begun; whoever still waits gets StoreError. Idempotent."""
+        """Commit what was submitted and release the connections. Idempotent."""
         ...
 
 
-@lru_cache(256)
-def for_rows(sql: str, rows: int) -> str:
-    """An INSERT of one row as one of several."""
-    return re.sub(
-        r"VALUES (\([^)]*\))", lambda one: "VALUES " + ", ".join([one[1]] * rows), sql, count=1
-    )
-
-
-def insert(db: Db, sql: str, rows: Sequence[tuple[Column, ...]]) -> list[Any]:  # Any: see Rows
-    """Insert in few statements, and return what they return.
-
-    They insert 1, 2, 4 ... rows each, so that few different ones have to be prepared.
-    """
-    returned: list[Any] = []
-    first = 0
-    while first < len(rows):
-        count = min(MAX_ROWS, 1 << (len(rows) - first).bit_length() - 1)
-        values = list(chain.from_iterable(rows[first : first + count]))
-        done = db.execute(for_rows(sql, count), values)
-        if "RETURNING" in sql:
-            returned += done.fetchall()
-        first += count
-    return returned
+def no_change() -> WorkItem[None]:
+    """Make an item that changes nothing; the transaction around it expires leases."""
+    return WorkItem(lambda db, _: [None])

@@ -1,86 +1,99 @@
 """The store in one SQLite file, for everything that runs on one machine."""
 
-import asyncio
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from whet.errors import StoreClosed
-from whet.store.bell import Bell
-from whet.store.database import Change, Database, Db
-from whet.store.failures import named
-from whet.store.queue import Queue
-from whet.store.reader import Reader
-from whet.store.schema import PATIENCE_S, connect, open_file
-from whet.store.sql import DEFAULT_RUN, SQLStore
-from whet.store.writer import Writer
+from whet.errors import StoreError, boundary
+from whet.store import DEFAULT_RUN
+from whet.store.database import Database, Db, WorkItem
+from whet.store.group_commit import Writer
+from whet.store.notify import Notifier
+from whet.store.queries.queue import Queue
+from whet.store.schema import SQLITE_VERSION, TABLES, wrong_version
+from whet.store.sql_store import SQLStore
 
 T = TypeVar("T")
 
-LOOK_S = 0.001
-"""How often another process that writes is looked at: SQLite itself would soon do so ten times a
-second only."""
+PAGE_BYTES = 8192
+"""Of a new file. A call with its generation is about ten thousand bytes: in SQLite's pages of 4096
+it lies in chains of pages, each of which is written, summed and copied back by itself."""
+
+LOCK_TIMEOUT_S = 30.0
+"""How long to wait for another process that has the file locked."""
+
+ADVICE = {
+    "SQLITE_FULL": "nothing of the change was kept; free space on its disk, then continue",
+    "SQLITE_IOERR": "nothing of the change was kept; check its disk, then continue",
+    "SQLITE_READONLY": "let this user write the file and its folder",
+    "SQLITE_CANTOPEN": "its folder must exist, and this user must be able to write both",
+    "SQLITE_BUSY": "another process keeps it locked: wait for that process, or stop it",
+    "SQLITE_CORRUPT": "keep a copy, and save what can be read: sqlite3 FILE .recover | sqlite3 NEW",
+    "SQLITE_NOTADB": "it is not a store, or its header is damaged: give the path of another file",
+}
+"""What to do about an error, by the prefix of its name."""
 
 
 class SQLiteDatabase(Database):
-    """A file with one connection that writes and one that reads."""
+    """A file with a thread that writes, one that reads, and one for long reads."""
+
+    vacuum = ("VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)")
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """Raises StoreError if the file cannot be opened or made."""
+        """Open the file, or create it. Raises StoreError."""
         self._path = path
-        writes, reads = open_file(path), _reading(path)
-        _wait_at_most(writes, 0)
-        self.bell = Bell()
-        self.queue = Queue(clock, self.bell)
+        writes = _open(path)
+        self._reads = _connect_read_only(path)
+        self.notifier = Notifier()
+        self.queue = Queue(clock, self.notifier)
         self._writer = Writer(
             writes,
-            upkeep=self.queue.upkeep,
-            committed=self.bell.ring_marked,
-            guard=lambda: named(path),
-            begin=_begin,
-            begin_now=_begin_now,
+            self.notifier,
+            expire_leases=self.queue.expire_leases,
+            errors=partial(sqlite_errors, path),
         )
-        self._reader = Reader(reads, lambda: named(path))
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
+        self._long_reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
 
-    def write(self, change: Change[T]) -> asyncio.Future[T]:
-        return self._writer.write(change)
+    def submit(self, item: WorkItem[Any]) -> None:
+        self._writer.submit(item)
 
-    def submit(self, change: Change[T]) -> Future[T]:
-        return self._writer.submit(change)
-
-    def read(self, read: Callable[[Db], T], *, small: bool = False) -> asyncio.Future[T]:
-        return self._reader.read(read, small=small)
+    def read(self, read: Callable[[Db], T]) -> Future[T]:
+        return self._reader.submit(self._read_snapshot, self._reads, read)
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
-        def beside() -> T:
-            with named(self._path), closing(_reading(self._path)) as db:
-                db.execute("BEGIN")
-                return read(db)
+        def read_beside() -> T:
+            with sqlite_errors(self._path), closing(_connect_read_only(self._path)) as db:
+                return self._read_snapshot(db, read)
 
-        try:
-            return self._long.submit(beside)
-        except RuntimeError as error:
-            raise StoreClosed("the store is closed") from error
-
-    def vacuum(self) -> Future[None]:
-        return self._writer.submit(_vacuum, alone=True)
+        return self._long_reader.submit(read_beside)
 
     def close(self) -> None:
         self._writer.close()
-        self._reader.close()
-        self._long.shutdown()
-        self.bell.ring()
+        self._reader.shutdown()
+        self._long_reader.shutdown()
+        self._reads.close()
+        self.notifier.notify()
+
+    def _read_snapshot(self, db: sqlite3.Connection, read: Callable[[Db], T]) -> T:
+        with sqlite_errors(self._path):
+            db.execute("BEGIN")
+            try:
+                return read(db)
+            finally:
+                if db.in_transaction:  # else an I/O error has ended it
+                    db.execute("ROLLBACK")
 
 
 class SQLiteStore(SQLStore):
     """A run in one file.
 
-    Processes may share the file, but are woken only by what happens in their own.
+    Processes may share the file, but each is notified only of its own changes.
     """
 
     def __init__(
@@ -90,44 +103,94 @@ class SQLiteStore(SQLStore):
         run: str = DEFAULT_RUN,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises StoreError if the file cannot be opened or made."""
+        """Open the file, or create it. Raises StoreError."""
         database = SQLiteDatabase(Path(path), clock)
         super().__init__(database, database.queue, run)
 
 
-def _reading(path: Path) -> sqlite3.Connection:
-    db = connect(path)
+@contextmanager
+def sqlite_errors(path: Path, what: str = "store") -> Generator[None]:
+    """Raise the errors of a file as StoreError, in one line that says what to do."""
+    try:
+        with boundary(StoreError, what):
+            yield
+    except StoreError as error:
+        cause = error.__cause__
+        if isinstance(cause, sqlite3.Error):
+            raise StoreError(f"{what} {str(path)!r}: {_explain(cause)}") from cause
+        raise
+
+
+def _explain(error: sqlite3.Error) -> str:
+    # Errors of Python's module, such as the use of a closed connection, have no name.
+    name: str = getattr(error, "sqlite_errorname", "")
+    advice = [text for prefix, text in ADVICE.items() if name.startswith(prefix)]
+    return "; ".join([str(error), *advice])
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Connect for writing; creates the file and its tables."""
+    _check_writable(path)
+    with sqlite_errors(path, "cannot open the store"), ExitStack() as undo:
+        db = _connect(path)
+        undo.callback(db.close)
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # an existing file keeps its own
+        (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise StoreError(
+                f"cannot open the store {str(path)!r}: its file system has no shared memory;"
+                " use a local disk"
+            )
+        # A commit is on disk when it returns, even after a power cut: an agent that has its reply
+        # has its call recorded. Group commit shares the fsync among all callers that wait.
+        db.execute("PRAGMA synchronous = FULL")
+        _create_tables(db, path)
+        undo.pop_all()
+    return db
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a read-only file before SQLite creates its read-only log files beside it."""
+    if not path.exists():
+        return
+    try:
+        path.open("r+b").close()
+    except OSError as error:
+        raise StoreError(
+            f"cannot open the store {str(path)!r}: {error.strerror}; {ADVICE['SQLITE_READONLY']}"
+        ) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Connect without implicit transactions, for use in another thread."""
+    db = sqlite3.connect(
+        path, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
+    db.execute("PRAGMA foreign_keys = ON")
+    return db
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    db = _connect(path)
     db.execute("PRAGMA query_only = ON")
     return db
 
 
-def _begin_now(db: Db) -> bool:
-    try:
-        db.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:  # whatever it is busy with
-            return False
-        raise
-    return True
-
-
-def _begin(db: Db) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if _begin_now(db):
-            return
-        time.sleep(LOOK_S)
+def _create_tables(db: sqlite3.Connection, path: Path) -> None:
+    """Create the tables in an empty file, in one transaction; check the version of another."""
     db.execute("BEGIN IMMEDIATE")
-
-
-def _vacuum(db: Db) -> None:
-    _wait_at_most(db, PATIENCE_S)
     try:
-        db.execute("VACUUM")
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version == 0 and tables:
+            raise StoreError(f"{str(path)!r} is a database, but not a store of whet")
+        if version == 0:
+            for statement in TABLES:
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
+        elif version != SQLITE_VERSION:
+            raise wrong_version(str(path), version, SQLITE_VERSION)
+        db.execute("COMMIT")
     finally:
-        _wait_at_most(db, 0)
-
-
-def _wait_at_most(db: Db, seconds: float) -> None:
-    db.execute(f"PRAGMA busy_timeout = {seconds * 1000:.0f}")
+        if db.in_transaction:
+            db.execute("ROLLBACK")

@@ -1,11 +1,24 @@
-"""Trackers: keep a run's numbers where people look at them. Only those asked for are imported."""
+"""Trackers record a run's metrics where people look at them, each in a thread of its own.
+
+A tracker's package is imported when the config names it. A slow or failing tracker neither stops
+training nor delays it.
+"""
 
 import importlib.util
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
 
 from whet.config import TrackingConfig
-from whet.errors import MissingExtra
+from whet.errors import MissingExtra, WhetError, boundary
+from whet.io.files import JsonLines
 from whet.protocols import Tracker
 from whet.tracking.run import TrackedRun
+from whet.types import Metrics
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = {
     "jsonl": (),
@@ -13,19 +26,26 @@ PACKAGES = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
 }
-"""What each tracker needs; the extra that brings it has the tracker's name."""
+"""Packages that each tracker needs; the extra `tracking` installs all of them."""
+
+CLOSE_TIMEOUT_S = 60.0
+"""Seconds that the end of a run waits for a slow tracker."""
+
+
+class TrackerFailed(WhetError):
+    """A tracker raised: reported once, and the run continues."""
 
 
 def check_installed(config: TrackingConfig) -> None:
-    """Raises MissingExtra if a tracker that is asked for cannot be imported."""
+    """Raise MissingExtra if a configured tracker cannot be imported."""
     for name in config.names:
         for package in PACKAGES[name]:
             if importlib.util.find_spec(package) is None:
-                raise MissingExtra.of(f"tracking with {name} ({package})", name)
+                raise MissingExtra.of(f"tracking with {name} ({package})", "tracking")
 
 
 def build_tracker(name: str, config: TrackingConfig, run: TrackedRun) -> Tracker:
-    """The tracker of a name. Raises ConfigError if it cannot start."""
+    """Build a tracker by name. Raises ConfigError if it cannot start."""
     match name:
         case "tensorboard":
             from whet.tracking.tensorboard import TensorBoardTracker  # noqa: PLC0415
@@ -40,6 +60,105 @@ def build_tracker(name: str, config: TrackingConfig, run: TrackedRun) -> Tracker
 
             return MlflowTracker(config, run)
         case _:
-            from whet.tracking.jsonl import JsonlTracker  # noqa: PLC0415
-
             return JsonlTracker(run)
+
+
+class JsonlTracker(Tracker):
+    """`metrics.jsonl`: a line for the config, one a step, one for the result."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._lines = JsonLines(run.folder / "metrics.jsonl")
+        known = list(self._lines.read())
+        self.last_step = max((line.get("step", 0) for line in known), default=0)
+        self._kinds = {line.get("kind") for line in known}
+        if "config" not in self._kinds:
+            self._add("config", {"run": run.name, "config": run.config})
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        self._add("step", {"step": step, **metrics})
+        self.last_step = step
+
+    def finish(self, result: Metrics) -> None:
+        # A finished run that is resumed has its result already.
+        if "result" not in self._kinds:
+            self._add("result", result)
+
+    def close(self) -> None:
+        pass
+
+    def _add(self, kind: str, values: Mapping[str, object]) -> None:
+        self._kinds.add(kind)
+        self._lines.append({"kind": kind, "at": round(time.time(), 3), **values})
+
+
+class Tracking:
+    """Sends a run's metrics to all its trackers."""
+
+    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
+        self._workers = [_Worker(name, tracker, warn) for name, tracker in trackers.items()]
+        self._warn = warn
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Record a step, 1 for the first. Trackers that have the step already skip it."""
+        for worker in self._workers:
+            worker.submit_step(step, dict(metrics))
+
+    def finish(self, result: Metrics) -> None:
+        """Record the result of the run."""
+        for worker in self._workers:
+            worker.submit(lambda tracker: tracker.finish(dict(result)))
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until everything is recorded; blocks. A tracker that takes too long is abandoned."""
+        for worker in self._workers:
+            worker.end()
+        for worker in self._workers:
+            if not worker.wait(timeout_s):
+                self._warn(f"tracking with {worker.name} takes too long and is left unfinished")
+
+
+class _Worker:
+    """A tracker in its thread."""
+
+    def __init__(self, name: str, tracker: Tracker, warn: Callable[[str], None]) -> None:
+        self.name = name
+        self._tracker = tracker
+        self._warn = warn
+        self._last_step = tracker.last_step
+        self._failures = 0
+        self._queue = queue.SimpleQueue[Callable[[Tracker], None] | None]()
+        self._thread = threading.Thread(target=self._run, name=f"whet-tracking-{name}", daemon=True)
+        self._thread.start()
+
+    def submit_step(self, step: int, metrics: Metrics) -> None:
+        if step > self._last_step:
+            self._last_step = step
+            self.submit(lambda tracker: tracker.step(step, metrics))
+
+    def submit(self, work: Callable[[Tracker], None]) -> None:
+        self._queue.put(work)
+
+    def end(self) -> None:
+        self._queue.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the thread ends within the timeout."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            self._try(work)
+        self._try(lambda tracker: tracker.close())
+        if self._failures > 1:
+            self._warn(f"tracking with {self.name} failed {self._failures} times in all")
+
+    def _try(self, work: Callable[[Tracker], None]) -> None:
+        try:
+            with boundary(TrackerFailed, f"tracking with {self.name} failed"):
+                work(self._tracker)
+        except WhetError as error:
+            self._failures += 1
+            logger.debug("tracker failed", exc_info=True)
+            if self._failures == 1:
+                self._warn(f"{' '.join(str(error).split())}; training continues")

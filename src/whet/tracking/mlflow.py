@@ -1,4 +1,4 @@
-"""Numbers for MLflow: a server, or a database file beside the runs."""
+"""Tracker for MLflow: a server, or a database file beside the runs."""
 
 import logging
 import os
@@ -10,24 +10,24 @@ from mlflow.tracking import MlflowClient
 from whet.config import TrackingConfig
 from whet.errors import ConfigError, boundary
 from whet.protocols import Tracker
-from whet.tracking.run import Note, TrackedRun
+from whet.tracking.run import TrackedRun, TrackerState
 from whet.types import Metrics
 
-LONGEST_PARAM = 500
-BATCH = 100
-"""What MLflow takes of parameters, and how many at once."""
+MAX_PARAM_CHARACTERS = 500
+MAX_BATCH = 100
+"""MLflow's limits on the length of a parameter, and on parameters in a request."""
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    # Ours gives up after a minute; MLflow would try for many.
+    # The end of a run waits a minute; MLflow would retry for many.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-"""Where the user has not set it otherwise."""
+"""Defaults for variables that the user has not set."""
 
 
 class MlflowTracker(Tracker):
-    """An MLflow run in the experiment of the project; a resumed run of ours continues it."""
+    """Writes an MLflow run in the project's experiment; a resumed run continues it."""
 
     def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
         for name, value in ENVIRONMENT.items():
@@ -39,14 +39,14 @@ class MlflowTracker(Tracker):
         uri = config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
         with boundary(ConfigError, f"MLflow cannot start at {uri!r}"):
             self._client = MlflowClient(tracking_uri=uri)
-            note = Note(run, "mlflow")
-            known = note.read()
+            state = TrackerState(run, "mlflow")
+            known = state.read()
             if known.get("uri") == uri:
                 self._run = str(known["run"])
                 self._client.update_run(self._run, status="RUNNING")
             else:
                 self._run = self._begin(config.project, run)
-                note.write({"uri": uri, "run": self._run})
+                state.write({"uri": uri, "run": self._run})
             history = self._client.get_metric_history(self._run, "reward")
         self.last_step = max((metric.step for metric in history), default=0)
 
@@ -65,9 +65,9 @@ class MlflowTracker(Tracker):
         found = self._client.get_experiment_by_name(project)
         experiment = found.experiment_id if found else self._client.create_experiment(project)
         begun = self._client.create_run(experiment, run_name=run.name).info.run_id
-        settings = [Param(key, str(v)[:LONGEST_PARAM]) for key, v in run.settings().items()]
-        for start in range(0, len(settings), BATCH):
-            self._client.log_batch(begun, params=settings[start : start + BATCH])
+        settings = [Param(key, str(v)[:MAX_PARAM_CHARACTERS]) for key, v in run.settings().items()]
+        for start in range(0, len(settings), MAX_BATCH):
+            self._client.log_batch(begun, params=settings[start : start + MAX_BATCH])
         return begun
 
     def _log(self, values: Metrics, step: int) -> None:

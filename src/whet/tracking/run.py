@@ -1,4 +1,4 @@
-"""What a tracker is told of the run it tracks."""
+"""The run that a tracker records, and a tracker's own state in its folder."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,36 +8,37 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from whet.io.files import atomic_file
+
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """A run, by name, with its folder and its config."""
+    """Name, folder and config of a run."""
 
     name: str
     folder: Path
     config: Mapping[str, JsonValue]
 
     def settings(self) -> dict[str, JsonValue]:
-        """The config without sections: `adam.lr` and its like."""
+        """The config as flat keys, such as `adam.lr`."""
         return dict(_leaves(self.config))
 
 
-class Note:
-    """A few values a tracker remembers between processes, in the run's folder."""
+class TrackerState:
+    """A few values that a tracker keeps between processes, in the run's folder."""
 
     def __init__(self, run: TrackedRun, name: str) -> None:
         self._file = run.folder / "tracking" / f"{name}.json"
 
     def read(self) -> dict[str, Any]:
-        """Any: what it wrote itself."""
+        """The values that were written last. Any: the tracker's own."""
         return json.loads(self._file.read_text()) if self._file.exists() else {}
 
     def write(self, values: Mapping[str, JsonValue]) -> None:
-        """Replace what is there, whole or not at all."""
+        """Replace the values atomically."""
         self._file.parent.mkdir(exist_ok=True)
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(values))
-        partial.replace(self._file)
+        with atomic_file(self._file) as partial:
+            partial.write_text(json.dumps(values))
 
 
 def _leaves(values: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, JsonValue]]:

@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard, by its own writer: no torch is needed for it."""
+"""Tracker for TensorBoard, with its own writer, which needs no torch."""
 # TensorBoard has no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
@@ -22,7 +22,7 @@ from whet.types import Metrics
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in the run's `tensorboard/`. All numbers of a step are one record."""
+    """Writes event files to the run's `tensorboard/`; all metrics of a step are one record."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard"
@@ -65,6 +65,6 @@ def _text(name: str, text: str) -> object:
 
 
 def _last_step(file: Path) -> int:
-    """Of what is whole: a kill may have cut the last record off."""
+    """The last step of a file, whose last record may be cut off by a kill."""
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     return max((int(event.step) for event in EventFileLoader(str(file)).Load()), default=0)

@@ -1,4 +1,4 @@
-"""Numbers for Weights & Biases; offline it needs neither an account nor a network."""
+"""Tracker for Weights & Biases; offline it needs neither an account nor a network."""
 
 import os
 import secrets
@@ -8,24 +8,24 @@ import wandb
 from whet.config import TrackingConfig
 from whet.errors import ConfigError
 from whet.protocols import Tracker
-from whet.tracking.run import Note, TrackedRun
+from whet.tracking.run import TrackedRun, TrackerState
 from whet.types import Metrics
 
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_DISABLE_WEAVE": "true"}
-"""Where the user has not set it otherwise: it is to keep numbers, and to touch nothing else."""
+"""Defaults for variables that the user has not set: record metrics and do nothing else."""
 
 
 class WandbTracker(Tracker):
-    """A W&B run that a resumed run of ours continues: it has the same id in every process.
+    """Writes a W&B run; a resumed run continues it under the same id.
 
-    What an offline run has is only known to itself, so how far it came is noted beside it.
+    An offline W&B run cannot be read back, so its last step is kept beside it.
     """
 
     def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._note = Note(run, "wandb")
-        known = self._note.read()
+        self._state = TrackerState(run, "wandb")
+        known = self._state.read()
         self._id = known.get("id") or secrets.token_hex(4)
         self.last_step = int(known.get("last_step", 0))
         try:
@@ -58,4 +58,4 @@ class WandbTracker(Tracker):
 
     def _remember(self, step: int) -> None:
         self.last_step = step
-        self._note.write({"id": self._id, "last_step": step})
+        self._state.write({"id": self._id, "last_step": step})

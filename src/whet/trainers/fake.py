@@ -1,50 +1,55 @@
-"""A trainer without a model: it notes what it is given. For tests and dry runs."""
+"""A trainer without a model that records the rows it gets. For tests and dry runs."""
 
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from whet.config import AdamConfig, LossConfig
-from whet.durable import whole_folder
-from whet.errors import TrainerError, boundary
-from whet.protocols import Trainer
+from whet.config import AdamStep, LossConfig
+from whet.errors import NonFiniteUpdate, TrainerError, boundary
+from whet.io.files import atomic_folder
+from whet.protocols import TrainingBackend
 from whet.types import Metrics, Row
 
 STATE = "state.json"
 
 
-def _nobody(version: int) -> None:
-    """Tell nobody."""
+def _ignore(version: int) -> None:
+    """Ignore a published version."""
 
 
-class FakeTrainer(Trainer):
-    """Counts as training: every step raises the version, and is remembered by what it trained."""
+class FakeTrainer(TrainingBackend):
+    """Raises the version at every step and records which generations the step trained."""
 
-    def __init__(self, on_publish: Callable[[int], None] = _nobody) -> None:
-        """`on_publish` is told each published version, as an engine would be."""
+    def __init__(self, on_publish: Callable[[int], None] = _ignore) -> None:
+        """`on_publish` is called with each published version, as an engine would be."""
         self._on_publish = on_publish
         self._gradient: list[str] = []
         self.version = 0
         self.trained: list[list[str]] = []
         """The generations of each step's gradient, step by step."""
         self.rows: list[Row] = []
-        """Every row this object was given; unlike `trained` not part of a checkpoint."""
+        """Every row this object received; unlike `trained` not part of a checkpoint."""
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        spans = [span for row in rows for span in row.spans]
-        for span in spans:
-            if not all(map(math.isfinite, (*span.logprobs, *span.advantages, span.weight))):
+        segments = [segment for row in rows for segment in row.segments]
+        for segment in segments:
+            if not all(
+                map(math.isfinite, (*segment.logprobs, *segment.advantages, segment.weight))
+            ):
                 self._gradient = []
-                raise TrainerError(
-                    f"generation {span.generation!r} has numbers that are not finite"
+                raise NonFiniteUpdate(
+                    f"generation {segment.generation!r} has numbers that are not finite"
                 )
         self.rows += rows
-        self._gradient += [span.generation for span in spans]
-        # On the policy every ratio is 1: what is left of the losses is the advantage.
+        self._gradient += [segment.generation for segment in segments]
+        # On-policy every ratio is 1, and the losses reduce to the advantage.
         return {
             "loss": -sum(
-                advantage * span.weight for span in spans for advantage in span.advantages
+                advantage * segment.weight
+                for segment in segments
+                for advantage in segment.advantages
             ),
             "trained_tokens": float(sum(row.trained_tokens for row in rows)),
             "mismatch_kl": 0.0,
@@ -52,7 +57,13 @@ class FakeTrainer(Trainer):
             "entropy": 0.0,
         }
 
-    async def optim_step(self, adam: AdamConfig) -> Metrics:
+    async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
+        return [
+            replace(row, segments=tuple(replace(s, old_logprobs=s.logprobs) for s in row.segments))
+            for row in rows
+        ]
+
+    async def optim_step(self, adam: AdamStep) -> Metrics:
         self.trained.append(self._gradient)
         self._gradient = []
         self.version += 1
@@ -62,9 +73,12 @@ class FakeTrainer(Trainer):
         self._on_publish(self.version)
         return self.version
 
+    async def snapshot(self) -> Callable[[Path], None]:
+        state = self._state()
+        return lambda folder: _write(folder, state)
+
     async def save(self, folder: Path) -> None:
-        with whole_folder(folder) as to:
-            self._write(to)
+        _write(folder, self._state())
 
     async def restore(self, folder: Path) -> None:
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
@@ -73,9 +87,12 @@ class FakeTrainer(Trainer):
         self._gradient = []
 
     async def export(self, folder: Path) -> None:
-        with whole_folder(folder) as to:
-            self._write(to)
+        _write(folder, self._state())
 
-    def _write(self, folder: Path) -> None:
-        state = {"version": self.version, "trained": self.trained}
-        (folder / STATE).write_text(json.dumps(state))
+    def _state(self) -> str:
+        return json.dumps({"version": self.version, "trained": self.trained})
+
+
+def _write(folder: Path, state: str) -> None:
+    with atomic_folder(folder) as to:
+        (to / STATE).write_text(state)

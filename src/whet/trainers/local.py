@@ -1,110 +1,195 @@
-"""Trains the Hugging Face model of this process, whose weights the local engine samples from."""
+"""Trainer of the Hugging Face model in this process, whose weights the local engine samples from.
+
+`LocalTrainer` computes the loss of one prefix tree at a time; `MicroBatches` packs rows into trees
+that fit into memory and halves them when memory runs out.
+"""
 
 import json
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
+from anyio import to_thread
+from safetensors import torch as safetensors
+from torch import Tensor, nn
 
-from whet.config import AdamConfig, LossConfig
-from whet.durable import whole_folder
-from whet.errors import TrainerError, boundary
-from whet.policies.local import LocalPolicy
-from whet.protocols import Trainer
-from whet.trainers.batch import Batch
-from whet.trainers.loss import divergence, ratios, total
-from whet.trainers.passes import Passes
-from whet.trainers.scoring import Scores
-from whet.trainers.tree import Tree
+from whet.config import AdamStep, LossConfig
+from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, boundary
+from whet.io.files import atomic_folder
+from whet.models.export import parameter_name
+from whet.models.huggingface import LocalPolicy
+from whet.models.tree_attention import runs_flash
+from whet.protocols import TrainingBackend
+from whet.trainers.logprobs import PolicyScores, score_tokens
+from whet.trainers.loss import LossFunction, count_corrected, divergence, ratios, total
+from whet.trainers.packing import MASKED_TREE_NODES, Batch, PrefixTree, R, pack
+from whet.trainers.snapshot import STATE, Snapshot
 from whet.types import Metrics, Row
 
-STATE = "state.json"
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MIN_MICRO_BATCH_TOKENS = 64
+LARGEST = torch.finfo(torch.float32).max
 
 TOTALS = ("loss", "trained_tokens", "computed_tokens")
 MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
-"""Over trained tokens; so is `reference_kl`, where there is a penalty on it."""
+"""Over trained tokens; so are `reference_kl` and `corrected_tokens`, where the loss has them."""
 
 
-class LocalTrainer(Trainer):
-    """Gradients by the tree of shared prefixes, AdamW on the policy's own weights."""
+class LocalTrainer(TrainingBackend):
+    """Policy gradients over packed prefix trees, AdamW on the policy's own weights."""
 
-    def __init__(self, policy: LocalPolicy, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        policy: LocalPolicy,
+        *,
+        threads: int | None = None,
+        custom_loss: LossFunction | None = None,
+    ) -> None:
+        """`custom_loss` is the function that `loss.name` names, where it is the user's own."""
         self._policy = policy
-        self._passes = Passes(policy, threads)
+        self._custom_loss = custom_loss
+        self._micro_batches = MicroBatches(policy, threads)
+        self._weights = self._micro_batches.weights
+        self._snapshot: Snapshot | None = None
+        """The last snapshot, while it may not be copied yet."""
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        return await self._passes.in_thread(lambda: self._forward_backward(rows, loss))
+        return await self._in_thread(lambda: self._forward_backward(rows, loss))
 
-    async def optim_step(self, adam: AdamConfig) -> Metrics:
-        return await self._passes.in_thread(
-            lambda: {"grad_norm": self._passes.weights.step(adam), "learning_rate": adam.lr}
-        )
+    async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
+        return await self._in_thread(lambda: self._recompute_logprobs(rows))
+
+    async def optim_step(self, adam: AdamStep) -> Metrics:
+        return await self._in_thread(lambda: self._optim_step(adam))
 
     async def publish(self) -> int:
         # The engine samples from these very weights, and every step raised their version.
         return self._policy.version
 
+    async def snapshot(self) -> Callable[[Path], None]:
+        self._snapshot = Snapshot(self._weights.tensors(), self._policy.version)
+        return self._snapshot.write
+
     async def save(self, folder: Path) -> None:
-        await self._passes.in_thread(lambda: _write(folder, self._write_state))
+        write = await self.snapshot()
+        await self._in_thread(lambda: write(folder))
 
     async def restore(self, folder: Path) -> None:
-        await self._passes.in_thread(lambda: self._restore(folder))
+        await self._in_thread(lambda: self._restore(folder))
+
+    async def start_from(self, folder: Path) -> None:
+        """Load the weights of a checkpoint or a PEFT adapter as those before training.
+
+        Raises:
+            TrainerError: they do not fit the model; nothing was changed.
+        """
+        await self._in_thread(lambda: self._weights.start_from(folder))
 
     async def export(self, folder: Path) -> None:
-        await self._passes.in_thread(lambda: _write(folder, self._policy.write_model))
+        def write() -> None:
+            with atomic_folder(folder) as to:
+                self._policy.write_model(to)
+
+        await self._in_thread(write)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await self._micro_batches.run_in_thread(work)
 
     # ----------------------------------------------------------------- in a worker thread
 
+    def _optim_step(self, adam: AdamStep) -> Metrics:
+        self._complete_snapshot()
+        return {"grad_norm": self._weights.step(adam), "learning_rate": adam.lr}
+
+    def _complete_snapshot(self) -> None:
+        """Copy what the last snapshot still has to write, before the weights change."""
+        if self._snapshot is not None:
+            self._snapshot.copy()
+            self._snapshot = None
+
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        _refuse_unusable(rows)
-        means = (*MEANS, "reference_kl") if loss.kl else MEANS
+        _check_rows(rows)
+        optional = {"reference_kl": loss.kl > 0, "corrected_tokens": loss.correction is not None}
+        means = (*MEANS, *(name for name, wanted in optional.items() if wanted))
         sums: dict[str, float] = dict.fromkeys((*TOTALS, *means), 0.0)
-        for found in self._passes.each(rows, lambda tree: self._one_tree(tree, loss)):
+        for found in self._micro_batches.run(rows, lambda tree: self._train_tree(tree, loss)):
             for name, value in found.items():
                 sums[name] += value
         tokens = max(1.0, sums["trained_tokens"])
         return {**sums, **{name: sums[name] / tokens for name in means}}
 
-    def _one_tree(self, tree: Tree[Row], loss: LossConfig) -> dict[str, float]:
-        """Add a tree's gradient, all of it or nothing."""
-        reference_N = self._reference(tree) if loss.kl else None
-        hidden_LD = self._passes.hidden(tree)
-        # A GPU is still at work on those; moving things there waits for it.
+    def _train_tree(self, tree: PrefixTree[Row], loss: LossConfig) -> dict[str, float]:
+        """Accumulate a tree's gradient, all of it or nothing; returns sums of its metrics."""
+        reference_N = self._reference_logprobs(tree) if loss.kl else None
+        hidden_LD = self._micro_batches.hidden_states(tree)
+        # Built while a GPU still computes the hidden states; the copy to it waits for them.
         batch = Batch.of(tree).to(self._policy.device)
-        scores = self._passes.score(hidden_LD, batch, entropy_slope=bool(loss.entropy))
+        scores = self._micro_batches.score(hidden_LD, batch, entropy_grad=bool(loss.entropy))
         ratio_N = ratios(scores.logp_N, batch, loss)
-        value = total(scores, ratio_N, reference_N, batch, loss)
-        gradient = self._passes.weights.gradient(value)
+        value = total(scores, ratio_N, reference_N, batch, loss, self._custom_loss)
+        gradient = self._weights.gradient(value)
         sums = self._measure(value, scores, ratio_N, reference_N, batch, loss)
         if not math.isfinite(sums["loss"]):
-            raise TrainerError(f"the loss is {sums['loss']}: the model's logits are not finite")
-        self._passes.weights.add(gradient)
+            finite = bool(scores.logp_N.isfinite().all())
+            cause = "advantages are too large" if finite else "the model's logits are not finite"
+            raise NonFiniteUpdate(f"the loss is {sums['loss']}: {cause}")
+        self._weights.accumulate(gradient)
         return {**sums, "computed_tokens": float(tree.size)}
 
-    def _reference(self, tree: Tree[Row]) -> Tensor:
-        """Log-probabilities of the sampled tokens before training."""
-        with torch.no_grad(), self._policy.reference():
+    def _recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
+        _check_rows(rows)
+        with torch.no_grad():
+            parts = list(self._micro_batches.run(rows, self._recompute_tree))
+        known = {place: row for part in parts for place, row in part.items()}
+        return [known[id(row)] for row in rows]
+
+    def _recompute_tree(self, tree: PrefixTree[Row]) -> dict[int, Row]:
+        """The tree's rows with the log-probabilities of the current weights, by identity."""
+        batch = Batch.of(tree).to(self._policy.device)
+        scores = self._micro_batches.score(self._micro_batches.hidden_states(tree), batch)
+        values = iter(cast(list[float], scores.logp_N.tolist()))
+        return {
+            id(row): replace(
+                row,
+                segments=tuple(
+                    replace(s, old_logprobs=tuple(islice(values, len(s.logprobs))))
+                    for s in row.segments
+                ),
+            )
+            for row, _ in tree.rows
+        }
+
+    def _reference_logprobs(self, tree: PrefixTree[Row]) -> Tensor:
+        """Log-probabilities of the sampled tokens under the weights before training."""
+        with torch.no_grad(), self._policy.use_reference():
             batch = Batch.of(tree).to(self._policy.device)
-            return self._passes.score(self._passes.hidden(tree), batch).logp_N
+            return self._micro_batches.score(self._micro_batches.hidden_states(tree), batch).logp_N
 
     @torch.no_grad()
     def _measure(
         self,
         value: Tensor,
-        scores: Scores,
+        scores: PolicyScores,
         ratio_N: Tensor,
         reference_N: Tensor | None,
         batch: Batch,
         loss: LossConfig,
     ) -> dict[str, float]:
-        """Sums over the batch, fetched from the device at once."""
+        """Sums of the metrics over a batch, copied from the device in one transfer."""
         logp_N = scores.logp_N
         log_ratio_N = logp_N - batch.sampled_N
         kl_N = divergence(-log_ratio_N, torch.zeros_like(logp_N))
-        outside_N = (ratio_N < 1 - loss.clip_low) | (ratio_N > 1 + loss.clip_high)
+        low, high = loss.clip_range
+        outside_N = (ratio_N < low) | (ratio_N > high)
         sums = {
             "loss": value,
             "logprob_gap": log_ratio_N.abs().sum(),
@@ -115,33 +200,301 @@ class LocalTrainer(Trainer):
         }
         if reference_N is not None:
             sums["reference_kl"] = divergence(logp_N, reference_N).sum()
+        if loss.correction:
+            sums["corrected_tokens"] = count_corrected(logp_N, batch, loss)
         fetched = cast(list[float], torch.stack([v.double() for v in sums.values()]).tolist())
         return {**dict(zip(sums, fetched, strict=True)), "trained_tokens": float(len(logp_N))}
 
-    def _write_state(self, folder: Path) -> None:
-        self._passes.weights.save(folder)
-        (folder / STATE).write_text(json.dumps({"version": self._policy.version}))
-
     def _restore(self, folder: Path) -> None:
+        self._complete_snapshot()
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
             version = int(json.loads((folder / STATE).read_text())["version"])
-        self._passes.weights.restore(folder, version)
+        self._weights.restore(folder, version)
 
 
-def _write(folder: Path, write: Callable[[Path], None]) -> None:
-    with whole_folder(folder) as to:
-        write(to)
+class MicroBatches:
+    """Forward and backward passes of a policy over as many packed tokens as memory holds."""
+
+    def __init__(self, policy: LocalPolicy, threads: int | None) -> None:
+        self.weights = MasterWeights(policy)
+        self._policy = policy
+        self._threads = threads
+        self._max_tokens = policy.config.micro_batch_tokens or policy.micro_batch_tokens()
+
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Run long work in a worker thread, on this trainer's share of the CPU cores."""
+
+        def with_threads() -> T:
+            if self._threads:
+                torch.set_num_threads(self._threads)
+            with boundary(TrainerError, "training failed"):
+                return work()
+
+        return await to_thread.run_sync(with_threads)
+
+    def run(self, rows: Sequence[R], run_tree: Callable[[PrefixTree[R]], T]) -> Generator[T]:
+        """Pack rows into trees and yield what `run_tree` returns for each.
+
+        `run_tree` accumulates a tree's gradient wholly or not at all. On any other failure the
+        accumulated gradient is dropped: half of one is worse than none.
+        """
+        waiting: Sequence[PrefixTree[R]] = self._trees(rows)
+        try:
+            while waiting:
+                done, found = self._try_tree(waiting[0], run_tree)
+                if not done:  # pack the rest again, into smaller trees
+                    left: list[R] = [row for tree in waiting for row, _ in tree.rows]
+                    waiting = self._trees(left)
+                    continue
+                waiting = waiting[1:]
+                yield cast(T, found)
+        except BaseException:
+            self.weights.drop_gradient()
+            raise
+
+    def hidden_states(self, tree: PrefixTree[R]) -> Tensor:
+        """The last hidden state of each node."""
+        device = self._policy.device
+        if not self._policy.packs_rows:  # a single row, whose masks are the model's own affair
+            ids_1T = torch.from_numpy(tree.tokens).to(device)[None]
+            output = self._policy.body(input_ids=ids_1T, use_cache=False)
+            return cast(Tensor, output.last_hidden_state)[0]
+        if self._flash:
+            # The mask is ignored, but without one transformers would build its own.
+            shape = {"branches": tree.branches(device)}
+            mask_11LL = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        else:
+            shape, mask_11LL = {}, tree.mask(device)[None, None]
+        output = self._policy.body(
+            input_ids=torch.from_numpy(tree.tokens).to(device)[None],
+            attention_mask=mask_11LL,
+            position_ids=torch.from_numpy(tree.depth).to(device)[None],
+            use_cache=False,
+            **shape,
+        )
+        return cast(Tensor, output.last_hidden_state)[0]
+
+    def score(self, hidden_LD: Tensor, batch: Batch, *, entropy_grad: bool = False) -> PolicyScores:
+        """Score a batch's tokens; no other logits are computed."""
+        return score_tokens(
+            hidden_LD.index_select(0, batch.source_N),
+            self._policy.head,
+            batch.target_N,
+            batch.shaping,
+            entropy_grad=entropy_grad,
+        )
+
+    def _trees(self, rows: Sequence[R]) -> Sequence[PrefixTree[R]]:
+        if not self._policy.packs_rows:
+            return list(pack(rows, max_tokens=0))
+        enough = self._max_tokens if self._flash else MASKED_TREE_NODES
+        return list(pack(rows, self._max_tokens, enough=enough))
+
+    @property
+    def _flash(self) -> bool:
+        return runs_flash(self._policy.device, self._policy.dtype)
+
+    def _try_tree(
+        self, tree: PrefixTree[R], run_tree: Callable[[PrefixTree[R]], T]
+    ) -> tuple[bool, T | None]:
+        """Run one tree; if memory ran out, lower the micro-batch size and return False."""
+        try:
+            return True, run_tree(tree)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            single = len({row.tokens for row, _ in tree.rows}) == 1
+            if single or self._max_tokens <= MIN_MICRO_BATCH_TOKENS:
+                raise TrainerError(
+                    f"out of memory on a pass of {tree.size} tokens: set "
+                    "trainer.gradient_checkpointing, or lower engine.kv_tokens or the longest "
+                    f"answer; nothing was changed ({_first_line(error)})"
+                ) from error
+        # Outside the handler, whose traceback keeps the tensors alive that are to be freed.
+        self._max_tokens = max(MIN_MICRO_BATCH_TOKENS, min(self._max_tokens, tree.size) // 2)
+        logger.warning("out of memory, trainer.micro_batch_tokens is %d now", self._max_tokens)
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return False, None
 
 
-def _refuse_unusable(rows: Sequence[Row]) -> None:
+def _check_rows(rows: Sequence[Row]) -> None:
     for row in rows:
         if not row.trained_tokens:
             raise TrainerError(f"a row of rollout {row.rollout!r} has no sampled tokens")
-        for span in row.spans:
-            if not all(map(math.isfinite, (*span.logprobs, *span.advantages, span.weight))):
-                raise TrainerError(
-                    f"generation {span.generation!r} has a log-probability, advantage or weight "
-                    "that is not finite: nothing was changed"
+        for segment in row.segments:
+            numbers = *segment.logprobs, *segment.advantages, segment.weight
+            if not all(abs(number) <= LARGEST for number in numbers):  # not so for NaN
+                raise NonFiniteUpdate(
+                    f"generation {segment.generation!r} has a log-probability, advantage or weight "
+                    "that is not finite in fp32: nothing was changed"
                 )
-            if span.start < 1:
-                raise TrainerError(f"generation {span.generation!r} has no context")
+            if segment.start < 1:
+                raise TrainerError(f"generation {segment.generation!r} has no context")
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    message = "can't allocate memory"  # torch's for a CPU
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or message in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "adamw_8bit": {"step", "state1", "state2"}}
+"""State of each weight, by optimizer."""
+
+
+class MasterWeights:
+    """The trained parameters in fp32, and their optimizer state."""
+
+    def __init__(self, policy: LocalPolicy) -> None:
+        self._policy = policy
+        self._model = policy.trainable()
+        self._master = {name: _in_fp32(parameter) for name, parameter in self._model.items()}
+        self._adam = _open_optimizer(policy.config.optimizer, list(self._master.values()))
+
+    def gradient(self, loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradient of a loss without accumulating it."""
+        return torch.autograd.grad(loss, list(self._model.values()), allow_unused=True)
+
+    def accumulate(self, gradient: Sequence[Tensor | None]) -> None:
+        """Add a gradient to the accumulated one."""
+        for weight, grad in zip(self._master.values(), gradient, strict=True):
+            if grad is None:
+                continue
+            if weight.grad is None:
+                weight.grad = grad.float()
+            else:
+                weight.grad += grad
+
+    def drop_gradient(self) -> None:
+        """Clear the accumulated gradient."""
+        self._adam.zero_grad()
+
+    def step(self, adam: AdamStep) -> float:
+        """Apply the gradient and clear it; returns its norm.
+
+        Raises:
+            NonFiniteUpdate: the norm is not finite; no weight was changed.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self._master.values(), adam.max_grad_norm).item()
+        if not math.isfinite(norm):
+            self.drop_gradient()
+            raise NonFiniteUpdate(f"the gradient's norm is {norm}: nothing was changed")
+        for settings in self._adam.param_groups:
+            settings.update(
+                lr=adam.lr,
+                betas=(adam.beta1, adam.beta2),
+                eps=adam.eps,
+                weight_decay=adam.weight_decay,
+            )
+        with self._policy.update(self._policy.version + 1):
+            self._adam.step()
+            self._copy_to_model()
+        self.drop_gradient()
+        return norm
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state."""
+        for name, tensors in self.tensors().items():
+            safetensors.save_file(tensors, folder / name)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Weights and optimizer state by file; not copied."""
+        weights = {name: weight.detach() for name, weight in self._master.items()}
+        moments = {
+            # Cloned: the quantization maps of 8-bit moments are shared.
+            f"{name}/{moment}": torch.as_tensor(value).clone()
+            for name, weight in self._master.items()
+            for moment, value in self._adam.state.get(weight, {}).items()
+        }
+        return {WEIGHTS: weights, OPTIMIZER: moments}
+
+    def restore(self, folder: Path, version: int, *, optimizer: bool = True) -> None:
+        """Load what `save` wrote; without `optimizer` the weights alone, with a new optimizer.
+
+        Raises:
+            TrainerError: it does not fit the model; nothing was changed.
+        """
+        with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
+            weights = safetensors.load_file(folder / WEIGHTS)
+            moments = safetensors.load_file(folder / OPTIMIZER) if optimizer else {}
+            states: dict[str, dict[str, Tensor]] = {}
+            for key, value in moments.items():
+                name, _, moment = key.rpartition("/")
+                states.setdefault(name, {})[moment] = value.clone()
+            for state in states.values():
+                if missing := MOMENTS[self._policy.config.optimizer] - state.keys():
+                    raise TrainerError(f"{str(folder)!r} lacks {min(missing)!r} of a weight")
+        self._check_shapes(weights, folder)
+        with self._policy.update(version), torch.no_grad():
+            self._adam.state.clear()
+            self.drop_gradient()
+            for name, weight in self._master.items():
+                weight.copy_(weights[name])
+                if state := states.get(name):
+                    self._adam.state[weight] = self._load_state(state, weight.device)
+            self._copy_to_model()
+
+    def _load_state(
+        self, state: dict[str, Tensor], device: torch.device
+    ) -> dict[str, Tensor | int]:
+        loaded: dict[str, Tensor | int] = {m: v.to(device) for m, v in state.items()}
+        if self._policy.config.optimizer == "adamw_8bit":
+            loaded["step"] = int(state["step"])
+        return loaded
+
+    def start_from(self, folder: Path) -> None:
+        """Load weights of a checkpoint or a PEFT adapter, with a new optimizer."""
+        with boundary(TrainerError, f"cannot start from {str(folder)!r}"):
+            if (file := folder / WEIGHTS).is_file():
+                weights = safetensors.load_file(file)
+            else:
+                saved = safetensors.load_file(folder / "adapter_model.safetensors")
+                weights = {parameter_name(name): tensor for name, tensor in saved.items()}
+        self._check_shapes(weights, folder)
+        with self._policy.update(0), torch.no_grad():
+            for name, weight in self._master.items():
+                weight.copy_(weights[name])
+            self._copy_to_model()
+
+    def _check_shapes(self, weights: dict[str, Tensor], folder: Path) -> None:
+        found = {name: tuple(weight.shape) for name, weight in weights.items()}
+        expected = {name: tuple(weight.shape) for name, weight in self._master.items()}
+        if found == expected:
+            return
+        odd = sorted({*found.items()} ^ {*expected.items()})[0][0]
+        raise TrainerError(
+            f"the checkpoint {str(folder)!r} is of another model or other trainer settings: "
+            f"{odd!r} is {found.get(odd, 'missing')}, expected {expected.get(odd, 'none')}"
+        )
+
+    def _copy_to_model(self) -> None:
+        """Round the master weights into the parameters the model runs with."""
+        with torch.no_grad():
+            for name, parameter in self._model.items():
+                if parameter is not self._master[name]:
+                    parameter.copy_(self._master[name])
+
+
+def _open_optimizer(name: str, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "adamw":
+        # Fused: nothing is allocated in the middle of a step, so memory cannot run out there.
+        return torch.optim.AdamW(weights, lr=1.0, fused=True)
+    try:
+        library = import_module("bitsandbytes")
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.optimizer {name!r} needs bitsandbytes ({error}): pip install bitsandbytes"
+        ) from error
+    return cast(torch.optim.Optimizer, library.optim.AdamW8bit(weights, lr=1.0))
+
+
+def _in_fp32(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float32:
+        return parameter
+    return nn.Parameter(parameter.detach().float())

@@ -1,18 +1,18 @@
-"""Trains at a Tinker service: rows become datums, losses keep their names."""
+"""Trainer at a Tinker service: rows become datums, losses keep their names."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.config import AdamConfig, LossConfig
-from whet.durable import whole_folder
-from whet.errors import TrainerError, boundary
-from whet.policies.tinker import Datum, Floats, TinkerPolicy
-from whet.protocols import Trainer
+from whet.config import AdamStep, LossConfig
+from whet.errors import NonFiniteUpdate, TrainerError, boundary
+from whet.io.files import atomic_folder
+from whet.models.tinker import Floats, TinkerDatum, TinkerPolicy
+from whet.protocols import TrainingBackend
 from whet.types import Metrics, Row
 
 STATE = "state.json"
@@ -20,46 +20,66 @@ NOTHING = {"loss": 0.0, "trained_tokens": 0.0}
 CLIPPED = ("ppo", "cispo", "gspo")
 
 
-class TinkerTrainer(Trainer):
-    """What a row weighs is in its advantages, since the service's losses are plain sums."""
+class TinkerTrainer(TrainingBackend):
+    """Trains at a Tinker service; token weights are folded into the advantages."""
 
     def __init__(self, policy: TinkerPolicy) -> None:
         self._policy = policy
         self._published: int | None = None
-        """The edition of the weights that are sampled from."""
+        """Revision of the weights that are served."""
         self._states: dict[Path, str] = {}
-        """Where the service keeps what our checkpoints stand for."""
+        """Path at the service of each local checkpoint folder."""
+        self._replaced: list[str | None] = []
+        """Paths of checkpoints whose folder was written over."""
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         for row in rows:
-            _refuse_unusable(row)
+            _check_row(row)
         if not rows:
             return NOTHING
         data = [_datum(row, loss) for row in rows]
         logprobs, value = await self._policy.forward_backward(data, loss.name, _settings(loss))
-        return {"loss": value, **self._measured(rows, logprobs, loss)}
+        return {"loss": value, **self._metrics(rows, logprobs, loss)}
 
-    async def optim_step(self, adam: AdamConfig) -> Metrics:
+    async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
+        raise TrainerError("loss.old_logprobs 'recomputed' needs trainer.kind 'local'")
+
+    async def optim_step(self, adam: AdamStep) -> Metrics:
         found = await self._policy.optim_step(adam)
-        named = {name.split(":")[0]: value for name, value in found.items()}
-        return {**named, "learning_rate": adam.lr}
+        metrics = {name.split(":")[0]: value for name, value in found.items()}
+        return {**metrics, "learning_rate": adam.lr}
 
     async def publish(self) -> int:
-        if self._published != self._policy.edition:
+        if self._published != self._policy.revision:
             await self._policy.publish()
-            self._published = self._policy.edition
+            self._published = self._policy.revision
         return self._policy.version
 
-    async def save(self, folder: Path) -> None:
+    async def snapshot(self) -> Callable[[Path], None]:
+        await self._delete_states()
         path = await self._policy.save()
-        state = {"path": path, "version": self._policy.version}
-        with whole_folder(folder) as to:
-            _write(to, state)
-        before, self._states[folder] = self._states.get(folder), path
+        state: dict[str, str | int] = {"path": path, "version": self._policy.version}
+
+        def write(folder: Path) -> None:
+            with atomic_folder(folder) as to:
+                _write(to, state)
+            self._replaced.append(self._states.get(folder))
+            self._states[folder] = path
+
+        return write
+
+    async def save(self, folder: Path) -> None:
+        write = await self.snapshot()
+        write(folder)
+        await self._delete_states()
+
+    async def _delete_states(self) -> None:
+        """Delete the states whose checkpoint folder is gone or was written over."""
         gone = [known for known in self._states if not known.exists()]
-        for old in [before, *map(self._states.pop, gone)]:
+        replaced, self._replaced = self._replaced, []
+        for old in [*replaced, *map(self._states.pop, gone)]:
             if old is not None:
-                await self._policy.forget(old)
+                await self._policy.delete(old)
 
     async def restore(self, folder: Path) -> None:
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
@@ -70,18 +90,19 @@ class TinkerTrainer(Trainer):
 
     async def export(self, folder: Path) -> None:
         files = await self._policy.export()
-        with whole_folder(folder) as to:
+        with atomic_folder(folder) as to:
             _write_files(to, files)
 
-    def _measured(self, rows: Sequence[Row], logprobs: list[Floats], loss: LossConfig) -> Metrics:
+    def _metrics(self, rows: Sequence[Row], logprobs: list[Floats], loss: LossConfig) -> Metrics:
         """Means over trained tokens; the entropy is estimated from what was sampled."""
-        spans = [(lp, s) for row, lp in zip(rows, logprobs, strict=True) for s in row.spans]
-        now = np.concatenate([lp[s.start - 1 : s.end - 1] for lp, s in spans])
-        sampled = np.concatenate([np.asarray(s.logprobs, np.float32) for _, s in spans])
+        segments = [(lp, s) for row, lp in zip(rows, logprobs, strict=True) for s in row.segments]
+        now = np.concatenate([lp[s.start - 1 : s.end - 1] for lp, s in segments])
+        sampled = np.concatenate([np.asarray(s.logprobs, np.float32) for _, s in segments])
         gap = now - sampled
         ratio = np.exp(np.clip(gap, None, 20.0))
-        outside = (ratio < 1 - loss.clip_low) | (ratio > 1 + loss.clip_high)
-        ages = [self._policy.version - version for _, s in spans for version in s.versions]
+        low, high = loss.clip_range
+        outside = (ratio < low) | (ratio > high)
+        ages = [self._policy.version - version for _, s in segments for version in s.versions]
         return {
             "trained_tokens": float(len(now)),
             "logprob_gap": float(np.abs(gap).mean()),
@@ -92,13 +113,13 @@ class TinkerTrainer(Trainer):
         }
 
 
-def _datum(row: Row, loss: LossConfig) -> Datum:
+def _datum(row: Row, loss: LossConfig) -> TinkerDatum:
     length = len(row.tokens) - 1
     sampled, credit, counted = (np.zeros(length, np.float32) for _ in range(3))
-    for span in row.spans:
-        where = slice(span.start - 1, span.end - 1)
-        sampled[where] = span.logprobs
-        credit[where] = np.asarray(span.advantages, np.float32) * span.weight
+    for segment in row.segments:
+        where = slice(segment.start - 1, segment.end - 1)
+        sampled[where] = segment.logprobs
+        credit[where] = np.asarray(segment.advantages, np.float32) * segment.weight
         counted[where] = 1.0
     inputs: dict[str, Floats | NDArray[np.int64]] = {"target_tokens": np.array(row.tokens[1:])}
     if loss.name == "cross_entropy":
@@ -107,28 +128,29 @@ def _datum(row: Row, loss: LossConfig) -> Datum:
         inputs |= {"logprobs": sampled, "advantages": credit}
     if loss.name == "gspo":
         inputs["sequence_ratio_mask"] = counted
-    return Datum(row.tokens[:-1], inputs)
+    return TinkerDatum(row.tokens[:-1], inputs)
 
 
 def _settings(loss: LossConfig) -> dict[str, float]:
-    """Thresholds are always sent: servers differ in what they take without."""
+    """Return the loss settings; thresholds are always sent, since servers' defaults differ."""
     if loss.name not in CLIPPED:
         return {}
-    return {
-        "clip_low_threshold": 1 - loss.clip_low,
-        "clip_high_threshold": 1 + loss.clip_high,
-    }
+    low, high = loss.clip_range
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
 
 
-def _refuse_unusable(row: Row) -> None:
-    for span in row.spans:
-        if not all(map(math.isfinite, (*span.logprobs, *span.advantages, span.weight))):
-            raise TrainerError(f"generation {span.generation!r} has numbers that are not finite")
-        if (span.temperature, span.top_p, span.top_k) != (1.0, 1.0, 0):
+def _check_row(row: Row) -> None:
+    for segment in row.segments:
+        if not all(map(math.isfinite, (*segment.logprobs, *segment.advantages, segment.weight))):
+            raise NonFiniteUpdate(
+                f"generation {segment.generation!r} has numbers that are not finite"
+            )
+        if (segment.temperature, segment.top_p, segment.top_k) != (1.0, 1.0, 0):
             raise TrainerError(
-                f"generation {span.generation!r} was sampled at temperature {span.temperature}, "
-                f"top_p {span.top_p}, top_k {span.top_k}; the Tinker service scores tokens at 1, 1 "
-                "and 0: have the agent ask for nothing else, or set runner.temperature to 1"
+                f"generation {segment.generation!r} was sampled at temperature "
+                f"{segment.temperature}, top_p {segment.top_p}, top_k {segment.top_k}; the Tinker "
+                "service scores tokens at 1, 1 and 0: have the agent ask for nothing else, or "
+                "set runner.temperature to 1"
             )
 
 

@@ -1,50 +1,47 @@
-"""The nouns: one word, one meaning. Everything that is stored or crosses a part is defined here.
+"""The nouns: one word, one meaning. Every value that is stored or crosses parts is defined here.
 
-    task          what the user's dataset holds; any JSON
+    task          an item of the user's dataset; any JSON
     rollout       a task to run, in a group, with a mode and limits
     attempt       one execution of a rollout, under a lease
     call          one model request of an attempt
     generation    the exact tokens a call sampled, with log-probabilities and policy versions
-    span          an OpenTelemetry record of what an agent or its framework did
-    reward        a number an agent gave, with a key and a target
-    trajectory    an attempt read back for learning
-    row           one token sequence with its sampled spans and their credit: all a trainer sees
-    policy        a set of weights with a version
-    resource      a named JSON value with a version, given to agents
-    run           a name in a store; what belongs to one is not seen by another
+    span          an OpenTelemetry record of an agent or its framework
+    reward        a number emitted for an attempt, with a key and a target
+    trajectory    a succeeded attempt with its calls and rewards, read back for training
+    row           one token sequence with its sampled segments and their advantages: a trainer's
+                  only input
+    policy        a named set of weights with a version
+    resource      a named JSON value with a version, passed to agents
+    run           a namespace in a store, isolated from other runs
 
-Values are frozen, refuse unknown fields, and check themselves.
+Values are frozen, reject unknown fields, and validate themselves.
 """
 
-from whet.types.gateways import GATEWAY_PREFIX, GatewayAddress, gateways_in
-from whet.types.given import AttemptedRollout, PromptTemplate
-from whet.types.learned import (
-    Credit,
-    Group,
-    Metrics,
-    Row,
-    SampledSpan,
-    StepRecord,
-    Trajectory,
-)
-from whet.types.sampled import (
+from whet.types.calls import (
     Call,
     Fork,
     Generation,
     Origin,
-    Piece,
     Sampling,
     StopReason,
+    TokenChunk,
     digest_tokens,
-    join_pieces,
+    join_chunks,
     pack_tokens,
 )
-from whet.types.spans import Span, SpanEvent
-from whet.types.work import (
-    BLAMELESS,
-    MOVES,
-    RETRIED,
+from whet.types.resources import (
+    GATEWAY_PREFIX,
+    TRAINER,
+    AttemptedRollout,
+    GatewayAddress,
+    PromptTemplate,
+    find_gateways,
+)
+from whet.types.rollouts import (
+    NO_FAULT,
+    RETRYABLE,
     TERMINAL,
+    TRANSITIONS,
     Attempt,
     AttemptId,
     AttemptRecord,
@@ -68,13 +65,26 @@ from whet.types.work import (
     Value,
     WorkerRecord,
 )
+from whet.types.spans import Span, SpanEvent
+from whet.types.training import (
+    LENGTH_PENALTY,
+    Credit,
+    Group,
+    Metrics,
+    Row,
+    SampledSegment,
+    StepRecord,
+    Trajectory,
+)
 
 __all__ = [
-    "BLAMELESS",
     "GATEWAY_PREFIX",
-    "MOVES",
-    "RETRIED",
+    "LENGTH_PENALTY",
+    "NO_FAULT",
+    "RETRYABLE",
     "TERMINAL",
+    "TRAINER",
+    "TRANSITIONS",
     "Attempt",
     "AttemptId",
     "AttemptRecord",
@@ -95,7 +105,6 @@ __all__ = [
     "Name",
     "Origin",
     "Outcome",
-    "Piece",
     "PromptTemplate",
     "Resource",
     "Reward",
@@ -104,7 +113,7 @@ __all__ = [
     "RolloutRecord",
     "Row",
     "RunSize",
-    "SampledSpan",
+    "SampledSegment",
     "Sampling",
     "SamplingOverride",
     "Span",
@@ -113,11 +122,12 @@ __all__ = [
     "StepRecord",
     "StopReason",
     "Target",
+    "TokenChunk",
     "Trajectory",
     "Value",
     "WorkerRecord",
     "digest_tokens",
-    "gateways_in",
-    "join_pieces",
+    "find_gateways",
+    "join_chunks",
     "pack_tokens",
 ]

@@ -1,20 +1,20 @@
-"""What agents and their frameworks tell of their own work, in OpenTelemetry's terms."""
+"""OpenTelemetry spans that agents and their frameworks report."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from whet.types.work import Value
+from whet.types.rollouts import Value
 
 TraceId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 SpanId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Nanoseconds = Annotated[int, Field(ge=0, lt=2**63)]
-"""Since the epoch."""
+"""Nanoseconds since the epoch."""
 Attributes = dict[str, JsonValue]
 
 
 class SpanEvent(Value):
-    """Something that happened while a span was open."""
+    """An event within a span."""
 
     name: str
     time: Nanoseconds
@@ -22,7 +22,7 @@ class SpanEvent(Value):
 
 
 class Span(Value):
-    """One piece of an attempt's work. Its two ids tell it from every other: twice is once."""
+    """An OpenTelemetry span of an attempt, identified by its two ids: ingesting twice keeps one."""
 
     trace_id: TraceId
     span_id: SpanId
@@ -33,11 +33,11 @@ class Span(Value):
     end: Nanoseconds
     status: Literal["unset", "ok", "error"] = "unset"
     message: str = ""
-    """Why, of one that ended in an error."""
+    """Description of the error, if the status is `error`."""
     attributes: Attributes = Field(default_factory=Attributes)
-    """As they came: `gen_ai.*` keeps the names of the conventions."""
+    """Attributes as received; `gen_ai.*` keeps the names of the semantic conventions."""
     events: tuple[SpanEvent, ...] = ()
     scope: str = ""
-    """The instrumentation that made it."""
+    """Name of the instrumentation scope."""
     resource: Attributes = Field(default_factory=Attributes)
-    """The process it came from."""
+    """Attributes of the OpenTelemetry resource, the process that emitted it."""

@@ -6,28 +6,35 @@ from typing import Annotated, Literal, Required
 from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
-from whet.gateway.calls import Ask, Prompt
-from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
-from whet.gateway.dialects.chat_reply import ChatReply
-from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
-from whet.gateway.dialects.parts import (
-    MOST_TOOLS,
+from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
+from whet.gateway.dialects.openai import (
+    DONE,
+    MAX_TOOLS,
     AnyJson,
     Count,
     Lenient,
-    Off,
     One,
-    Sampled,
-    Stops,
+    SamplingFields,
+    StopStrings,
+    TopLogprobs,
     Wire,
-    openai_error,
-    sse,
-    text_of,
-    tool,
+    Zero,
+    build_tool,
+    format_error,
+    format_error_event,
+    format_event,
+    format_logprobs,
+    format_usage,
+    parse_body,
+    read_text,
 )
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, Role, ToolCall
-from whet.gateway.template import ChatTemplate
+from whet.gateway.requests import CompletedCall, ModelRequest, PreparedCall
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.constraint import ANY_OBJECT, Constraint, Schema, build_constraint
+from whet.gateway.templates.detokenize import Delta
+from whet.types import Generation, TokenChunk
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -51,9 +58,9 @@ class _ToolCall(Lenient):
 
 @with_config(Lenient.model_config)
 class ChatMessage(TypedDict, total=False):
-    """A message as Chat Completions writes it.
+    """A message of Chat Completions.
 
-    A dictionary, since each request brings all messages before it again: a model for each of them
+    A dictionary, since each request repeats all messages before it: a model for each of them
     would take half as long again.
     """
 
@@ -65,14 +72,15 @@ class ChatMessage(TypedDict, total=False):
     reasoning_content: AnyJson
 
 
-def canonical(message: ChatMessage, index: int) -> Message:
-    """A message in canonical form. Raises RequestError that names the part we cannot take."""
+def to_canonical(message: ChatMessage, index: int) -> Message:
+    """Convert a message to canonical form. Raises RequestError that names an invalid part."""
     role, content = ROLES[message["role"]], message.get("content")
-    if isinstance(content, str) and len(message) == 2:  # as most are
+    if isinstance(content, str) and len(message) == 2:  # the common case
         return Message(role, content)
     if not isinstance(content, str):
         kinds = ("text", "refusal") if role == "assistant" else ("text",)
-        content = text_of(content, f"messages.{index}.content", kinds)
+        images = ("image_url",) if role == "tool" else ()
+        content = read_text(content, f"messages.{index}.content", kinds, images=images)
     calls = message.get("tool_calls") or ()
     thought = message.get("reasoning") or message.get("reasoning_content")
     return Message(
@@ -96,19 +104,19 @@ class _ToolFunction(Lenient):
 
 
 class ChatTool(Lenient):
-    """A tool as Chat Completions writes it."""
+    """A tool of Chat Completions."""
 
     type: Literal["function"]
     function: _ToolFunction
 
-    def canonical(self) -> Json:
-        """As templates see it."""
+    def to_canonical(self) -> Json:
+        """Convert to the form that templates use."""
         function = self.function
-        return tool(function.name, function.description, function.parameters, function.more)
+        return build_tool(function.name, function.description, function.parameters, function.more)
 
 
 class StreamOptions(Wire):
-    """What a stream carries besides text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: AnyJson = None
@@ -143,12 +151,12 @@ class _NamedChoice(Wire):
     function: _Named
 
 
-class ChatRequest(Sampled):
-    """What we honour. A field that is missing here, or a value outside its type, is a 400."""
+class ChatRequest(SamplingFields):
+    """The supported fields; any other field, or a value outside its type, is a 400."""
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MOST_TOOLS, strict=False)] = ()
+    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MAX_TOOLS, strict=False)] = ()
     tool_choice: Literal["auto", "none", "required"] | _NamedChoice = "auto"
     parallel_tool_calls: bool = True
     stream: bool = False
@@ -156,7 +164,7 @@ class ChatRequest(Sampled):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    stop: str | Stops | None = None
+    stop: str | StopStrings | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
@@ -164,10 +172,10 @@ class ChatRequest(Sampled):
     response_format: Annotated[
         _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
-    # Taken only where they change nothing.
-    frequency_penalty: Off | None = None
-    presence_penalty: Off | None = None
-    min_p: Off | None = None
+    # Accepted only with values that change nothing.
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    min_p: Zero | None = None
     repetition_penalty: One | None = None
     logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -176,10 +184,10 @@ class ChatRequest(Sampled):
     ignore_eos: Literal[False] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
-    # Hints without a promise: the model has no such dial.
+    # Hints, ignored: the model has no such setting.
     reasoning_effort: AnyJson = None
     verbosity: AnyJson = None
-    # Said for the provider's bookkeeping; they change nothing a model could see.
+    # The provider's bookkeeping, ignored: nothing that a model sees.
     user: AnyJson = None
     metadata: AnyJson = None
     store: AnyJson = None
@@ -193,12 +201,12 @@ class ChatRequest(Sampled):
     request_id: AnyJson = None
     session_id: AnyJson = None
 
-    def ask(self, graph: Graph) -> Ask:
-        tools = tuple([each.canonical() for each in self.tools])
-        return Ask(
-            messages=tuple([canonical(m, index) for index, m in enumerate(self.messages)]),
+    def to_model_request(self, graph: Graph) -> ModelRequest:
+        tools = tuple([each.to_canonical() for each in self.tools])
+        return ModelRequest(
+            messages=tuple([to_canonical(m, index) for index, m in enumerate(self.messages)]),
             tools=tools,
-            sampling=self.sampling(
+            sampling=self.to_sampling(
                 max_tokens=self.max_completion_tokens or self.max_tokens,
                 stop=self.stop,
                 seed=self.seed,
@@ -213,24 +221,21 @@ class ChatRequest(Sampled):
 
     def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
         if not isinstance(self.tool_choice, str):
-            return constraint(tools, named=self.tool_choice.function.name)
+            return build_constraint(tools, tool_name=self.tool_choice.function.name)
+        if self.response_format is None and self.tool_choice != "required":
+            return None  # the common case
         schema: Schema | None = None
-        match self.response_format:
-            case None:  # most have none, and to tell the others apart takes its time
-                pass
-            case _ObjectFormat():
-                schema = ANY_OBJECT
-            case _SchemaFormat():
-                schema = self.response_format.json_schema.definition or ANY_OBJECT
-            case _TextFormat():
-                pass
-        return constraint(
-            tools, choice=self.tool_choice, schema=schema, several=self.parallel_tool_calls
+        if isinstance(self.response_format, _ObjectFormat):
+            schema = ANY_OBJECT
+        elif isinstance(self.response_format, _SchemaFormat):
+            schema = self.response_format.json_schema.definition or ANY_OBJECT
+        return build_constraint(
+            tools, choice=self.tool_choice, schema=schema, parallel=self.parallel_tool_calls
         )
 
-    def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
+    def build_reply(self, call: PreparedCall, template: ChatTemplate) -> Reply:
         return ChatReply(
-            prompt,
+            call,
             template,
             model=self.model,
             logprobs=self.logprobs,
@@ -239,17 +244,161 @@ class ChatRequest(Sampled):
         )
 
 
+# ------------------------------------------------------------------- replies
+
+
+class ChatReply(Reply):
+    """A chat completion, or its chunks."""
+
+    def __init__(
+        self,
+        call: PreparedCall,
+        template: ChatTemplate,
+        *,
+        model: str,
+        logprobs: bool,
+        token_ids: bool,
+        usage: bool,
+    ) -> None:
+        self._call = call
+        self._template = template
+        self._wants_logprobs = logprobs
+        self._wants_ids = token_ids
+        self._wants_usage = usage
+        self._head: Json = {
+            "id": f"chatcmpl-{call.id}",
+            "object": "chat.completion",
+            "created": int(call.created),
+            "model": model,
+        }
+        self._begun: set[int] = set()
+        """Choices of which a delta was sent."""
+
+    def body(self, completed: CompletedCall) -> Json:
+        choices: list[JsonValue] = []
+        for index, generation in enumerate(completed.call.generations):
+            message, top = completed.messages[index], completed.tops[index]
+            choice: Json = {
+                "index": index,
+                "message": _format_message(message),
+                "finish_reason": _finish_reason(generation, message),
+                "logprobs": self._format_logprobs(generation.tokens, generation.logprobs, top),
+            }
+            if self._wants_ids:
+                choice["token_ids"] = list(generation.tokens)
+            choices.append(choice)
+        reply: Json = {**self._head, "choices": choices, "usage": format_usage(completed.call)}
+        if self._wants_ids:
+            reply["prompt_token_ids"] = list(self._call.tokens)
+        return reply
+
+    # ------------------------------------------------------------- streamed
+
+    def first_events(self) -> bytes:
+        if not self._wants_ids:
+            return b""
+        choices: list[JsonValue] = [
+            {"index": index, "delta": self._format_delta(index), "finish_reason": None}
+            for index in range(self._call.request.n)
+        ]
+        return self._event(choices, prompt_token_ids=list(self._call.tokens))
+
+    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
+        if not any(delta) and not self._wants_ids and not self._wants_logprobs:
+            return b""
+        choice: Json = {
+            "index": index,
+            "delta": self._format_delta(index, delta),
+            "logprobs": self._format_logprobs(chunk.tokens, chunk.logprobs, chunk.top),
+            "finish_reason": None,
+        }
+        if self._wants_ids:
+            choice["token_ids"] = list(chunk.tokens)
+        return self._event([choice])
+
+    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+        events = b""
+        for index, generation in enumerate(completed.call.generations):
+            message = completed.messages[index]
+            delta = self._format_delta(index, rest[index])
+            if message.tool_calls:
+                calls = _format_calls(message)
+                delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
+                events += self._event([{"index": index, "delta": delta, "finish_reason": None}])
+                delta = {}
+            reason = _finish_reason(generation, message)
+            # The last text comes with the finish reason, as from vLLM.
+            events += self._event([{"index": index, "delta": delta, "finish_reason": reason}])
+        if self._wants_usage:
+            events += self._event([], usage=format_usage(completed.call))
+        return events + DONE
+
+    def _event(self, choices: list[JsonValue], **more: JsonValue) -> bytes:
+        chunk: Json = {"object": "chat.completion.chunk", "choices": choices}
+        return format_event(self._head | chunk | more)
+
+    def _format_delta(self, index: int, delta: Delta | None = None) -> Json:
+        """Format the delta of a choice; the first one carries the role."""
+        wire: Json = {}
+        if index not in self._begun:
+            self._begun.add(index)
+            wire = {"role": "assistant", "content": ""}
+        if delta is not None and delta.reasoning:
+            wire |= _format_reasoning(delta.reasoning)
+        if delta is not None and delta.content:
+            wire["content"] = delta.content
+        return wire
+
+    def _format_logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
+    ) -> Json | None:
+        if not self._wants_logprobs:
+            return None
+        content = format_logprobs(self._template, tokens, logprobs, tops)
+        return {"content": content, "refusal": None}
+
+
+def _format_reasoning(text: str) -> Json:
+    """Use both common names: vLLM writes `reasoning`, most agents read `reasoning_content`."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _format_message(message: Message) -> Json:
+    wire: Json = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        wire |= _format_reasoning(message.reasoning)
+    if message.tool_calls:
+        wire["content"] = message.content or None
+        wire["tool_calls"] = [*_format_calls(message)]
+    return wire
+
+
+def _format_calls(message: Message) -> list[Json]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in message.tool_calls
+    ]
+
+
+def _finish_reason(generation: Generation, message: Message) -> str:
+    return "tool_calls" if message.tool_calls else generation.stop
+
+
 class ChatDialect(Dialect):
     """`/v1/chat/completions`."""
 
     name = "chat"
     path = "/chat/completions"
 
-    def parse(self, body: bytes) -> Asked:
-        return validate(ChatRequest, body)
+    def parse(self, body: bytes) -> ParsedRequest:
+        return parse_body(ChatRequest, body)
 
-    def error(self, told: Told) -> Json:
-        return openai_error(told)
+    def error(self, error: WireError) -> Json:
+        return format_error(error)
 
-    def error_event(self, told: Told) -> bytes:
-        return sse(openai_error(told))
+    def error_event(self, error: WireError) -> bytes:
+        return format_error_event(error)

@@ -6,39 +6,38 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
-from whet.gateway.calls import Ask, Prompt
 from whet.gateway.dialects.chat import StreamOptions
-from whet.gateway.dialects.chunks import DONE, Chunks
-from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Said, Told, validate
-from whet.gateway.dialects.logprobs import FLOOR, Tops
-from whet.gateway.dialects.parts import (
+from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
+from whet.gateway.dialects.openai import (
+    DONE,
+    MIN_LOGPROB,
     AnyJson,
-    Off,
     One,
-    Sampled,
-    Stops,
-    openai_error,
-    openai_usage,
-    sse,
+    SamplingFields,
+    StopStrings,
+    TopLogprobs,
+    Zero,
+    find_stop_string,
+    format_error,
+    format_error_event,
+    format_event,
+    format_usage,
+    parse_body,
 )
-from whet.gateway.dialects.stops import matched_stop
 from whet.gateway.graph import Graph
-from whet.gateway.messages import Message
-from whet.gateway.template import ChatTemplate
-from whet.gateway.text import Delta
-from whet.types import Call, Generation, Piece
+from whet.gateway.requests import CompletedCall, ModelRequest, PreparedCall
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.detokenize import Delta
+from whet.types import Generation, TokenChunk
 
 DEFAULT_MAX_TOKENS = 16
-"""The format's own."""
-
-KIND = "text_completion"
-"""What replies and their events call themselves."""
+"""Default of the format."""
 
 
-class CompletionRequest(Sampled):
-    """What we honour. A field that is missing here, or a value outside its type, is a 400.
+class CompletionRequest(SamplingFields):
+    """The supported fields; any other field, or a value outside its type, is a 400.
 
-    Text is encoded as it is: no token is put before it that it does not spell.
+    Text is encoded as it is: no special token is added.
     """
 
     model: str
@@ -47,34 +46,34 @@ class CompletionRequest(Sampled):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] = DEFAULT_MAX_TOKENS
-    stop: str | Stops | None = None
+    stop: str | StopStrings | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
-    # Taken only where they change nothing.
+    # Accepted only with values that change nothing.
     echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     suffix: Literal[""] | None = None
-    frequency_penalty: Off | None = None
-    presence_penalty: Off | None = None
-    min_p: Off | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    min_p: Zero | None = None
     repetition_penalty: One | None = None
     logit_bias: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
     skip_special_tokens: Literal[True] | None = None
     ignore_eos: Literal[False] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
-    # Said for the provider's bookkeeping; they change nothing a model could see.
+    # The provider's bookkeeping, ignored: nothing that a model sees.
     user: AnyJson = None
     cache_salt: AnyJson = None
     priority: AnyJson = None
     request_id: AnyJson = None
     session_id: AnyJson = None
 
-    def ask(self, graph: Graph) -> Ask:
-        return Ask(
-            raw=_one_prompt(self.prompt),
-            sampling=self.sampling(
+    def to_model_request(self, graph: Graph) -> ModelRequest:
+        return ModelRequest(
+            raw=_read_prompt(self.prompt),
+            sampling=self.to_sampling(
                 max_tokens=self.max_tokens,
                 stop=self.stop,
                 seed=self.seed,
@@ -84,9 +83,9 @@ class CompletionRequest(Sampled):
             stream=self.stream,
         )
 
-    def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
+    def build_reply(self, call: PreparedCall, template: ChatTemplate) -> Reply:
         return CompletionReply(
-            prompt,
+            call,
             template,
             model=self.model,
             logprobs=self.logprobs is not None,
@@ -95,8 +94,8 @@ class CompletionRequest(Sampled):
         )
 
 
-def _one_prompt(prompt: JsonValue) -> str | tuple[int, ...]:
-    """The one prompt of a request, which may stand in a list of its own."""
+def _read_prompt(prompt: JsonValue) -> str | tuple[int, ...]:
+    """Return the prompt of a request, which may be the only one of a list."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
@@ -104,7 +103,7 @@ def _one_prompt(prompt: JsonValue) -> str | tuple[int, ...]:
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("prompt: expected text or token ids")
     if all(isinstance(each, (str, list)) for each in prompt):
-        raise RequestError(f"prompt: one prompt a request, found {len(prompt)}")
+        raise RequestError(f"prompt: expected one prompt per request, found {len(prompt)}")
     ids = tuple(id for id in prompt if type(id) is int and 0 <= id < 2**31)
     if len(ids) < len(prompt):
         raise RequestError("prompt: expected text or token ids")
@@ -116,7 +115,7 @@ class CompletionReply(Reply):
 
     def __init__(
         self,
-        prompt: Prompt,
+        call: PreparedCall,
         template: ChatTemplate,
         *,
         model: str,
@@ -124,66 +123,64 @@ class CompletionReply(Reply):
         token_ids: bool,
         usage: bool,
     ) -> None:
-        self._prompt = prompt
+        self._call = call
         self._template = template
-        self._model = model
         self._wants_logprobs = logprobs
         self._wants_ids = token_ids
-        self.shows_tokens = logprobs or token_ids
         self._wants_usage = usage
-        self._id = f"cmpl-{prompt.call}"
-        self._created = int(prompt.created)
-        self._chunks = Chunks(KIND, self._id, self._created, model)
-        self._offsets = [0] * prompt.ask.n
+        self._head: Json = {
+            "id": f"cmpl-{call.id}",
+            "object": "text_completion",
+            "created": int(call.created),
+            "model": model,
+        }
+        self._offsets = [0] * call.request.n
+        """Characters of each choice so far."""
 
-    def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
+    def body(self, completed: CompletedCall) -> Json:
         choices: list[JsonValue] = []
-        for index, generation in enumerate(call.generations):
-            choice = self._choice(index, messages[index].content, self._end(generation))
-            choice["logprobs"] = self._logprobs(
-                index, generation.tokens, generation.logprobs, tops[index]
-            )
+        for index, generation in enumerate(completed.call.generations):
+            text, top = completed.messages[index].content, completed.tops[index]
+            choice = self._choice(index, text, self._end(generation))
+            choice["logprobs"] = self._logprobs(index, generation.tokens, generation.logprobs, top)
             if self._wants_ids:
                 choice["token_ids"] = list(generation.tokens)
-                choice["prompt_token_ids"] = list(self._prompt.tokens)
+                choice["prompt_token_ids"] = list(self._call.tokens)
             choices.append(choice)
-        return {
-            "id": self._id,
-            "object": KIND,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": openai_usage(call),
-        }
+        return {**self._head, "choices": choices, "usage": format_usage(completed.call)}
 
-    def first(self) -> bytes:
+    def first_events(self) -> bytes:
         if not self._wants_ids:
             return b""
-        prompt: JsonValue = list(self._prompt.tokens)
-        choices: list[JsonValue] = [
-            self._choice(index, "", {}) | {"prompt_token_ids": prompt, "token_ids": []}
-            for index in range(self._prompt.ask.n)
-        ]
-        return self._chunks.event(choices)
+        prompt: JsonValue = list(self._call.tokens)
+        return self._event(
+            [
+                self._choice(index, "", {}) | {"prompt_token_ids": prompt, "token_ids": []}
+                for index in range(self._call.request.n)
+            ]
+        )
 
-    def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
+    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
         choice = self._choice(index, delta.content, {})
-        choice["logprobs"] = self._logprobs(index, piece.tokens, piece.logprobs, piece.top)
+        choice["logprobs"] = self._logprobs(index, chunk.tokens, chunk.logprobs, chunk.top)
         if self._wants_ids:
-            choice["token_ids"] = list(piece.tokens)
+            choice["token_ids"] = list(chunk.tokens)
         elif not delta.content and not self._wants_logprobs:
             return b""
-        return self._chunks.event([choice])
+        return self._event([choice])
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
+    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
         events = [
-            self._chunks.event([self._choice(index, rest[index].content, self._end(generation))])
-            for index, generation in enumerate(call.generations)
+            self._event([self._choice(index, rest[index].content, self._end(generation))])
+            for index, generation in enumerate(completed.call.generations)
         ]
         if self._wants_usage:
-            events.append(self._chunks.event([], {"usage": openai_usage(call)}))
-        events.append(DONE)
-        return b"".join(events)
+            events.append(self._event([], usage=format_usage(completed.call)))
+        return b"".join(events) + DONE
+
+    def _event(self, choices: Sequence[Json], **more: JsonValue) -> bytes:
+        chunk: Json = {"choices": [*choices]}
+        return format_event(self._head | chunk | more)
 
     def _choice(self, index: int, text: str, end: Json) -> Json:
         return {
@@ -197,11 +194,11 @@ class CompletionReply(Reply):
     def _end(self, generation: Generation) -> Json:
         return {
             "finish_reason": generation.stop,
-            "stop_reason": matched_stop(generation, self._template),
+            "stop_reason": find_stop_string(generation, self._template),
         }
 
     def _logprobs(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: Tops
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
     ) -> Json | None:
         if not self._wants_logprobs:
             return None
@@ -211,11 +208,12 @@ class CompletionReply(Reply):
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
         likeliest: list[JsonValue] = [
-            {self._template.token_text(id): max(value, FLOOR) for id, value in top} for top in tops
+            {self._template.token_text(id): max(value, MIN_LOGPROB) for id, value in top}
+            for top in tops
         ]
         return {
             "tokens": [*texts],
-            "token_logprobs": [max(value, FLOOR) for value in logprobs],
+            "token_logprobs": [max(value, MIN_LOGPROB) for value in logprobs],
             "top_logprobs": likeliest or [{} for _ in texts],
             "text_offset": offsets,
         }
@@ -227,11 +225,11 @@ class CompletionsDialect(Dialect):
     name = "completions"
     path = "/completions"
 
-    def parse(self, body: bytes) -> Asked:
-        return validate(CompletionRequest, body)
+    def parse(self, body: bytes) -> ParsedRequest:
+        return parse_body(CompletionRequest, body)
 
-    def error(self, told: Told) -> Json:
-        return openai_error(told)
+    def error(self, error: WireError) -> Json:
+        return format_error(error)
 
-    def error_event(self, told: Told) -> bytes:
-        return sse(openai_error(told))
+    def error_event(self, error: WireError) -> bytes:
+        return format_error_event(error)

@@ -1,35 +1,26 @@
-"""The seam between the gateway and a wire format: one class a format, everything else generic."""
+"""Protocols of a wire format: one class for each format, everything else is generic."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import JsonValue
 
 from whet.errors import RequestError
-from whet.gateway import strictjson
-from whet.gateway.calls import Ask, Prompt
 from whet.gateway.graph import Graph
-from whet.gateway.messages import Message
-from whet.gateway.template import ChatTemplate
-from whet.gateway.text import Delta
-from whet.types import Call, Piece
+from whet.gateway.requests import CompletedCall, ModelRequest, PreparedCall
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.detokenize import Delta
+from whet.types import TokenChunk
 
 Json = dict[str, JsonValue]
-T = TypeVar("T", bound=BaseModel)
-
-Said = Delta | Message
-"""Text and reasoning: some of a message, or all of it."""
 
 
 class ThreadUnsupported(RequestError):
-    """A thread kept by the server was asked for; the client sends its whole history instead."""
+    """A thread kept by the server was requested; the client then sends its whole history."""
 
 
-BRANCHES = {"str", "int", "float", "bool"}
-
-
-class Told(NamedTuple):
-    """An error as every format tells it: an HTTP status, a code and a sentence."""
+class WireError(NamedTuple):
+    """An error as every wire format reports it: HTTP status, code and message."""
 
     status: int
     code: str
@@ -37,58 +28,47 @@ class Told(NamedTuple):
 
 
 class Reply(Protocol):
-    """The answer to one request. A streamed one is first, piece..., last; else it is whole."""
+    """The reply to one request: one body, or the events of a stream (first, chunk..., last)."""
 
-    shows_tokens: bool
-    """Whether the events of a piece say more of it than its text."""
-
-    def whole(
-        self,
-        call: Call,
-        messages: Sequence[Message],
-        tops: Sequence[Sequence[tuple[tuple[int, float], ...]]],
-    ) -> Json:
-        """The reply to a request that does not stream.
-
-        `messages` are what the choices say, `tops` the likeliest ids of each.
-        """
+    def body(self, completed: CompletedCall) -> Json:
+        """Build the body of a reply that is not streamed."""
         ...
 
-    def first(self) -> bytes:
-        """The events that open the stream."""
+    def first_events(self) -> bytes:
+        """Build the events that open the stream."""
         ...
 
-    def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
-        """The events for some tokens of a choice; empty if there is nothing to say yet."""
+    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
+        """Build the events for the next tokens of a choice; empty if there is nothing to send."""
         ...
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
-        """The events that end the stream, which go out once the call is recorded.
+    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+        """Build the events that end the stream, once the call is recorded.
 
-        `rest` is what of `messages` is still to be said.
+        `rest` is the text of each choice that was not sent yet.
         """
         ...
 
 
-class Asked(Protocol):
-    """A request as a wire format understood it."""
+class ParsedRequest(Protocol):
+    """A validated request of a wire format."""
 
     @property
     def model(self) -> str:
-        """The name the agent asked for."""
+        """The requested model."""
         ...
 
-    def ask(self, graph: Graph) -> Ask:
-        """In canonical form; earlier turns a request only names are looked up in the graph.
+    def to_model_request(self, graph: Graph) -> ModelRequest:
+        """Convert to canonical form; turns that are only referenced are looked up in the graph.
 
         Raises:
-            RequestError: names the field that cannot be honoured.
-            NotFound: an earlier turn it names is not there.
+            RequestError: names the field that cannot be honored.
+            NotFound: a referenced turn is missing.
         """
         ...
 
-    def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
-        """The answer to be given."""
+    def build_reply(self, call: PreparedCall, template: ChatTemplate) -> Reply:
+        """Build the reply, which formats what will be sampled."""
         ...
 
 
@@ -97,44 +77,16 @@ class Dialect(Protocol):
 
     name: str
     path: str
-    """Behind `/v1`."""
+    """Path behind `/v1`."""
 
-    def parse(self, body: bytes) -> Asked:
-        """Understand a request. Raises RequestError that names the field at fault."""
+    def parse(self, body: bytes) -> ParsedRequest:
+        """Parse a request. Raises RequestError that names the invalid field."""
         ...
 
-    def error(self, told: Told) -> Json:
-        """The body of an error reply."""
+    def error(self, error: WireError) -> Json:
+        """Build the body of an error response."""
         ...
 
-    def error_event(self, told: Told) -> bytes:
-        """The event that tells of an error once a stream has begun."""
+    def error_event(self, error: WireError) -> bytes:
+        """Build the event that reports an error once a stream has begun."""
         ...
-
-
-def validate(model: type[T], body: bytes) -> T:
-    """A request from the wire, where null is as good as absent.
-
-    Raises:
-        RequestError: names the first field at fault.
-    """
-    try:
-        value = strictjson.loads(body)
-        if isinstance(value, dict):
-            value = {name: part for name, part in value.items() if part is not None}
-        return model.model_validate(value)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    # Where a union failed, the place names the branch; agents know no branches.
-    where = ".".join(str(part) for part in fault["loc"] if not _is_branch(part))
-    if fault["type"] == "extra_forbidden":
-        raise RequestError(f"the field {where!r} is not supported")
-    if fault["type"] in ("model_type", "dict_type"):
-        raise RequestError(f"{where or 'the body'}: input should be an object")
-    raise RequestError(f"{where}: {fault['msg'][:300].lower()}")
-
-
-def _is_branch(part: int | str) -> bool:
-    return isinstance(part, str) and (not part.islower() or part in BRANCHES)

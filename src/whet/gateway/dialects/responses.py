@@ -1,32 +1,42 @@
-"""OpenAI Responses: items, state kept by the server, and the same record as every other format."""
+"""OpenAI Responses: items, and state kept by the server."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
+from starlette.datastructures import QueryParams
 
 from whet.errors import RequestError
-from whet.gateway.calls import Ask, Prompt
-from whet.gateway.constraint import ANY_OBJECT, Constraint, Schema, constraint
-from whet.gateway.dialects.dialect import Asked, Dialect, Json, Reply, Told, validate
-from whet.gateway.dialects.parts import (
-    MOST_TOOLS,
+from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
+from whet.gateway.dialects.openai import (
+    MAX_TOOLS,
     AnyJson,
     Count,
     Lenient,
-    Sampled,
+    SamplingFields,
     Wire,
-    openai_error,
-    sse,
-    tool,
+    build_tool,
+    format_error,
+    format_event,
+    omit_tool,
+    parse_body,
 )
-from whet.gateway.dialects.responses_items import find_response, read_items
-from whet.gateway.dialects.responses_reply import ResponsesReply
+from whet.gateway.dialects.responses_items import (
+    find_response,
+    input_items,
+    output_items,
+    read_items,
+)
+from whet.gateway.dialects.responses_reply import ResponsesReply, build_response, finish_response
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message
-from whet.gateway.template import ChatTemplate
+from whet.gateway.requests import ModelRequest, PreparedCall
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.constraint import ANY_OBJECT, Constraint, Schema, build_constraint
 from whet.types import CallId
 
+HOSTED_TOOLS = ("web_search", "image_generation", "namespace")
+"""Beginnings of the types of tools that clients offer unasked: of OpenAI, and groups of tools."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -36,12 +46,14 @@ class _Tool(Lenient):
     description: str | None = None
     parameters: dict[str, AnyJson] | None = None
 
-    def canonical(self, index: int) -> Json:
+    def to_canonical(self, index: int) -> Json | None:
+        if self.type.startswith(HOSTED_TOOLS):
+            return omit_tool(self.type)
         if self.type != "function":
             raise RequestError(f"tools.{index}: tools of type {self.type!r} are not supported")
         if self.name is None:
             raise RequestError(f"tools.{index}.name: expected text")
-        return tool(self.name, self.description, self.parameters, {})
+        return build_tool(self.name, self.description, self.parameters, {})
 
 
 class _NamedChoice(Wire):
@@ -69,7 +81,7 @@ class _Text(Wire):
     format: Annotated[
         _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
-    # A hint without a promise: the model has no such dial.
+    # A hint, ignored: the model has no such setting.
     verbosity: AnyJson = None
 
 
@@ -77,8 +89,8 @@ class _StreamOptions(Wire):
     include_obfuscation: AnyJson = None
 
 
-class ResponsesRequest(Sampled):
-    """What we honour. A field that is missing here, or a value outside its type, is a 400."""
+class ResponsesRequest(SamplingFields):
+    """The supported fields; any other field, or a value outside its type, is a 400."""
 
     model: str
     input: str | list[JsonValue] = ""
@@ -87,7 +99,7 @@ class ResponsesRequest(Sampled):
     store: bool = True
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    tools: Annotated[tuple[_Tool, ...], Field(max_length=MOST_TOOLS, strict=False)] = ()
+    tools: Annotated[tuple[_Tool, ...], Field(max_length=MAX_TOOLS, strict=False)] = ()
     tool_choice: Literal["auto", "none", "required"] | _NamedChoice = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Count | None = None
@@ -95,41 +107,43 @@ class ResponsesRequest(Sampled):
     text: _Text = _Text()
     metadata: dict[str, str] | None = None
     include: tuple[str, ...] = Field((), strict=False)
-    """Only log-probabilities are something to include here; what else may be, we always show."""
+    """Only log-probabilities need to be requested; everything else is always included."""
     return_token_ids: bool = False
-    # Taken only where they change nothing.
+    # Accepted only with values that change nothing.
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
-    # Hints without a promise: the model has no such dial, and no built-in tools to count.
+    # Hints, ignored: the model has no such setting, and no built-in tools.
     reasoning: dict[str, JsonValue] | None = None
     max_tool_calls: AnyJson = None
-    # Said for the provider's bookkeeping; they change nothing a model could see.
+    # The provider's bookkeeping, ignored: nothing that a model sees.
     user: AnyJson = None
+    client_metadata: AnyJson = None
     service_tier: AnyJson = None
     safety_identifier: AnyJson = None
     prompt_cache_key: AnyJson = None
     prompt_cache_retention: AnyJson = None
     prompt_cache_options: AnyJson = None
 
-    def ask(self, graph: Graph) -> Ask:
-        tools = tuple(each.canonical(index) for index, each in enumerate(self.tools))
-        return Ask(
+    def to_model_request(self, graph: Graph) -> ModelRequest:
+        converted = [each.to_canonical(index) for index, each in enumerate(self.tools)]
+        tools = tuple(tool for tool in converted if tool is not None)
+        return ModelRequest(
             messages=self._messages(graph),
             tools=tools,
-            sampling=self.sampling(
+            sampling=self.to_sampling(
                 max_tokens=self.max_output_tokens, top_logprobs=self.top_logprobs
             ),
             stream=self.stream,
             calls_tools=bool(tools) and self.tool_choice != "none",
             several_calls=self.parallel_tool_calls,
             constraint=self._constraint(tools),
-            shown=self._shown(graph),
+            shown=self._shown_fields(graph),
         )
 
     def _messages(self, graph: Graph) -> tuple[Message, ...]:
-        """The whole conversation: instructions, what came before, and what is new.
+        """Return the whole conversation: instructions, earlier turns, and the new input.
 
-        The instructions of a previous response are not carried over, as the format says.
+        As the format demands, the instructions of a previous response are not carried over.
         """
         messages: list[Message] = []
         if self.instructions:
@@ -143,7 +157,7 @@ class ResponsesRequest(Sampled):
         elif self.input:
             messages.append(Message("user", self.input))
         if not messages:
-            raise RequestError("input: it is empty")
+            raise RequestError("input: expected at least one item or a text, found none")
         return tuple(messages)
 
     def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
@@ -153,29 +167,32 @@ class ResponsesRequest(Sampled):
         elif isinstance(self.text.format, _SchemaFormat):
             schema = self.text.format.definition or ANY_OBJECT
         if isinstance(self.tool_choice, _NamedChoice):
-            return constraint(tools, named=self.tool_choice.name)
-        return constraint(
-            tools, choice=self.tool_choice, schema=schema, several=self.parallel_tool_calls
+            return build_constraint(tools, tool_name=self.tool_choice.name)
+        return build_constraint(
+            tools, choice=self.tool_choice, schema=schema, parallel=self.parallel_tool_calls
         )
 
-    def _shown(self, graph: Graph) -> Json:
-        """What the response says of its request, but for defaults and tools shown before."""
+    def _shown_fields(self, graph: Graph) -> Json:
+        """Return the request fields that the response shows, but defaults and repeated tools."""
         shown: Json = self.model_dump(
             mode="json", include=SHOWN, exclude_defaults=True, exclude_none=True, by_alias=True
         )
         if self.tools:
-            shown["tools"] = [_shown_tool(each) for each in self.tools]
+            shown["tools"] = self._format_tools()
             for call in reversed(graph.calls.values()):
                 if call.origin.shown.get("tools") == shown["tools"]:
                     shown["tools"] = call.id
                     break
         return shown
 
-    def reply(self, prompt: Prompt, template: ChatTemplate) -> Reply:
-        shown = dict(prompt.origin.shown)
-        shown["tools"] = [_shown_tool(each) for each in self.tools]
+    def _format_tools(self) -> list[JsonValue]:
+        return [_format_tool(each) for each in self.tools if each.type == "function"]
+
+    def build_reply(self, call: PreparedCall, template: ChatTemplate) -> Reply:
+        shown = dict(call.origin.shown)
+        shown["tools"] = self._format_tools()
         return ResponsesReply(
-            prompt,
+            call,
             template,
             shown=shown,
             logprobs=LOGPROBS in self.include or self.top_logprobs > 0,
@@ -200,7 +217,7 @@ SHOWN = {
 }
 
 
-def _shown_tool(each: _Tool) -> Json:
+def _format_tool(each: _Tool) -> Json:
     return {
         "type": "function",
         "name": each.name,
@@ -210,12 +227,44 @@ def _shown_tool(each: _Tool) -> Json:
     }
 
 
-def shown_tools(graph: Graph, shown: Json) -> JsonValue:
-    """The tools of a stored response, which may be those of an earlier one."""
+def _resolve_tools(graph: Graph, shown: Json) -> JsonValue:
+    """Return the tools of a stored response, which may refer to those of an earlier one."""
     tools = shown.get("tools", [])
     if isinstance(tools, str):
         return graph.calls[CallId(tools)].origin.shown["tools"]
     return tools
+
+
+def show_response(graph: Graph, id: str, query: QueryParams, template: ChatTemplate) -> Json:
+    """Return a stored response, without log-probabilities. Raises NotFound."""
+    call = find_response(graph, id)
+    if query.get("stream", "false") != "false":
+        raise RequestError("the field 'stream' is not supported: a stored response is not streamed")
+    shown = dict(call.origin.shown)
+    shown["tools"] = _resolve_tools(graph, shown)
+    [generation] = call.generations
+    message = Message.from_json(generation.message)
+    output = output_items(call.id, message, complete=generation.stop == "stop")
+    response = build_response(call.id, call.created, call.origin.model, shown)
+    return finish_response(response, call, message, template, output)
+
+
+def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
+    """Return the input items of a response in one page, newest first unless `order` is `asc`."""
+    call = find_response(graph, id)
+    messages = graph.messages(call.id)[bool(call.origin.shown.get("instructions")) : -1]
+    items = input_items(call.id, messages)
+    if query.get("order", "desc") == "desc":
+        items.reverse()
+    data: list[JsonValue] = [*items]
+    ids = [str(item["id"]) for item in items] or [""]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": ids[0],
+        "last_id": ids[-1],
+        "has_more": False,
+    }
 
 
 class ResponsesDialect(Dialect):
@@ -224,12 +273,12 @@ class ResponsesDialect(Dialect):
     name = "responses"
     path = "/responses"
 
-    def parse(self, body: bytes) -> Asked:
-        return validate(ResponsesRequest, body)
+    def parse(self, body: bytes) -> ParsedRequest:
+        return parse_body(ResponsesRequest, body)
 
-    def error(self, told: Told) -> Json:
-        return openai_error(told)
+    def error(self, error: WireError) -> Json:
+        return format_error(error)
 
-    def error_event(self, told: Told) -> bytes:
-        event: Json = {"type": "error", "code": told.code, "message": told.message, "param": None}
-        return sse(event | {"sequence_number": 0}, "error")
+    def error_event(self, error: WireError) -> bytes:
+        event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        return format_event(event | {"sequence_number": 0}, "error")

@@ -1,8 +1,8 @@
-"""Items of the Responses API to canonical messages and back.
+"""Convert items of the Responses API to canonical messages and back.
 
 A turn of the model is one message here and up to three kinds of items there: reasoning, message,
-function calls. Item ids are made from the id of the call, so an item that is only named is found
-in what is stored, by any gateway.
+function calls. Item ids are made from the id of the call, so that a referenced item is found
+in the store, by any gateway.
 """
 
 import re
@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from whet.errors import NotFound, RequestError
 from whet.gateway.dialects.dialect import Json
-from whet.gateway.dialects.parts import kind_of, text_of
+from whet.gateway.dialects.openai import read_text, read_type
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, Role, ToolCall
 from whet.types import Call, CallId
@@ -23,43 +23,43 @@ ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "us
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-def output_items(call: CallId, message: Message, *, whole: bool = True) -> list[Json]:
-    """A turn as items; one that is not `whole` was cut short."""
+def output_items(call: CallId, message: Message, *, complete: bool = True) -> list[Json]:
+    """Convert a turn to items; one that is not `complete` was truncated."""
     items: list[Json] = []
     if message.reasoning:
         items.append(reasoning_item(call, message.reasoning))
     if message.content or not message.tool_calls:
-        items.append(message_item(call, message.content, whole=whole))
+        items.append(message_item(call, message.content, complete=complete))
     items += [call_item(call, index, made) for index, made in enumerate(message.tool_calls)]
     return items
 
 
 def reasoning_item(call: CallId, text: str) -> Json:
-    """What the model thought."""
+    """Build a reasoning item."""
     content: list[JsonValue] = [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{call}", "type": "reasoning", "summary": [], "content": content}
 
 
 def message_item(
-    call: CallId, text: str, *, whole: bool = True, logprobs: Sequence[JsonValue] = ()
+    call: CallId, text: str, *, complete: bool = True, logprobs: Sequence[JsonValue] = ()
 ) -> Json:
-    """What the model said."""
+    """Build a message item."""
     return {
         "id": f"msg_{call}",
         "type": "message",
         "role": "assistant",
-        "status": "completed" if whole else "incomplete",
+        "status": "completed" if complete else "incomplete",
         "content": [text_part(text, logprobs)],
     }
 
 
 def text_part(text: str, logprobs: Sequence[JsonValue] = ()) -> Json:
-    """The text of a message item."""
+    """Build the content part of a message item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def call_item(call: CallId, index: int, made: ToolCall) -> Json:
-    """A function the model calls."""
+    """Build a function-call item."""
     return {
         "id": f"fc_{call}_{index}",
         "type": "function_call",
@@ -71,7 +71,7 @@ def call_item(call: CallId, index: int, made: ToolCall) -> Json:
 
 
 def input_items(call: CallId, messages: Sequence[Message]) -> list[Json]:
-    """What a response was asked, as items."""
+    """Convert the input messages of a response to items."""
     items: list[Json] = []
     for message in messages:
         if message.role == "assistant":
@@ -81,13 +81,13 @@ def input_items(call: CallId, messages: Sequence[Message]) -> list[Json]:
             items.append(output | {"output": message.content, "status": "completed"})
         else:
             content: list[JsonValue] = [{"type": "input_text", "text": message.content}]
-            said: Json = {"type": "message", "role": message.role, "content": content}
-            items.append(said | {"status": "completed"})
+            wire: Json = {"type": "message", "role": message.role, "content": content}
+            items.append(wire | {"status": "completed"})
     return [item | {"id": f"{item.get('id', 'in')}_at_{at}"} for at, item in enumerate(items)]
 
 
 def find_response(graph: Graph, id: str) -> Call:
-    """A stored response. Raises NotFound if it is not there, was not stored or was deleted."""
+    """Return a stored response. Raises NotFound if it is missing, not stored or deleted."""
     call = graph.calls.get(CallId(id.removeprefix("resp_")))
     if (
         call is None
@@ -95,12 +95,12 @@ def find_response(graph: Graph, id: str) -> Call:
         or call.origin.shown.get("store") is False
         or call.id in graph.hidden
     ):
-        raise NotFound(f"there is no response {id!r} in this attempt")
+        raise NotFound(f"unknown response {id!r}: this attempt has none of that id")
     return call
 
 
 def read_items(items: Sequence[JsonValue], graph: Graph) -> list[Message]:
-    """Input items as messages. Raises RequestError or NotFound that names the item at fault."""
+    """Convert input items to messages. Raises RequestError or NotFound that names the item."""
     reader = _Reader(graph)
     for index, item in enumerate(items):
         reader.add(item, f"input.{index}")
@@ -109,8 +109,8 @@ def read_items(items: Sequence[JsonValue], graph: Graph) -> list[Message]:
 
 
 @dataclass(slots=True)
-class _Turn:
-    """A turn of the model as its items come in."""
+class _OpenTurn:
+    """A turn of the model, collected from its items."""
 
     call: str
     reasoning: str | None = None
@@ -122,27 +122,29 @@ class _Reader:
     def __init__(self, graph: Graph) -> None:
         self.messages: list[Message] = []
         self._graph = graph
-        self._open: _Turn | None = None
+        self._open: _OpenTurn | None = None
 
     def add(self, item: JsonValue, where: str) -> None:
         if not isinstance(item, dict):
             raise RequestError(f"{where}: expected an item")
-        kind = "message" if "type" not in item and "role" in item else kind_of(item, where)
+        kind = "message" if "type" not in item and "role" in item else read_type(item, where)
         id = item.get("id")
         named = ITEM_ID.fullmatch(id) if isinstance(id, str) else None
         match kind:
             case "message":
                 self._add_message(item, where, named[1] if named else "")
             case "reasoning":
-                parts = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
-                summary = text_of(item.get("summary"), f"{where}.summary", ("summary_text",))
+                parts = read_text(item.get("content"), f"{where}.content", ("reasoning_text",))
+                summary = read_text(item.get("summary"), f"{where}.summary", ("summary_text",))
                 self._turn("reasoning", named[1] if named else "").reasoning = parts or summary
             case "function_call":
                 made = ToolCall(*(_text(item, f, where) for f in ("call_id", "name", "arguments")))
                 self._turn("calls", named[1] if named else "").calls.append(made)
             case "function_call_output":
                 self.close()
-                output = text_of(item.get("output"), f"{where}.output", TEXT_PARTS)
+                output = read_text(
+                    item.get("output"), f"{where}.output", TEXT_PARTS, images=("input_image",)
+                )
                 id = _text(item, "call_id", where)
                 self.messages.append(Message("tool", output, tool_call_id=id))
             case "item_reference":
@@ -151,7 +153,7 @@ class _Reader:
                 raise RequestError(f"{where}: items of type {kind!r} are not supported")
 
     def close(self) -> None:
-        """The turn that was being read is complete."""
+        """End the turn that is being read."""
         turn, self._open = self._open, None
         if turn is not None:
             self.messages.append(
@@ -164,7 +166,7 @@ class _Reader:
             )
 
     def _add_message(self, item: Json, where: str, call: str) -> None:
-        text = text_of(item.get("content"), f"{where}.content", TEXT_PARTS)
+        text = read_text(item.get("content"), f"{where}.content", TEXT_PARTS)
         role = item.get("role")
         if role == "assistant":
             self._turn("content", call).content = text
@@ -174,8 +176,8 @@ class _Reader:
         else:
             raise RequestError(f"{where}.role: unknown role {role!r}")
 
-    def _turn(self, kind: str, call: str) -> _Turn:
-        """The turn an item belongs to: by its id, else by the order the kinds come in."""
+    def _turn(self, kind: str, call: str) -> _OpenTurn:
+        """Return the turn an item belongs to: by its id, else by the order of the kinds."""
         turn = self._open
         same = turn is not None and bool(call) and turn.call == call
         if turn is not None and not same:
@@ -185,7 +187,7 @@ class _Reader:
             if other or after or again:
                 self.close()
         if self._open is None:
-            self._open = _Turn(call)
+            self._open = _OpenTurn(call)
         self._open.call = self._open.call or call
         return self._open
 
@@ -197,7 +199,7 @@ class _Reader:
             for item in output_items(call.id, message):
                 if item["id"] == id:
                     return item
-        raise NotFound(f"there is no item {id!r} in this attempt")
+        raise NotFound(f"unknown item {id!r}: this attempt has none of that id")
 
 
 def _text(item: Json, name: str, where: str) -> str:

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from whet.gateway.calls import Prompt
-from whet.gateway.dialects.dialect import Json, Reply, Said
-from whet.gateway.dialects.logprobs import Tops, token_logprobs
-from whet.gateway.dialects.parts import sse
+from whet.gateway.dialects.dialect import Json, Reply
+from whet.gateway.dialects.openai import format_event, format_logprobs
 from whet.gateway.dialects.responses_items import (
     call_item,
     message_item,
@@ -16,9 +14,10 @@ from whet.gateway.dialects.responses_items import (
     text_part,
 )
 from whet.gateway.messages import Message
-from whet.gateway.template import ChatTemplate
-from whet.gateway.text import Delta
-from whet.types import Call, CallId, Piece
+from whet.gateway.requests import CompletedCall, PreparedCall
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.detokenize import Delta
+from whet.types import Call, CallId, TokenChunk
 
 DEFAULTS: Json = {
     "error": None,
@@ -42,8 +41,8 @@ DEFAULTS: Json = {
 }
 
 
-def response_object(call: CallId, created: float, model: str, shown: Json) -> Json:
-    """A response that has no output yet."""
+def build_response(call: CallId, created: float, model: str, shown: Json) -> Json:
+    """Build a response without output."""
     head: Json = {
         "id": f"resp_{call}",
         "object": "response",
@@ -55,13 +54,13 @@ def response_object(call: CallId, created: float, model: str, shown: Json) -> Js
     return head | DEFAULTS | shown
 
 
-def finished(
+def finish_response(
     response: Json, call: Call, message: Message, template: ChatTemplate, output: Sequence[Json]
 ) -> Json:
-    """The response once its call is done, and says `message`."""
+    """Add the output, status and usage of a completed call to a response."""
     [generation] = call.generations
     cut = generation.stop == "length"
-    # Of the thinking only the text is kept apart; encoding it is close enough for a count.
+    # Of the reasoning only the text is stored; encoding it is close enough for a count.
     thinking = len(template.encode(message.reasoning)) if message.reasoning else 0
     sampled = len(generation.tokens)
     end: Json = {
@@ -84,36 +83,35 @@ class ResponsesReply(Reply):
 
     def __init__(
         self,
-        prompt: Prompt,
+        call: PreparedCall,
         template: ChatTemplate,
         *,
         shown: Json,
         logprobs: bool,
         token_ids: bool,
     ) -> None:
-        self._prompt = prompt
-        self._call = prompt.call
+        self._call = call
         self._template = template
         self._wants_logprobs = logprobs
         self._wants_ids = token_ids
-        self.shows_tokens = logprobs
-        self._response = response_object(prompt.call, prompt.created, prompt.origin.model, shown)
+        self._response = build_response(call.id, call.created, call.origin.model, shown)
         self._sequence = 0
         self._output: list[Json] = []
-        """Items that are done."""
+        """Items that are complete."""
         self._open = ""
-        """The kind of the item that is being sent."""
+        """Kind of the item that is being sent."""
         self._text = ""
-        """Of that item, so far."""
+        """Text of that item so far."""
         self._logprobs: list[JsonValue] = []
         self._unsent_logprobs: list[JsonValue] = []
 
-    def whole(self, call: Call, messages: Sequence[Message], tops: Sequence[Tops]) -> Json:
-        [generation], [message] = call.generations, messages
-        output = output_items(self._call, message, whole=generation.stop == "stop")
+    def body(self, completed: CompletedCall) -> Json:
+        call = completed.call
+        [generation], [message] = call.generations, completed.messages
+        output = output_items(self._call.id, message, complete=generation.stop == "stop")
         if self._wants_logprobs:
-            logprobs = token_logprobs(
-                self._template, generation.tokens, generation.logprobs, tops[0]
+            logprobs = format_logprobs(
+                self._template, generation.tokens, generation.logprobs, completed.tops[0]
             )
             for item in output:
                 if item["type"] == "message":
@@ -122,39 +120,40 @@ class ResponsesReply(Reply):
 
     # ------------------------------------------------------------- streamed
 
-    def first(self) -> bytes:
+    def first_events(self) -> bytes:
         created = self._event("response.created", response=self._response)
         return created + self._event("response.in_progress", response=self._response)
 
-    def piece(self, index: int, piece: Piece, delta: Delta) -> bytes:
+    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
         if self._wants_logprobs:
-            self._unsent_logprobs += token_logprobs(
-                self._template, piece.tokens, piece.logprobs, piece.top
+            self._unsent_logprobs += format_logprobs(
+                self._template, chunk.tokens, chunk.logprobs, chunk.top
             )
-        return self._say(delta)
+        return self._send(delta)
 
-    def last(self, call: Call, messages: Sequence[Message], rest: Sequence[Said]) -> bytes:
-        [generation], [message] = call.generations, messages
-        events = self._say(rest[0])
+    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+        call = completed.call
+        [generation], [message] = call.generations, completed.messages
+        events = self._send(rest[0])
         if not self._open and not message.tool_calls and not message.reasoning:
             events += self._begin("message")
         elif self._open == "reasoning" and not message.tool_calls:
             events += self._close() + self._begin("message")
-        events += self._close(whole=generation.stop == "stop")
+        events += self._close(complete=generation.stop == "stop")
         for index in range(len(message.tool_calls)):
-            events += self._say_call(message, index)
+            events += self._send_call(message, index)
         end = self._end(call, message, self._output)
         name = "response.incomplete" if end["status"] == "incomplete" else "response.completed"
         return events + self._event(name, response=end)
 
     def _end(self, call: Call, message: Message, output: Sequence[Json]) -> Json:
-        end = finished(self._response, call, message, self._template, output)
+        end = finish_response(self._response, call, message, self._template, output)
         if self._wants_ids:
-            end["prompt_token_ids"] = list(self._prompt.tokens)
+            end["prompt_token_ids"] = list(self._call.tokens)
             end["token_ids"] = list(call.generations[0].tokens)
         return end
 
-    def _say(self, delta: Said) -> bytes:
+    def _send(self, delta: Delta) -> bytes:
         events = b""
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
             if not text:
@@ -162,7 +161,7 @@ class ResponsesReply(Reply):
             if self._open != kind:
                 events += self._close() + self._begin(kind)
             self._text += text
-            event = self._place()
+            event = self._position()
             event["delta"] = text
             if kind == "message":
                 event["logprobs"] = self._unsent_logprobs
@@ -177,33 +176,33 @@ class ResponsesReply(Reply):
         at = len(self._output)
         events = self._event("response.output_item.added", output_index=at, item=item)
         part = self._part("")
-        return events + self._event("response.content_part.added", **self._place(), part=part)
+        return events + self._event("response.content_part.added", **self._position(), part=part)
 
-    def _close(self, *, whole: bool = True) -> bytes:
+    def _close(self, *, complete: bool = True) -> bytes:
         if not self._open:
             return b""
         kind = self._open
-        place = self._place()
+        position = self._position()
         done: Json = {"text": self._text}
         if kind == "message":
             self._logprobs += self._unsent_logprobs
             self._unsent_logprobs = []
             done["logprobs"] = self._logprobs
-        events = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, **done)
+        events = self._event(f"{_TEXT_EVENTS[kind]}.done", **position, **done)
         part = self._part(self._text)
-        events += self._event("response.content_part.done", **place, part=part)
-        return events + self._finish(self._item(whole=whole))
+        events += self._event("response.content_part.done", **position, part=part)
+        return events + self._finish(self._item(complete=complete))
 
-    def _say_call(self, message: Message, index: int) -> bytes:
+    def _send_call(self, message: Message, index: int) -> bytes:
         made = message.tool_calls[index]
-        item = call_item(self._call, index, made)
+        item = call_item(self._call.id, index, made)
         at = len(self._output)
-        place: Json = {"output_index": at, "item_id": item["id"]}
+        position: Json = {"output_index": at, "item_id": item["id"]}
         begun: Json = {**item, "arguments": "", "status": "in_progress"}
         events = self._event("response.output_item.added", output_index=at, item=begun)
         name = "response.function_call_arguments"
-        events += self._event(f"{name}.delta", **place, delta=made.arguments)
-        done = self._event(f"{name}.done", **place, name=made.name, arguments=made.arguments)
+        events += self._event(f"{name}.delta", **position, delta=made.arguments)
+        done = self._event(f"{name}.done", **position, name=made.name, arguments=made.arguments)
         return events + done + self._finish(item)
 
     def _finish(self, item: Json) -> bytes:
@@ -212,24 +211,24 @@ class ResponsesReply(Reply):
         self._open = ""
         return self._event("response.output_item.done", output_index=at, item=item)
 
-    def _item(self, *, whole: bool = True) -> Json:
+    def _item(self, *, complete: bool = True) -> Json:
         if self._open == "reasoning":
-            return reasoning_item(self._call, self._text)
-        return message_item(self._call, self._text, whole=whole, logprobs=self._logprobs)
+            return reasoning_item(self._call.id, self._text)
+        return message_item(self._call.id, self._text, complete=complete, logprobs=self._logprobs)
 
     def _part(self, text: str) -> Json:
         if self._open == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return text_part(text, self._logprobs if text else ())
 
-    def _place(self) -> Json:
+    def _position(self) -> Json:
         item_id = self._item()["id"]
         return {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
 
     def _event(self, kind: str, /, **fields: JsonValue) -> bytes:
         head: Json = {"type": kind, "sequence_number": self._sequence}
         self._sequence += 1
-        return sse(head | fields, kind)
+        return format_event(head | fields, kind)
 
 
 _TEXT_EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}

@@ -1,14 +1,14 @@
-"""vLLM's `/tokenize` and `/detokenize`: what a prompt is as ids, and ids as text."""
+"""vLLM's `/tokenize` and `/detokenize`."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
-from whet.gateway.dialects.chat import ChatMessage, ChatTool, canonical
+from whet.gateway.dialects.chat import ChatMessage, ChatTool, to_canonical
 from whet.gateway.dialects.dialect import Json
-from whet.gateway.dialects.parts import MOST_TOOLS, Wire
-from whet.gateway.template import ChatTemplate
+from whet.gateway.dialects.openai import MAX_TOOLS, Wire
+from whet.gateway.templates.chat_template import ChatTemplate
 
 
 class TokenizeRequest(Wire):
@@ -17,23 +17,23 @@ class TokenizeRequest(Wire):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MOST_TOOLS, strict=False)] = ()
+    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MAX_TOOLS, strict=False)] = ()
     add_generation_prompt: bool = True
     return_token_strs: bool = False
-    # Taken only where they change nothing.
+    # Accepted only with values that change nothing.
     add_special_tokens: Literal[False] | None = None
     continue_final_message: Literal[False] | None = None
     chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=0)] | None = None
 
-    def reply(self, template: ChatTemplate, context_length: int | None) -> Json:
-        """The ids, their number, and how many the model can take."""
+    def build_reply(self, template: ChatTemplate, context_length: int | None) -> Json:
+        """Return the ids, their number, and the context length of the model."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt: expected either a prompt or messages")
         text = self.prompt or ""
         if self.messages is not None:
             text = template.render(
-                [canonical(message, index) for index, message in enumerate(self.messages)],
-                [each.canonical() for each in self.tools],
+                [to_canonical(message, index) for index, message in enumerate(self.messages)],
+                [each.to_canonical() for each in self.tools],
                 add_generation_prompt=self.add_generation_prompt,
             )
         ids = template.encode(text)
@@ -45,11 +45,11 @@ class TokenizeRequest(Wire):
 
 
 class DetokenizeRequest(Wire):
-    """Ids."""
+    """Token ids to decode."""
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
-    def reply(self, template: ChatTemplate) -> Json:
-        """The text of the ids, special tokens as they are written."""
+    def build_reply(self, template: ChatTemplate) -> Json:
+        """Return the text of the ids, with special tokens."""
         return {"prompt": template.decode_all(self.tokens)}

@@ -1,4 +1,4 @@
-"""Calls in Gemma 4's own notation: keys are bare and strings stand between tokens.
+"""Tool calls in Gemma 4's own notation: bare keys, and strings between special tokens.
 
 <|tool_call>call:calculator{expression:<|"|>2 + 3<|"|>}<tool_call|>
 """
@@ -9,40 +9,40 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from whet.gateway.messages import ToolCall
-from whet.gateway.parsers.parser import Format, Parsed, ToolParser, all_calls, mint
+from whet.gateway.parsers.parser import (
+    ParsedOutput,
+    ToolCallFormat,
+    ToolParser,
+    match_all,
+    new_call,
+    require_all,
+)
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 CALL = re.compile(r"\s*+<\|tool_call>call:([^\s{]++)(\{.*?\})<tool_call\|>\s*+", re.DOTALL)
-PART = re.compile(r'<\|"\|>(.*?)<\|"\|>|([A-Za-z_][\w.-]*+)(?=\s?:)|([^<\w]|\w++|<)', re.DOTALL)
+LEXEME = re.compile(r'<\|"\|>(.*?)<\|"\|>|([A-Za-z_][\w.-]*+)(?=\s?:)|([^<\w]|\w++|<)', re.DOTALL)
+"""A string, a bare key, or anything else, which is JSON already."""
 
 
 class GemmaParser(ToolParser):
-    """Nothing but white space may stand between or after the calls."""
+    """Parse Gemma calls; only white space may stand between or after them."""
 
-    format = Format(
+    format = ToolCallFormat(
         name="gemma4",
-        marks=("<|tool_call>call:",),
+        template_marks=("<|tool_call>call:",),
         markers=(OPEN,),
-        tokens=(OPEN, CLOSE, QUOTE),
+        special_tokens=(OPEN, CLOSE, QUOTE),
     )
 
-    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> Parsed | None:
-        before, found, _ = text.partition(OPEN)
-        position = len(before)
-        calls: list[ToolCall | None] = []
-        while found and position < len(text):
-            match = CALL.match(text, position)
-            if match is None:
-                return None
-            calls.append(mint(match[1], PART.sub(_as_json, match[2])))
-            position = match.end()
-        good_calls = all_calls(calls)
-        return Parsed(before.rstrip(), good_calls) if good_calls else None
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        before, _, _ = text.partition(OPEN)
+        matches = match_all(CALL, text[len(before) :]) or []
+        calls = require_all([new_call(m[1], LEXEME.sub(_to_json, m[2])) for m in matches])
+        return ParsedOutput(before.rstrip(), calls) if calls else None
 
 
-def _as_json(part: re.Match[str]) -> str:
-    quoted, key, other = part.groups()
+def _to_json(lexeme: re.Match[str]) -> str:
+    quoted, key, other = lexeme.groups()
     if other is not None:
         return other
     return json.dumps(key if quoted is None else quoted, ensure_ascii=False)

@@ -1,42 +1,35 @@
-"""Calls as bare JSON, which Llama 3 writes: {"name": "calculator", "parameters": {...}}."""
+"""Tool calls as bare JSON, as Llama 3 writes them: {"name": "calculator", "parameters": {...}}."""
 
-import json
 from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from whet.gateway.messages import ToolCall
-from whet.gateway.parsers.parser import Format, Parsed, ToolParser, all_calls, json_call
+from whet.gateway.parsers.parser import (
+    ParsedOutput,
+    ToolCallFormat,
+    ToolParser,
+    parse_json_call,
+    require_all,
+    split_objects,
+)
 
 TAG = "<|python_tag|>"
 
 
 class LlamaParser(ToolParser):
-    """The whole text is one object, or several with semicolons between, perhaps after a tag."""
+    """Parse JSON objects separated by semicolons, which are the whole text or follow a tag."""
 
-    format = Format(
+    format = ToolCallFormat(
         name="llama3_json",
-        marks=('"parameters": ', "ipython"),
+        template_marks=('"parameters": ', "ipython"),
         markers=(TAG,),
         starts=("{",),
-        tokens=(TAG,),
+        special_tokens=(TAG,),
     )
 
-    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> Parsed | None:
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
         before, tag, after = text.partition(TAG)
         content, body = (before.rstrip(), after) if tag else ("", text)
-        calls = _calls(body.strip())
-        return Parsed(content, calls) if calls else None
-
-
-def _calls(text: str) -> tuple[ToolCall, ...] | None:
-    calls: list[ToolCall | None] = []
-    decoder = json.JSONDecoder()
-    while text:
-        try:
-            _, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            return None
-        calls.append(json_call(text[:end], ("parameters", "arguments")))
-        text = text[end:].lstrip().removeprefix(";").lstrip()
-    return all_calls(calls)
+        objects = split_objects(body) or []
+        calls = require_all([parse_json_call(o, ("parameters", "arguments")) for o in objects])
+        return ParsedOutput(content, calls) if calls else None

@@ -1,6 +1,8 @@
-"""What a tool-call format is, and what all of them share.
+"""The protocol of tool-call parsers and the helpers they share.
 
-A new format is one class with a `format` and `parse`, listed in `PARSERS`.
+A format is a parser with its description: JSON objects (`json_calls.py`), one tag per argument
+(`xml_tags.py`), sections between tokens (`sections.py`) or Python calls (`pythonic.py`) with other
+tags, or a class of its own. All are listed in `PARSERS` of `formats.py`.
 """
 
 import json
@@ -12,116 +14,174 @@ from typing import NamedTuple, Protocol
 
 from pydantic import JsonValue
 
-from whet.gateway import strictjson
-from whet.gateway.messages import ToolCall
+from whet.gateway.messages import ToolCall, parse_json
 
+JSON_DECODER = json.JSONDecoder()
 NAME = re.compile(r"[\w.:/-]{1,256}")
-"""What may name a tool. Markup in a name is no name: it would come back in the next prompt."""
+"""Valid names of tools. Markup in a name is invalid: it would come back in the next prompt."""
 
 
-class Parsed(NamedTuple):
-    """The text beside the calls, and the calls."""
+class ParsedOutput(NamedTuple):
+    """Tool calls and the text beside them."""
 
     content: str
     calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """What is known of a tool-call format before anything is read."""
+class ToolCallFormat:
+    """Static description of a tool-call format."""
 
     name: str
-    marks: Sequence[str]
-    """A template that contains all of these makes its model write this format."""
+    template_marks: Sequence[str]
+    """Texts that are all in the chat template of a model with this format."""
     markers: Sequence[str] = ()
-    """From here on the text may be a call, so a stream keeps it back until it is whole."""
+    """Text from one of these on may be a call, so a stream holds it back until the end."""
     starts: Sequence[str] = ()
-    """As `markers`, but only at the very beginning of the text."""
-    tokens: Sequence[str] = ()
-    """Special tokens that `parse` must see; all others are taken out before."""
+    """As `markers`, but only at the very start of the text."""
+    special_tokens: Sequence[str] = ()
+    """Special tokens that `parse` needs; all others are removed before."""
+    content_tags: Sequence[str] = ()
+    """Tags around content, which are not part of it."""
 
 
 class ToolParser(Protocol):
-    """Finds the tool calls in what a model wrote."""
+    """Parse tool calls in the text of a model."""
 
-    format: Format
+    format: ToolCallFormat
 
-    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> Parsed | None:
-        """The calls in a text; None if there are none, or if anything about them is malformed.
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        """Return the calls in a text, or None if there are none or any of them is malformed.
 
-        Never raises. `tools` are the request's, for formats whose arguments have no types.
+        Never raises. `tools` are the request's, for formats whose arguments are not typed.
         """
         ...
 
 
-def mint(name: str, arguments: str) -> ToolCall | None:
-    """A call under an id that no other call has, or None if it cannot be one."""
+class NoParser(ToolParser):
+    """For models whose tool calls are in no known format: all output is content."""
+
+    format = ToolCallFormat("none", template_marks=())
+
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        return None
+
+
+def new_call(name: str, arguments: str, model_id: str = "") -> ToolCall | None:
+    """Create a call with a new id, or None if its name or arguments are invalid.
+
+    `model_id` is the id that the model wrote, if any.
+    """
     if NAME.fullmatch(name) is None or load_object(arguments) is None:
         return None
-    return ToolCall(f"call_{secrets.token_hex(12)}", name, arguments)
+    valid = model_id if NAME.fullmatch(model_id) else ""
+    return ToolCall(f"call_{secrets.token_hex(12)}", name, arguments, valid)
 
 
-def all_calls(calls: Sequence[ToolCall | None]) -> tuple[ToolCall, ...] | None:
-    """The calls, or None if there are none or one of them is malformed."""
-    good = tuple(call for call in calls if call is not None)
-    return good if good and len(good) == len(calls) else None
+def require_all(calls: Sequence[ToolCall | None]) -> tuple[ToolCall, ...] | None:
+    """Return the calls, or None if there are none or one of them is malformed."""
+    valid = tuple(call for call in calls if call is not None)
+    return valid if valid and len(valid) == len(calls) else None
+
+
+def match_all(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
+    """Return consecutive matches that cover the whole text, or None if it has anything else."""
+    matches: list[re.Match[str]] = []
+    position = 0
+    while position < len(text):
+        match = pattern.match(text, position)
+        if match is None:
+            return None
+        matches.append(match)
+        position = match.end()
+    return matches
 
 
 def load_object(text: str) -> dict[str, JsonValue] | None:
-    """A JSON object, or None if the text is none."""
+    """Parse a JSON object, or return None if the text is anything else."""
     try:
-        value = strictjson.loads(text)
+        value = parse_json(text)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
 
 def dump_arguments(values: dict[str, JsonValue]) -> str:
-    """Arguments as JSON text, for formats in which they are not written as JSON."""
+    """Serialize arguments as JSON, for formats in which they are not written as JSON."""
     return json.dumps(values, ensure_ascii=False)
 
 
-def cut_value(body: str, key: str, value: JsonValue) -> str:
-    """The text of a key's value as the model wrote it, or plain JSON where it cannot be cut out."""
-    decoder = json.JSONDecoder()
-    for match in re.finditer(rf'"{key}"\s*:\s*', body):
+def split_objects(text: str) -> list[str] | None:
+    """Split a JSON list of objects, or objects one after the other, into their texts.
+
+    So that arguments stay as the model wrote them. None if the text is anything else.
+    """
+    text = text.strip()
+    in_list = text.startswith("[")
+    if in_list and not text.endswith("]"):
+        return None
+    separator, rest = (",", text[1:-1].strip()) if in_list else (";", text)
+    objects: list[str] = []
+    while rest:
         try:
-            found, end = decoder.raw_decode(body, match.end())
+            _, end = JSON_DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
-            continue
-        if found == value:
-            return body[match.end() : end]
-    return json.dumps(value, ensure_ascii=False)
+            return None
+        objects.append(rest[:end])
+        rest = rest[end:].lstrip()
+        if in_list and rest and (not rest.startswith(separator) or rest == separator):
+            return None
+        rest = rest.removeprefix(separator).lstrip()
+    return objects
 
 
-def json_call(body: str, keys: Sequence[str] = ("arguments",)) -> ToolCall | None:
-    """A call written as an object of a name and its arguments, under the first of `keys` found."""
+def parse_json_call(
+    body: str,
+    keys: Sequence[str] = ("arguments",),
+    name_key: str = "name",
+    id_key: str = "id",
+) -> ToolCall | None:
+    """Parse an object of a name, arguments under the first of `keys` found, and perhaps an id."""
     value = load_object(body)
     if value is None:
         return None
     key = next((key for key in keys if key in value), None)
-    name, arguments = value.get("name"), value.get(key) if key else None
-    if not isinstance(name, str) or not isinstance(arguments, dict) or len(value) != 2:
+    name, arguments = value.get(name_key), value.get(key) if key else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     assert key is not None
-    return mint(name, cut_value(body, key, arguments))
+    if not value.keys() <= {name_key, key, id_key}:
+        return None
+    id = value.get(id_key)
+    return new_call(name, _slice_value(body, key, arguments), id if isinstance(id, str) else "")
 
 
-def typed(text: str, name: str, key: str, tools: Sequence[JsonValue]) -> JsonValue:
-    """An argument that was written without quotes: of the type its tool declares.
+def _slice_value(body: str, key: str, value: JsonValue) -> str:
+    """Text of a key's value as the model wrote it, or plain JSON where it cannot be found."""
+    for match in re.finditer(rf'"{key}"\s*:\s*', body):
+        try:
+            found, end = JSON_DECODER.raw_decode(body, match.end())
+        except (ValueError, RecursionError):
+            continue
+        if found == value:  # not a key of the same name deeper in the object
+            return body[match.end() : end]
+    return json.dumps(value, ensure_ascii=False)
 
-    Where nothing is declared it is JSON if it reads as JSON, and text otherwise.
+
+def coerce_argument(text: str, name: str, key: str, tools: Sequence[JsonValue]) -> JsonValue:
+    """Convert an argument that was written without quotes to the type its tool declares.
+
+    Without a declared type it is JSON if it parses as JSON, and text otherwise.
     """
-    declared = _declared(name, key, tools)
-    if declared == "string":
+    if _declared_type(name, key, tools) == "string":
         return text
     try:
-        return strictjson.loads(text)
+        return parse_json(text)
     except ValueError:
         return text
 
 
-def _declared(name: str, key: str, tools: Sequence[JsonValue]) -> JsonValue:
+def _declared_type(name: str, key: str, tools: Sequence[JsonValue]) -> JsonValue:
     for tool in tools:
         match tool:
             case {"function": {"name": found, "parameters": {"properties": dict(properties)}}}:

@@ -1,9 +1,10 @@
-"""Calls as a Python list, which LFM2 and Llama 4 write: [calculator(expression="2 + 3")].
+"""Tool calls as Python, as LFM2, Llama 4 and OLMo 3 write: [calculator(expression="2 + 3")].
 
-Read as syntax, never run.
+The text is parsed as syntax and never executed.
 """
 
 import ast
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,62 +12,94 @@ from dataclasses import dataclass, replace
 from pydantic import JsonValue
 
 from whet.gateway.messages import ToolCall
-from whet.gateway.parsers.parser import Format, Parsed, ToolParser, all_calls, dump_arguments, mint
+from whet.gateway.parsers.parser import (
+    ParsedOutput,
+    ToolCallFormat,
+    ToolParser,
+    dump_arguments,
+    new_call,
+    require_all,
+)
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-LONGEST = 100_000
-"""Characters; Python's own reader is not made for hostile text."""
+STRING = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
+MAX_LENGTH = 100_000
+"""Characters; Python's parser is not made for hostile text."""
 JSON_NAMES: dict[str, JsonValue] = {"true": True, "false": False, "null": None}
 
 
 @dataclass
 class PythonicParser(ToolParser):
-    """The list stands between two tokens, or is the whole text."""
+    """Parse calls that stand between two tags, or a list that is the whole text."""
 
-    format: Format
+    format: ToolCallFormat
+    open: str = OPEN
+    close: str = CLOSE
 
-    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> Parsed | None:
-        before, found, after = text.partition(OPEN)
-        body, closed, rest = after.partition(CLOSE) if found else (text, "", "")
-        calls = _calls(body.strip())
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        before, found, after = text.partition(self.open)
+        body, closed, rest = after.partition(self.close) if found else (text, "", "")
+        calls = _parse_calls(body.strip()) if found or text.lstrip().startswith("[") else None
         if not calls:
             return None
         # Text after the calls belongs to the same message.
         beside = [part for part in (before.rstrip(), rest.strip()) if part] if closed else [before]
-        return Parsed("\n".join(beside) if found else "", calls)
+        return ParsedOutput("\n".join(beside) if found else "", calls)
 
 
-LFM2 = PythonicParser(Format("pythonic", (OPEN,), (OPEN,), ("[",), (OPEN, CLOSE)))
-LFM2_OLD = PythonicParser(replace(LFM2.format, marks=("<|tool_list_start|>",)))
-"""Its template shows the tools and leaves the calls to the content."""
-BARE_PYTHONIC = PythonicParser(Format("pythonic", ("[func_name1(",), starts=("[",)))
+LFM2 = PythonicParser(ToolCallFormat("pythonic", (OPEN,), (OPEN,), ("[",), (OPEN, CLOSE)))
+OLMO_TAGS = ("<function_calls>", "</function_calls>")
+PYTHONIC = (
+    LFM2,
+    # LFM2 templates that show tools but do not render calls.
+    PythonicParser(replace(LFM2.format, template_marks=("<|tool_list_start|>",))),
+    PythonicParser(replace(LFM2.format, template_marks=("List of tools: [", "keep_past_thinking"))),
+    PythonicParser(ToolCallFormat("pythonic", ("[func_name1(",), starts=("[",))),
+    PythonicParser(
+        ToolCallFormat("olmo3", OLMO_TAGS[:1], OLMO_TAGS[:1], special_tokens=OLMO_TAGS), *OLMO_TAGS
+    ),
+)
 
 
-def _calls(text: str) -> tuple[ToolCall, ...] | None:
-    if not text.startswith("[") or len(text) > LONGEST:
+def _parse_calls(text: str) -> tuple[ToolCall, ...] | None:
+    """Parse a list of calls, or calls line by line."""
+    if len(text) > MAX_LENGTH:
         return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an unknown escape in a string is the model's affair
-            body = ast.parse(text, mode="eval").body
-        if not isinstance(body, ast.List):
-            return None
-        return all_calls([_one(item) for item in body.elts])
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+    # Some models write line breaks in strings as they are, which is not Python.
+    for source in (text, STRING.sub(lambda match: match[0].replace("\n", "\\n"), text)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about unknown escapes in a model's strings
+                body = ast.parse(source).body
+            return require_all([_parse_call(node) for node in _list_expressions(body)])
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return None
 
 
-def _one(node: ast.expr) -> ToolCall | None:
+def _list_expressions(statements: Sequence[ast.stmt]) -> list[ast.expr]:
+    """The items of a list, or the expressions that are statements. Raises ValueError otherwise."""
+    match statements:
+        case [ast.Expr(value=ast.List(elts=items))]:
+            return items
+        case _:
+            found = [s.value for s in statements if isinstance(s, ast.Expr)]
+            if len(found) != len(statements):
+                raise ValueError("not only calls")
+            return found
+
+
+def _parse_call(node: ast.expr) -> ToolCall | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
-    arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+    arguments = {str(keyword.arg): _parse_value(keyword.value) for keyword in node.keywords}
     if any(keyword.arg is None for keyword in node.keywords):
         return None
-    return mint(ast.unparse(node.func), dump_arguments(arguments))
+    return new_call(ast.unparse(node.func), dump_arguments(arguments))
 
 
-def _value(node: ast.expr) -> JsonValue:
-    """A literal, in Python's or JSON's spelling. Raises ValueError for anything else."""
+def _parse_value(node: ast.expr) -> JsonValue:
+    """Evaluate a literal in Python's or JSON's spelling. Raises ValueError for anything else."""
     match node:
         case ast.Constant(value=str() | int() | None as value):
             return value
@@ -77,15 +110,15 @@ def _value(node: ast.expr) -> JsonValue:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_value(item) for item in items]
+            return [_parse_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             pairs = zip(keys, values, strict=True)
-            return {_key(key): _value(value) for key, value in pairs}
+            return {_parse_key(key): _parse_value(value) for key, value in pairs}
         case _:
             raise ValueError("not a literal")
 
 
-def _key(node: ast.expr | None) -> str:
+def _parse_key(node: ast.expr | None) -> str:
     match node:
         case ast.Constant(value=str(key)):
             return key

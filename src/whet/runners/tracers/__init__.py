@@ -1,7 +1,6 @@
-"""Spans that an agent's SDK makes of itself, kept with the attempt whose agent makes them.
+"""Tracers record the spans that an agent's SDK creates with the attempt that created them.
 
-A tracer is for a whole process, and is put into it once; the contextvar of the running attempt says
-whose a span is.
+A tracer is installed once in a process; the contextvar of the running attempt attributes each span.
 """
 
 import importlib
@@ -10,34 +9,30 @@ from importlib.util import find_spec
 from whet.config import TracerName
 from whet.errors import ConfigError
 
-NEEDS: dict[TracerName, tuple[str, str]] = {
+REQUIREMENTS: dict[TracerName, tuple[str, str]] = {
     "otel": ("opentelemetry.sdk", "whet[otel]"),
     "openai-agents": ("agents.tracing", "openai-agents"),
 }
-"""A module that must be there, and what to install if it is not."""
+"""A required module, and the package to install if it is missing."""
 
 
-def check_tracer(name: TracerName | None) -> None:
-    """Refuse a tracer whose package is not installed, before anything is started."""
-    if name is None:
-        return
-    module, package = NEEDS[name]
+def check_tracer(name: TracerName) -> None:
+    """Raise ConfigError if the package of a tracer is not installed."""
+    module, package = REQUIREMENTS[name]
     try:
-        is_there = find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it is in
-        is_there = False
-    if not is_there:
+        is_installed = find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        is_installed = False
+    if not is_installed:
         raise ConfigError(f"the tracer {name!r} needs {module!r}: pip install '{package}'")
 
 
-def install_tracer(name: TracerName | None) -> None:
-    """Have the spans of a process kept with its attempts. Twice is once.
+def install_tracer(name: TracerName) -> None:
+    """Record the spans of this process with its attempts. Idempotent.
 
     Raises:
-        ConfigError: the package is not installed, or is set up in a way that keeps spans from us.
+        ConfigError: the package is not installed, or is configured so that no spans reach us.
     """
-    if name is None:
-        return
     check_tracer(name)
     module = importlib.import_module(f"whet.runners.tracers.{name.replace('-', '_')}")
     vars(module)["install"]()

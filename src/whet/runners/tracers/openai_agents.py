@@ -1,4 +1,4 @@
-"""Spans of the OpenAI Agents SDK, whose tracing is its own."""
+"""Tracer for the OpenAI Agents SDK, which has a tracing API of its own."""
 
 import hashlib
 import importlib
@@ -10,78 +10,80 @@ from typing import Any
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from whet.runners.tracers.owners import Owners
+from whet.runners.tracers.span_owners import SpanOwners
 from whet.types import Span
 
 SCOPE = "openai_agents"
-"""The instrumentation, and the prefix of what the GenAI conventions have no name for."""
+"""Instrumentation scope, and prefix of attributes that the GenAI conventions do not define."""
 
-Told = Mapping[str, Any]
-"""What a span of the SDK exports of itself. Any: its JSON."""
+Exported = Mapping[str, Any]
+"""The `export()` of a span of the SDK. Any: its JSON."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def install() -> None:
-    """Take the place of what traces are given to by default: the upload to api.openai.com.
+    """Replace the default trace processor, which uploads traces to api.openai.com.
 
-    Tracing is switched on where the program has switched it off, which it does for that upload.
+    Tracing is turned on even if the program has turned it off: programs do so for that upload.
     """
-    tracing: Any = importlib.import_module("agents.tracing")  # Any: it is not installed with us
-    tracing.set_trace_processors([_ours])
+    tracing: Any = importlib.import_module("agents.tracing")  # Any: an optional package
+    tracing.set_trace_processors([_processor])
     tracing.set_tracing_disabled(False)
 
 
-class AttemptSpans:
-    """Keeps each span that is begun inside an attempt with it.
+class AttemptTraceProcessor:
+    """Adds each span that is started inside an attempt to it.
 
-    It has the methods of the SDK's TracingProcessor and is no subclass, as that is not here.
+    It has the methods of the SDK's TracingProcessor, but is not a subclass: the SDK is optional.
     """
 
     def __init__(self) -> None:
-        self._owners = Owners()
+        self._owners = SpanOwners()
 
     def on_trace_start(self, trace: Any) -> None:
-        """Nothing: what is told of a trace is told of its spans."""
+        """Ignore: the spans have all there is."""
 
     def on_trace_end(self, trace: Any) -> None:
-        """Nothing."""
+        """Ignore."""
 
     def on_span_start(self, span: Any) -> None:
-        """Note whose it is."""
-        self._owners.begin(span.span_id)
+        """Register the attempt of the span."""
+        self._owners.start(span.span_id)
 
     def on_span_end(self, span: Any) -> None:
-        """Keep it."""
+        """Add the span to its attempt."""
         response = getattr(span.span_data, "response", None)
         model = getattr(response, "model", None)
-        self._owners.end(span.span_id, lambda: as_span(span.export(), model=model))
+        self._owners.end(span.span_id, lambda: convert_span(span.export(), model=model))
 
     def shutdown(self) -> None:
-        """Nothing: no span is held back."""
+        """Ignore: spans are not buffered."""
 
     def force_flush(self) -> None:
-        """Nothing."""
+        """Ignore."""
 
 
-_ours = AttemptSpans()
+_processor = AttemptTraceProcessor()
 
 
-def as_span(told: Told, *, model: str | None = None) -> Span:
-    """A span of the SDK as ours. `model` is that of a response, which its export leaves out."""
-    data: dict[str, Any] = dict(told["span_data"])
+def convert_span(exported: Exported, *, model: str | None = None) -> Span:
+    """Convert a span of the SDK. `model` is the response's, which the export leaves out."""
+    data: dict[str, Any] = dict(exported["span_data"])
     kind = str(data.pop("type"))
-    name, attributes = _NAMED.get(kind, _other)(kind, data, model)
-    error: Told = told.get("error") or {}
-    start = _nanoseconds(told["started_at"])
+    name, attributes = _CONVERTERS.get(kind, _other)(kind, data, model)
+    error: Exported = exported.get("error") or {}
+    start = _to_nanoseconds(exported["started_at"])
     return Span(
-        trace_id=_id(told["trace_id"], "trace_", 16),
-        span_id=_id(told["id"], "span_", 8),
-        parent_id=_id(told["parent_id"], "span_", 8) if told.get("parent_id") else None,
+        trace_id=_convert_id(exported["trace_id"], "trace_", 16),
+        span_id=_convert_id(exported["id"], "span_", 8),
+        parent_id=_convert_id(exported["parent_id"], "span_", 8)
+        if exported.get("parent_id")
+        else None,
         name=name,
         kind="client" if attributes.get("gen_ai.operation.name") == "chat" else "internal",
         start=start,
-        end=max(start, _nanoseconds(told["ended_at"])),
+        end=max(start, _to_nanoseconds(exported["ended_at"])),
         status="error" if error else "ok",
         message=str(error.get("message", "")),
         attributes={key: value for key, value in attributes.items() if value is not None},
@@ -89,11 +91,12 @@ def as_span(told: Told, *, model: str | None = None) -> Span:
     )
 
 
-Named = tuple[str, dict[str, JsonValue]]
+Converted = tuple[str, dict[str, JsonValue]]
+"""Name and attributes of a span."""
 
 
-def _model_call(kind: str, data: dict[str, Any], model: str | None) -> Named:
-    usage: Told = data.pop("usage", None) or {}
+def _model_call(kind: str, data: dict[str, Any], model: str | None) -> Converted:
+    usage: Exported = data.pop("usage", None) or {}
     model = data.pop("model", None) or model
     return f"chat {model or ''}".strip(), {
         "gen_ai.operation.name": "chat",
@@ -102,43 +105,43 @@ def _model_call(kind: str, data: dict[str, Any], model: str | None) -> Named:
         "gen_ai.response.id": data.pop("response_id", None),
         "gen_ai.usage.input_tokens": usage.get("input_tokens"),
         "gen_ai.usage.output_tokens": usage.get("output_tokens"),
-        **_rest(data),
+        **_prefix_rest(data),
     }
 
 
-def _tool_call(kind: str, data: dict[str, Any], model: str | None) -> Named:
+def _tool_call(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     tool = str(data.pop("name", ""))
     return f"execute_tool {tool}", {
         "gen_ai.operation.name": "execute_tool",
         "gen_ai.tool.name": tool,
-        "gen_ai.tool.call.arguments": _plain(data.pop("input", None)),
-        "gen_ai.tool.call.result": _plain(data.pop("output", None)),
-        **_rest(data),
+        "gen_ai.tool.call.arguments": _to_json(data.pop("input", None)),
+        "gen_ai.tool.call.result": _to_json(data.pop("output", None)),
+        **_prefix_rest(data),
     }
 
 
-def _agent(kind: str, data: dict[str, Any], model: str | None) -> Named:
+def _agent(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     agent = str(data.pop("name", ""))
     return f"invoke_agent {agent}", {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.agent.name": agent,
-        **_rest(data),
+        **_prefix_rest(data),
     }
 
 
-def _custom(kind: str, data: dict[str, Any], model: str | None) -> Named:
-    name, inside = str(data.pop("name")), dict(data.get("data") or {})
-    if inside.pop("sdk_span_type", None) is None:
+def _custom(kind: str, data: dict[str, Any], model: str | None) -> Converted:
+    name, inner = str(data.pop("name")), dict(data.get("data") or {})
+    if inner.pop("sdk_span_type", None) is None:
         return _other(name, data, model)
-    return _other(name, inside, model)  # a newer kind, told as a program's own is
+    return _other(name, inner, model)  # a newer kind of the SDK's, exported as a custom span
 
 
-def _other(kind: str, data: dict[str, Any], model: str | None) -> Named:
+def _other(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     agent = data.pop("agent_name", None)
-    return kind, {"gen_ai.agent.name": agent, **_rest(data)}
+    return kind, {"gen_ai.agent.name": agent, **_prefix_rest(data)}
 
 
-_NAMED: dict[str, Callable[[str, dict[str, Any], str | None], Named]] = {
+_CONVERTERS: dict[str, Callable[[str, dict[str, Any], str | None], Converted]] = {
     "response": _model_call,
     "generation": _model_call,
     "function": _tool_call,
@@ -147,22 +150,22 @@ _NAMED: dict[str, Callable[[str, dict[str, Any], str | None], Named]] = {
 }
 
 
-def _rest(data: Told) -> dict[str, JsonValue]:
-    return {f"{SCOPE}.{key}": _plain(value) for key, value in data.items()}
+def _prefix_rest(data: Exported) -> dict[str, JsonValue]:
+    return {f"{SCOPE}.{key}": _to_json(value) for key, value in data.items()}
 
 
-def _plain(value: object) -> JsonValue:
+def _to_json(value: object) -> JsonValue:
     return to_jsonable_python(value, fallback=repr, inf_nan_mode="strings")
 
 
-def _id(given: str, prefix: str, size: int) -> str:
-    """An id as OpenTelemetry has them: as it is where it fits, else its digest."""
-    bare = given.removeprefix(prefix)
+def _convert_id(id: str, prefix: str, size: int) -> str:
+    """Return an id in OpenTelemetry's format: unchanged if it fits, else its digest."""
+    bare = id.removeprefix(prefix)
     if re.fullmatch(rf"[0-9a-f]{{{2 * size}}}", bare):
         return bare
-    return hashlib.blake2b(given.encode(), digest_size=size).hexdigest()
+    return hashlib.blake2b(id.encode(), digest_size=size).hexdigest()
 
 
-def _nanoseconds(time: str) -> int:
-    passed = datetime.fromisoformat(time) - EPOCH
-    return ((passed.days * 86_400 + passed.seconds) * 1_000_000 + passed.microseconds) * 1000
+def _to_nanoseconds(time: str) -> int:
+    elapsed = datetime.fromisoformat(time) - EPOCH
+    return ((elapsed.days * 86_400 + elapsed.seconds) * 1_000_000 + elapsed.microseconds) * 1000

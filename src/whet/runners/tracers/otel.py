@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: of every SDK that uses the global provider."""
+"""Tracer for OpenTelemetry: spans of every SDK that uses the global provider."""
 
 import base64
 import math
@@ -14,56 +14,58 @@ from opentelemetry.sdk.trace import Span as OpenSpan
 from pydantic import JsonValue
 
 from whet.errors import ConfigError
-from whet.runners.tracers.owners import Owners
+from whet.runners.tracers.span_owners import SpanOwners
 from whet.types import Span, SpanEvent
 
 ATTEMPT = "whet.attempt"
-"""By this attribute a store that gets the span from an exporter as well knows whose it is."""
+"""Attribute that names the attempt, for a store that gets the span from an exporter as well."""
 
 _installed: list[object] = []
-"""The providers that have our processor; they last as long as their process."""
+"""Providers that have our processor, for the life of the process."""
 
 
 def install() -> None:
-    """Put our processor into the provider of this process, which is set if there is none.
+    """Add our processor to the global provider, which is created if it is missing.
 
     Raises:
-        ConfigError: telemetry is off, or the provider takes no processors.
+        ConfigError: telemetry is off, or the provider accepts no processors.
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        raise ConfigError("the tracer 'otel' finds OTEL_SDK_DISABLED=true: unset it, or the tracer")
+        raise ConfigError(
+            "the tracer 'otel' needs telemetry: unset OTEL_SDK_DISABLED=true, or the tracer"
+        )
     provider = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider):  # nobody has set one
+    if isinstance(provider, trace.ProxyTracerProvider):  # the default
         provider = TracerProvider()
         trace.set_tracer_provider(provider)
     if any(provider is known for known in _installed):
         return
-    add = getattr(provider, "add_span_processor", None)  # other makes than the SDK's have it too
+    add = getattr(provider, "add_span_processor", None)  # also of other SDKs
     if add is None:
         raise ConfigError(
-            f"the tracer 'otel' needs a provider with add_span_processor; this program has set "
+            f"the tracer 'otel' needs a provider with add_span_processor; found "
             f"{type(provider).__module__}.{type(provider).__qualname__}"
         )
-    add(AttemptSpans())
+    add(AttemptSpanProcessor())
     _installed.append(provider)
 
 
-class AttemptSpans(SpanProcessor):
-    """Keeps each span that is begun inside an attempt with it; others are left alone."""
+class AttemptSpanProcessor(SpanProcessor):
+    """Adds each span that is started inside an attempt to it; ignores others."""
 
     def __init__(self) -> None:
-        self._owners = Owners()
+        self._owners = SpanOwners()
 
     def on_start(self, span: OpenSpan, parent_context: Context | None = None) -> None:
-        if (now := self._owners.begin(_key(span))) is not None:
-            span.set_attribute(ATTEMPT, now.attempt.id)
+        if (context := self._owners.start(_key(span))) is not None:
+            span.set_attribute(ATTEMPT, context.attempt.id)
 
     def on_end(self, span: ReadableSpan) -> None:
-        self._owners.end(_key(span), partial(as_span, span))
+        self._owners.end(_key(span), partial(convert_span, span))
 
 
-def as_span(span: ReadableSpan) -> Span:
-    """A span of the SDK as ours: every attribute under its own name."""
+def convert_span(span: ReadableSpan) -> Span:
+    """Convert a span of the SDK; every attribute keeps its name."""
     context = span.context
     assert context is not None
     start = span.start_time or 0
@@ -77,15 +79,17 @@ def as_span(span: ReadableSpan) -> Span:
         end=max(start, span.end_time or start),
         status=cast(Any, span.status.status_code.name.lower()),
         message=span.status.description or "",
-        attributes=_attributes(span.attributes),
+        attributes=_convert_attributes(span.attributes),
         events=tuple(
             SpanEvent(
-                name=event.name, time=event.timestamp, attributes=_attributes(event.attributes)
+                name=event.name,
+                time=event.timestamp,
+                attributes=_convert_attributes(event.attributes),
             )
             for event in span.events
         ),
         scope=span.instrumentation_scope.name if span.instrumentation_scope else "",
-        resource=_attributes(span.resource.attributes),
+        resource=_convert_attributes(span.resource.attributes),
     )
 
 
@@ -95,12 +99,12 @@ def _key(span: ReadableSpan) -> tuple[int, int]:
     return context.trace_id, context.span_id
 
 
-def _attributes(given: Mapping[str, object] | None) -> dict[str, JsonValue]:
-    return {key: _plain(value) for key, value in (given or {}).items()}
+def _convert_attributes(attributes: Mapping[str, object] | None) -> dict[str, JsonValue]:
+    return {key: _to_json(value) for key, value in (attributes or {}).items()}
 
 
-def _plain(value: object) -> JsonValue:
-    """An attribute as plain JSON, the way the store reads it from an exporter."""
+def _to_json(value: object) -> JsonValue:
+    """Convert an attribute to JSON, in the same way as the store reads it from an exporter."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
@@ -110,8 +114,8 @@ def _plain(value: object) -> JsonValue:
             return base64.b64encode(value).decode()
         case Mapping():
             items = cast(Mapping[object, object], value).items()
-            return {str(key): _plain(held) for key, held in items}
+            return {str(key): _to_json(item) for key, item in items}
         case Sequence():
-            return [_plain(each) for each in cast(Sequence[object], value)]
+            return [_to_json(each) for each in cast(Sequence[object], value)]
         case _:
             return str(value)

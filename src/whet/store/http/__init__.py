@@ -1,1 +1,1 @@
-"""The store over HTTP: one table of endpoints, a server of it and a client to it."""
+"""The store over HTTP: one table of remote methods, its server and its client."""

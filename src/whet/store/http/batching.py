@@ -1,89 +1,84 @@
-"""Many small requests as few larger ones, as group commit does on the other side."""
+"""Batching of small writes: few large requests for many small ones, as group commit does."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from whet.errors import StoreError, WhetError, boundary
+from whet.errors import StoreClosed, StoreError, WhetError, boundary
+from whet.store.http.errors import ErrorDetail
+from whet.store.http.transport import Unreachable
 
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-
-LANES = 3
-"""Batches of a kind under way at once: with one, whoever comes just after it left waits twice."""
+SENDERS = 3
+"""Batches in flight at once: with one, an item that just missed a batch would wait for two."""
 MAX_ITEMS = 256
 MAX_BYTES = 4 * 2**20
 
-
-class _Waiting(NamedTuple, Generic[Item, Answer]):
-    item: Item
-    size: int
-    answer: asyncio.Future[Answer]
-
-    def fail(self, error: WhetError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(type(error)(str(error)))
+Send = Callable[[Sequence[str]], Awaitable[Sequence[ErrorDetail | None]]]
+"""Send items as JSON texts; return null or an error for each."""
 
 
-class Batcher(Generic[Item, Answer]):
-    """Sends what has come together while all lanes were busy, in the order it came."""
+class _Pending(NamedTuple):
+    item: str
+    result: asyncio.Future[ErrorDetail | None]
 
-    def __init__(
-        self,
-        send: Callable[[Sequence[Item]], Awaitable[Sequence[Answer]]],
-        *,
-        is_refusal: Callable[[WhetError], bool],
-    ) -> None:
-        """`send` gives an answer for each item; a refusal of a batch may be due to one of it."""
+
+class Batcher:
+    """Sends the items that arrived while all senders were busy, in the order they came."""
+
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._is_refusal = is_refusal
-        self._waiting: list[_Waiting[Item, Answer]] = []
+        self._pending: list[_Pending] = []
         self._senders = set[asyncio.Task[None]]()
 
-    async def add(self, item: Item, size: int = 0) -> Answer:
-        """The answer to one item; `size` is about what it has in bytes."""
-        waiting = _Waiting[Item, Answer](item, size, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        if len(self._senders) < LANES:
+    async def add(self, item: str) -> ErrorDetail | None:
+        """Send one item in a batch and return its result."""
+        pending = _Pending(item, asyncio.get_running_loop().create_future())
+        self._pending.append(pending)
+        if len(self._senders) < SENDERS:
             self._senders.add(asyncio.create_task(self._send_all()))
-        return await waiting.answer
+        return await pending.result
 
     async def _send_all(self) -> None:
         sender = asyncio.current_task()
         assert sender is not None
         try:
-            while self._waiting:
-                await self._send_some(self._take())
+            while self._pending:
+                await self._send_batch(self._take_batch())
         finally:
-            # In the same turn of the loop as the last look: whoever comes after it finds no lane
-            # taken by one that sends no more.
+            # In the same turn of the loop as the last look at the list: whoever adds an item after
+            # that does not count a sender that sends no more.
             self._senders.discard(sender)
 
-    def _take(self) -> list[_Waiting[Item, Answer]]:
+    def _take_batch(self) -> list[_Pending]:
         size, count = 0, 0
-        for waiting in self._waiting[:MAX_ITEMS]:
-            size += waiting.size
+        for pending in self._pending[:MAX_ITEMS]:
+            size += len(pending.item)
             if count and size > MAX_BYTES:
                 break
             count += 1
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        return [waiting for waiting in taken if not waiting.answer.done()]
+        batch, self._pending = self._pending[:count], self._pending[count:]
+        return [pending for pending in batch if not pending.result.done()]  # others were cancelled
 
-    async def _send_some(self, batch: Sequence[_Waiting[Item, Answer]]) -> None:
+    async def _send_batch(self, batch: Sequence[_Pending]) -> None:
         if not batch:
             return
         try:
-            with boundary(StoreError, "the store's answer cannot be read"):
-                answers = await self._send([waiting.item for waiting in batch])
-                results = list(zip(batch, answers, strict=True))
+            with boundary(StoreError, "the store's response cannot be read"):
+                results = await self._send([pending.item for pending in batch])
+                pairs = list(zip(batch, results, strict=True))
         except WhetError as error:
-            if len(batch) > 1 and self._is_refusal(error):
-                for waiting in batch:  # one of them spoils it for the others
-                    await self._send_some([waiting])
-            else:
-                for waiting in batch:
-                    waiting.fail(error)
+            if len(batch) > 1 and _is_refusal(error):
+                for pending in batch:  # one of them is invalid, and the others are not
+                    await self._send_batch([pending])
+                return
+            for pending in batch:
+                if not pending.result.done():
+                    pending.result.set_exception(type(error)(str(error)))
         else:
-            for waiting, answer in results:
-                if not waiting.answer.done():
-                    waiting.answer.set_result(answer)
+            for pending, result in pairs:
+                if not pending.result.done():
+                    pending.result.set_result(result)
+
+
+def _is_refusal(error: WhetError) -> bool:
+    return isinstance(error, StoreError) and not isinstance(error, Unreachable | StoreClosed)

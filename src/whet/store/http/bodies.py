@@ -1,82 +1,87 @@
-"""Bodies of requests: whole, in time, no larger than allowed, whatever they are packed in."""
+"""Bodies of requests: complete, in time, unpacked, and no larger than the limit."""
 
-from collections.abc import AsyncGenerator
+import zlib
+from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple
 
-from anyio import fail_after
+from anyio import current_time, fail_after
 from starlette.requests import ClientDisconnect, Request
 
-from whet.store.http import gzipped
-from whet.store.http.problems import Malformed, TooSlow, WrongEncoding
+from whet.store.http.errors import RefusedRequest
+
+GZIP = 16 + zlib.MAX_WBITS
+"""zlib's name for the gzip format."""
 
 
 class Limits(NamedTuple):
-    """What a server takes."""
+    """Limits of a server on what it receives."""
 
     body: int = 256 * 2**20
-    """Bytes of a body as it is meant, packed or not."""
+    """Bytes of a body, unpacked."""
     body_s: float = 60.0
-    """A body that is not whole by then is refused: nobody holds a connection by sending slowly."""
+    """Seconds until a body is complete: nobody holds a connection by sending slowly."""
     archive: int = 64 * 2**30
-    """Bytes of a run that is loaded, packed or not."""
+    """Bytes of an uploaded run, packed or not."""
     pause_s: float = 60.0
-    """Between two pieces of it."""
+    """Seconds between two chunks of it."""
 
 
 DEFAULT_LIMITS = Limits()
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body, unpacked.
-
-    Raises:
-        TooLarge, TooSlow, WrongEncoding, Malformed: it is refused.
-    """
-    packed = await _read(request, limits)
+    """Read and unpack a whole body. Raises RefusedRequest."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding == "identity":
-        return packed
-    if encoding != "gzip":
-        raise WrongEncoding(f"a body may be packed by gzip, not by {encoding!r}")
-    return gzipped.unpack(packed, limits.body)
-
-
-async def _read(request: Request, limits: Limits) -> bytes:
+    if encoding not in ("identity", "gzip"):
+        raise RefusedRequest(415, f"content encoding {encoding!r}: expected gzip or identity")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 19 or int(length) > limits.body):
-        raise gzipped.too_large(limits.body)
+        raise _too_large(limits.body)
     body = bytearray()
-    try:
-        with fail_after(limits.body_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limits.body:
-                    raise gzipped.too_large(limits.body)
-    except TimeoutError as error:
-        raise TooSlow(f"the body was not whole after {limits.body_s:g} s") from error
-    except ClientDisconnect as error:
-        raise Malformed("the client left before its request was whole") from error
-    return bytes(body)
+    deadline = current_time() + limits.body_s
+    async for chunk in _stream(request, limits.body, lambda: deadline):
+        body += chunk
+    return _gunzip(bytes(body), limits.body) if encoding == "gzip" else bytes(body)
 
 
-async def read_pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
-    """A large body piece by piece.
+def read_archive(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
+    """Read an archive chunk by chunk. Raises RefusedRequest."""
+    return _stream(request, limits.archive, lambda: current_time() + limits.pause_s)
 
-    Raises:
-        TooLarge, TooSlow, Malformed: it is refused.
-    """
-    size, pieces = 0, aiter(request.stream())
+
+async def _stream(
+    request: Request, max_bytes: int, deadline: Callable[[], float]
+) -> AsyncGenerator[bytes]:
+    size, chunks = 0, aiter(request.stream())
     while True:
         try:
-            with fail_after(limits.pause_s):
-                piece = await anext(pieces, None)
+            with fail_after(deadline() - current_time()):
+                chunk = await anext(chunks, None)
         except TimeoutError as error:
-            raise TooSlow(f"nothing of the body came for {limits.pause_s:g} s") from error
+            raise RefusedRequest(408, "the body did not arrive in time") from error
         except ClientDisconnect as error:
-            raise Malformed("the client left before its request was whole") from error
-        if piece is None:
+            raise RefusedRequest(400, "the client left before the body was complete") from error
+        if chunk is None:
             return
-        size += len(piece)
-        if size > limits.archive:
-            raise gzipped.too_large(limits.archive)
-        yield piece
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        yield chunk
+
+
+def _gunzip(packed: bytes, limit: int) -> bytes:
+    """Unpack no further than the limit, however much would come."""
+    unpacker = zlib.decompressobj(GZIP)
+    try:
+        body = unpacker.decompress(packed, limit)
+    except zlib.error as error:
+        raise RefusedRequest(400, f"the body is not gzip: {error}") from error
+    if not unpacker.eof and len(body) == limit:
+        raise _too_large(limit)
+    if not unpacker.eof or unpacker.unused_data:
+        raise RefusedRequest(400, "the gzip body is truncated, or more follows it")
+    return body
+
+
+def _too_large(limit: int) -> RefusedRequest:
+    return RefusedRequest(413, f"the body is larger than {limit} bytes")

@@ -1,97 +1,117 @@
-"""What a server counts, in Prometheus' text format."""
+"""Prometheus metrics of a store server."""
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from dataclasses import dataclass
+from typing import Any
 
-TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from whet.errors import LeaseLost
+from whet.store.queries.listing import Overview
+from whet.types import Status
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 COUNTERS = {
-    "claims": "Attempts that were given to workers.",
-    "outcomes": "Attempts that were reported to have ended, by how.",
-    "late_outcomes": "Reports that came too late and were refused.",
-    "heartbeats": "Leases that were kept.",
-    "calls": "Calls that were recorded.",
-    "sampled_tokens": "Tokens that were sampled in them.",
-    "rewards": "Rewards that were recorded.",
-    "spans": "Spans that were recorded.",
-    "rejected_spans": "Spans that came over OTLP and belong to no attempt.",
+    "claims": "Attempts claimed by workers.",
+    "late_outcomes": "Outcomes refused because the attempt had ended.",
+    "heartbeats": "Leases renewed.",
+    "calls": "Calls recorded.",
+    "sampled_tokens": "Tokens sampled in recorded calls.",
+    "rewards": "Rewards recorded.",
+    "spans": "Spans recorded.",
+    "rejected_spans": "Spans received over OTLP that belong to no attempt.",
 }
-
-Labels = tuple[tuple[str, str], ...]
 
 
 class Metrics:
-    """Counters since the server started."""
+    """Counters since the server started, in a registry of their own."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counter[Labels]] = {name: Counter() for name in COUNTERS}
-        self.requests = Counter[Labels]()
-        """By endpoint and status."""
-        self._took = defaultdict[str, list[int]](lambda: [0] * (len(BUCKETS_S) + 1))
-        self._took_s = defaultdict[str, float](float)
+        self.registry = CollectorRegistry()
+        self._counters = {name: self._counter(name, text) for name, text in COUNTERS.items()}
+        self._outcomes = self._counter("outcomes", "Attempts ended, by outcome.", "how")
+        self._requests = self._counter("requests", "Requests by status.", "endpoint", "status")
+        self._seconds = Histogram(
+            "whet_store_request_seconds",
+            "Duration of requests.",
+            ["endpoint"],
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
 
-    def count(self, name: str, by: int = 1, **labels: str) -> None:
+    def count(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
-        self._counts[name][tuple(labels.items())] += by
+        self._counters[name].inc(by)
 
-    def request(self, endpoint: str, status: int, took_s: float) -> None:
+    def count_request(self, endpoint: str, status: int, seconds: float) -> None:
         """Count a request that was answered."""
-        self.requests[("endpoint", endpoint), ("status", str(status))] += 1
-        self._took[endpoint][bisect_left(BUCKETS_S, took_s)] += 1
-        self._took_s[endpoint] += took_s
+        self._requests.labels(endpoint, str(status)).inc()
+        self._seconds.labels(endpoint).observe(seconds)
 
-    def text(
-        self,
-        *,
-        rollouts: Mapping[Labels, float],
-        workers: Mapping[Labels, float],
-        held: int,
-        expired_leases: int,
-    ) -> str:
-        """All counters, and what was looked up."""
-        lines = [
-            *_family("rollouts", "gauge", "Rollouts by run and status.", rollouts),
-            *_family("workers", "gauge", "Workers that are alive, by run.", workers),
-            *_family("held_requests", "gauge", "Requests that wait for something.", {(): held}),
-            *_family(
-                "expired_leases_total",
-                "counter",
-                "Leases that ran out and cost a worker its attempt.",
-                {(): expired_leases},
-            ),
-            *self._counters(),
-        ]
-        return "".join(f"{line}\n" for line in lines)
+    def count_call(
+        self, name: str, arguments: Mapping[str, Any], result: object
+    ) -> None:  # Any: validated
+        """Count the effect of a method; `result` is its error if it failed."""
+        if isinstance(result, Exception):
+            if name == "finish" and isinstance(result, LeaseLost):
+                self.count("late_outcomes")
+            return
+        match name:
+            case "claim" if result is not None:
+                self.count("claims")
+            case "finish":
+                failure = arguments["outcome"].failure
+                self._outcomes.labels(failure.kind if failure else "succeeded").inc()
+            case "heartbeat":
+                self.count("heartbeats")
+            case "append":
+                self.count("calls")
+                generations = arguments["call"].generations
+                self.count("sampled_tokens", sum(len(each.tokens) for each in generations))
+            case "emit":
+                self.count("rewards")
+            case "record":
+                self.count("spans", len(arguments["spans"]))
+            case _:
+                pass
 
-    def _counters(self) -> Iterator[str]:
-        for name, says in COUNTERS.items():
-            yield from _family(f"{name}_total", "counter", says, self._counts[name] or {(): 0})
-        yield from _family("requests_total", "counter", "Requests by status.", self.requests)
-        yield from _head("request_seconds", "histogram", "How long requests took.")
-        for endpoint, counts in self._took.items():
-            mine = ("endpoint", endpoint)
-            for bound, count in zip((*BUCKETS_S, "+Inf"), accumulate(counts), strict=True):
-                yield _sample("request_seconds_bucket", (mine, ("le", str(bound))), count)
-            yield _sample("request_seconds_sum", (mine,), self._took_s[endpoint])
-            yield _sample("request_seconds_count", (mine,), sum(counts))
+    def text(self, overview: Overview, held: int, expired_leases: int) -> bytes:
+        """Return all counters and the state of the store in Prometheus' text format."""
+        state = _State(overview, held, expired_leases)
+        return generate_latest(self.registry) + generate_latest(state)
 
-
-def _family(name: str, kind: str, says: str, samples: Mapping[Labels, float]) -> Iterator[str]:
-    yield from _head(name, kind, says)
-    for labels, value in samples.items():
-        yield _sample(name, labels, value)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"whet_store_{name}", text, labels, registry=self.registry)
 
 
-def _head(name: str, kind: str, says: str) -> Iterator[str]:
-    yield f"# HELP whet_store_{name} {says}"
-    yield f"# TYPE whet_store_{name} {kind}"
+@dataclass
+class _State(Collector):
+    """State of the store when metrics are read; a run that was dropped has none."""
 
+    overview: Overview
+    held: int
+    expired_leases: int
 
-def _sample(name: str, labels: Labels, value: float) -> str:
-    # No label of ours has a character that would have to be escaped: names and closed sets.
-    inside = ",".join(f'{label}="{text}"' for label, text in labels)
-    return f"whet_store_{name}{{{inside}}} {value}" if labels else f"whet_store_{name} {value}"
+    def collect(self) -> Iterator[Metric]:
+        rollouts = GaugeMetricFamily(
+            "whet_store_rollouts", "Rollouts by run and status.", labels=["run", "status"]
+        )
+        workers = GaugeMetricFamily("whet_store_workers", "Live workers by run.", labels=["run"])
+        for run, count in self.overview.workers.items():
+            workers.add_metric([run], count)
+            for status in Status:
+                rollouts.add_metric([run, status], self.overview.rollouts.get((run, status), 0))
+        yield rollouts
+        yield workers
+        yield GaugeMetricFamily("whet_store_held_requests", "Long polls in progress.", self.held)
+        yield CounterMetricFamily(
+            "whet_store_expired_leases",
+            "Leases that expired, ending an attempt.",
+            self.expired_leases,
+        )

@@ -1,57 +1,52 @@
-"""The OpenAPI document of a served store, made of the table that serves it."""
+"""The OpenAPI document of a store server, built from its table."""
 
-import re
 from importlib.metadata import version
-from types import NoneType
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
-from starlette.responses import Response
 
-from whet.store.http.endpoints import ARCHIVE, ENDPOINTS, IN_PATHS, Endpoint, Frame, Nothing
-from whet.store.http.frames import FRAMED
-from whet.store.http.wire import Refusal
+from whet.store.http.errors import ErrorBody
+from whet.store.http.rpc import ARCHIVE, JSON, METHODS, PATH_PATTERNS, BatchResult, RemoteMethod
 
-JSON = "application/json"
-
-REFUSALS = {
-    "400": "The body is not what it says it is.",
+ERRORS = {
+    "400": "The body or a header cannot be read.",
     "401": "The token is missing or wrong.",
-    "404": "There is no such thing in the run.",
+    "404": "Not found in this run.",
     "405": "The path takes another method.",
     "408": "The body did not arrive in time.",
-    "409": "What is asked does not fit what is there, or a report came too late.",
+    "409": "It conflicts with the state of the store, or came too late.",
     "413": "The body is too large.",
-    "415": "The body is packed in a way that is not known.",
-    "422": "A field is wrong; the message says which and why.",
-    "503": "The store cannot answer now: ask again.",
+    "415": "Unknown content encoding.",
+    "422": "A field is invalid; the message says which and why.",
+    "503": "The store is unavailable: send the request again.",
 }
 
 Schema = dict[str, Any]  # Any: JSON schema
-Use = Literal["asks", "gives"]
-Row = Endpoint[Any, Any]  # Any: each knows its own
+Schemas = dict[tuple[str, Literal["request", "response"]], Schema]
+
+_FILE: Schema = {"type": "string", "format": "binary"}
 
 
-def openapi() -> Schema:
-    """The document."""
-    schemas, components = _schemas()
+def build_document() -> Schema:
+    """Build the document."""
+    schemas, components = _build_schemas()
     paths: dict[str, Schema] = {}
-    for endpoint in ENDPOINTS:
-        operation = _operation(endpoint, schemas, components)
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
-    refusal = {"content": {JSON: {"schema": schemas["refusal", "gives"]}}}
+    for method in METHODS.values():
+        described = _describe(method, schemas, components)
+        paths.setdefault(method.path, {})[method.verb.lower()] = described
+    error = {"content": {JSON: {"schema": schemas["error", "response"]}}}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "whet store",
             "version": version("whet"),
-            "description": "The durable store of whet: queue, log, steps and resources of runs.",
+            "description": "Durable store of whet: queue, calls, steps and resources of runs.",
         },
         "paths": paths,
         "components": {
             "schemas": components,
             "responses": {
-                status: {"description": says, **refusal} for status, says in REFUSALS.items()
+                status: {"description": text, **error} for status, text in ERRORS.items()
             },
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
@@ -59,83 +54,72 @@ def openapi() -> Schema:
     }
 
 
-def _schemas() -> tuple[dict[tuple[str, Use], Schema], Schema]:
-    """A schema for whatever an endpoint takes or gives as JSON, and those they refer to."""
-    types: list[tuple[tuple[str, Use], Any]] = [(("refusal", "gives"), Refusal)]
-    for endpoint in ENDPOINTS:
-        asks = endpoint.head if endpoint.asks is Frame else endpoint.asks
-        gives = endpoint.head if endpoint.gives is Frame else endpoint.gives
-        types.append(((endpoint.name, "asks"), asks))
-        if gives is not Response:
-            types.append(((endpoint.name, "gives"), gives))
-    made, rest = TypeAdapter.json_schemas(
-        [
-            (key, "validation" if key[1] == "asks" else "serialization", TypeAdapter(kind))
-            for key, kind in types
-        ],
-        ref_template="#/components/schemas/{model}",
-    )
+def _build_schemas() -> tuple[Schemas, Schema]:
+    """Return the schemas of all requests and responses, and the components they refer to."""
+    inputs: list[tuple[Any, Any, TypeAdapter[Any]]] = [
+        (("error", "response"), "serialization", TypeAdapter(ErrorBody))
+    ]
+    for row in METHODS.values():
+        response = TypeAdapter(BatchResult) if row.batched else row.response
+        inputs.append(((row.name, "request"), "validation", row.body))
+        inputs.append(((row.name, "response"), "serialization", response))
+    made, rest = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
     return {key: schema for (key, _), schema in made.items()}, rest["$defs"]
 
 
-def _operation(endpoint: Row, schemas: dict[tuple[str, Use], Schema], components: Schema) -> Schema:
-    operation: Schema = {
-        "operationId": endpoint.name,
-        "summary": (endpoint.act.__doc__ or "").strip(),
-        "parameters": [_in_path(name) for name in re.findall(r"\{(\w+)\}", endpoint.path)],
+def _describe(method: RemoteMethod[Any], schemas: Schemas, components: Schema) -> Schema:
+    request = schemas[method.name, "request"]
+    description: Schema = {
+        "operationId": method.name,
+        "summary": method.summary,
+        "parameters": [_path_parameter(name) for name in method.path_parameters],
         "responses": {
-            **_success(endpoint, schemas),
-            **{status: {"$ref": f"#/components/responses/{status}"} for status in REFUSALS},
+            **_describe_success(method, schemas),
+            **{status: {"$ref": f"#/components/responses/{status}"} for status in ERRORS},
         },
     }
-    asked = schemas[endpoint.name, "asks"]
-    if endpoint.method != "POST":
-        operation["parameters"] += _in_query(asked, components)
-    if endpoint.name == "load":
-        operation["requestBody"] = {"required": True, "content": {ARCHIVE: {"schema": _BINARY}}}
-    elif endpoint.method == "POST" and endpoint.asks is not Nothing:
-        kind, schema = (FRAMED, _frame(asked)) if endpoint.asks is Frame else (JSON, asked)
-        operation["requestBody"] = {"required": True, "content": {kind: {"schema": schema}}}
-    return operation
+    if method.keyed:
+        schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,56}$"}
+        description["parameters"].append(
+            {"name": "Idempotency-Key", "in": "header", "required": False, "schema": schema}
+        )
+    if method.verb != "POST":
+        description["parameters"] += _query_parameters(request, components)
+    if method.verb == "PUT":
+        description["requestBody"] = {"required": True, "content": {ARCHIVE: {"schema": _FILE}}}
+    elif method.verb == "POST" and method.request.model_fields:
+        description["requestBody"] = {"required": True, "content": {JSON: {"schema": request}}}
+    return description
 
 
-def _success(endpoint: Row, schemas: dict[tuple[str, Use], Schema]) -> Schema:
-    if endpoint.gives is NoneType:
-        return {"204": {"description": "It is done."}}
-    if endpoint.gives is Response:
-        kind, schema = ARCHIVE, _BINARY
-    elif endpoint.gives is Frame:
-        kind, schema = FRAMED, _frame(schemas[endpoint.name, "gives"])
-    else:
-        kind, schema = JSON, schemas[endpoint.name, "gives"]
-    return {"200": {"description": "It is done.", "content": {kind: {"schema": schema}}}}
+def _describe_success(method: RemoteMethod[Any], schemas: Schemas) -> Schema:
+    not_yet: Schema = {}
+    if method.polls and "wait_s" not in method.parameters:
+        not_yet = {"202": {"description": "Not yet: send the request again."}}
+    if method.is_silent and not (method.archive and method.verb == "GET"):
+        return {"204": {"description": "Done."}, **not_yet}
+    kind, schema = JSON, schemas[method.name, "response"]
+    if method.archive:
+        kind, schema = ARCHIVE, _FILE
+    return {"200": {"description": "Done.", "content": {kind: {"schema": schema}}}, **not_yet}
 
 
-_BINARY: Schema = {"type": "string", "format": "binary"}
-
-
-def _frame(head: Schema) -> Schema:
-    """As far as OpenAPI can say what is binary; the schema of the head is beside it."""
-    says = "Four bytes of the head's length, the JSON head, then the numbers that it counts."
-    return {**_BINARY, "description": says, "x-whet-head": head}
-
-
-def _in_path(name: str) -> Schema:
-    schema = {"type": "string", "pattern": f"^{IN_PATHS[name]}$"}
+def _path_parameter(name: str) -> Schema:
+    schema = {"type": "string", "pattern": f"^{PATH_PATTERNS[name]}$"}
     return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
-def _in_query(asked: Schema, components: Schema) -> list[Schema]:
-    model: Schema = components[asked["$ref"].rpartition("/")[2]]
+def _query_parameters(request: Schema, components: Schema) -> list[Schema]:
+    model: Schema = components[request["$ref"].rpartition("/")[2]]
     required: list[str] = model.get("required", [])
     return [
-        {"name": name, "in": "query", "required": name in required, "schema": _given(schema)}
+        {"name": name, "in": "query", "required": name in required, "schema": _without_null(schema)}
         for name, schema in model.get("properties", {}).items()
     ]
 
 
-def _given(schema: Schema) -> Schema:
-    """Of what may be left out: a query has no null."""
+def _without_null(schema: Schema) -> Schema:
+    """A query parameter is left out, never null."""
     match schema:
         case {"anyOf": [one, {"type": "null"}]}:
             return one

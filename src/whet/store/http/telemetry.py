@@ -1,4 +1,4 @@
-"""Traces over OTLP/HTTP, as every exporter of OpenTelemetry sends them."""
+"""Traces over OTLP/HTTP, as every OpenTelemetry exporter sends them."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from whet.errors import RequestError, StoreError
-from whet.otlp.export import Encoding, answer, encoding_of, read_export, refusal
-from whet.otlp.taking import Sender, take
-from whet.store.http import bodies
-from whet.store.http.bodies import Limits
+from whet.io import otlp
+from whet.io.otlp import Encoding, Sender
+from whet.store.http.bodies import Limits, read_body
+from whet.store.http.errors import RefusedRequest, to_http
 from whet.store.http.metrics import Metrics
-from whet.store.http.problems import Unauthorized, tell
-from whet.store.sql import SQLStore
+from whet.store.sql_store import SQLStore
 from whet.types import AttemptId
 
 PATHS = (
@@ -20,11 +19,11 @@ PATHS = (
     "/v1/runs/{run}/v1/traces",
     "/v1/runs/{run}/attempts/{attempt}/v1/traces",
 )
-"""The base of each is an exporter's endpoint, which adds the rest itself: of the default run, of a
-run, and of an attempt whose spans need not say whose they are."""
+"""What stands before `/v1/traces` is an exporter's endpoint: of the default run, of a run, and of
+an attempt whose spans need not name it."""
 
 ReadKey = Callable[[str, str], AttemptId | None]
-"""The attempt of a run that an API key was made for; `*` for a key of the run itself."""
+"""Return the attempt that an API key of a run was made for; `*` for a key of the run itself."""
 
 ANY = "*"
 
@@ -34,31 +33,32 @@ def no_keys(key: str, run: str) -> AttemptId | None:
     return None
 
 
-async def take_traces(
+async def ingest_traces(
     request: Request, store: SQLStore, sender: Sender, limits: Limits, metrics: Metrics
 ) -> Response:
-    """Keep the spans of an export; those that belong nowhere are counted in the answer."""
+    """Record the spans of an export; the response counts those that belong to no attempt."""
     try:
-        encoding = encoding_of(request.headers.get("content-type", ""))
+        encoding = otlp.parse_encoding(request.headers.get("content-type", ""))
     except RequestError as error:
-        return Response(refusal(Encoding.JSON, str(error)), 415, media_type=Encoding.JSON)
+        content = otlp.build_error(Encoding.JSON, str(error))
+        return Response(content, 415, media_type=Encoding.JSON)
     try:
-        export = read_export(await bodies.read_body(request, limits), encoding)
-        taken = await take(export, sender, store.record, store.owners)
-    except RequestError as error:
-        return _refused(400, encoding, str(error))
-    except StoreError as error:
-        return _refused(tell(error).status, encoding, str(error))
-    metrics.count("spans", taken.kept)
-    metrics.count("rejected_spans", taken.rejected)
-    return Response(answer(encoding, taken.rejected, taken.why), media_type=encoding)
+        export = otlp.parse_export(await read_body(request, limits), encoding)
+        result = await otlp.ingest(export, sender, store.record, store.owners)
+    except (RequestError, StoreError) as error:
+        status = 400 if isinstance(error, RequestError) else to_http(error).status
+        return Response(otlp.build_error(encoding, str(error)), status, media_type=encoding)
+    metrics.count("spans", result.accepted)
+    metrics.count("rejected_spans", result.rejected)
+    content = otlp.build_response(encoding, result.rejected, result.reason)
+    return Response(content, media_type=encoding)
 
 
-def sender_of(request: Request, run: str, *, is_trusted: bool, read_key: ReadKey) -> Sender:
-    """Who sends spans: someone with the store's token, or an attempt with its own key.
+def identify_sender(request: Request, run: str, is_trusted: bool, read_key: ReadKey) -> Sender:
+    """Return the sender of spans: the holder of the store's token or of an attempt's key.
 
     Raises:
-        Unauthorized: neither.
+        RefusedRequest: the request has neither.
     """
     named = request.path_params.get("attempt")
     if is_trusted:
@@ -66,13 +66,9 @@ def sender_of(request: Request, run: str, *, is_trusted: bool, read_key: ReadKey
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     holder = read_key(key.strip(), run) if scheme.lower() == "bearer" else None
     if holder is None:
-        raise Unauthorized("send the store's token, or the attempt's key, as a bearer token")
+        raise RefusedRequest(401, "send the store's token, or the attempt's key, as a bearer token")
     if holder == ANY:
         return Sender(AttemptId(named) if named else None)
     if named not in (None, holder):
-        raise Unauthorized(f"this key is not of attempt {named!r}")
+        raise RefusedRequest(401, f"this key is not of attempt {named!r}")
     return Sender(holder, is_bound=True)
-
-
-def _refused(status: int, encoding: Encoding, why: str) -> Response:
-    return Response(refusal(encoding, why), status, media_type=encoding)

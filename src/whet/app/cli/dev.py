@@ -1,0 +1,55 @@
+"""`whet dev`: run an agent on a few tasks without training, and show what was recorded."""
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+
+from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.flags import (
+    CommandParser,
+    add_agent_flags,
+    add_output_flags,
+    add_samples_flag,
+    add_tasks_flags,
+    load_agent,
+)
+from whet.app.inputs import load_tasks
+from whet.config import resolve
+from whet.errors import requires_extra
+
+SHOWN = {
+    "model": ("model", "engine.kind"),
+    "running agents": ("runner.timeout_s", "runner.temperature"),
+    "output": ("dir",),
+}
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet dev`."""
+    parser.usage = "whet dev AGENT --tasks FILE [options] [-- COMMAND]"
+    add_agent_flags(parser)
+    add_tasks_flags(parser, held_out=False)
+    add_samples_flag(parser)
+    add_config_flags(parser, SHOWN)
+    add_output_flags(parser)
+    parser.set_defaults(run=run_dev)
+
+
+def run_dev(args: argparse.Namespace) -> int:
+    """Run `whet dev`, or `whet train --debug`."""
+    values = config_values(args)
+    resolve(values)
+    agent = load_agent(args)
+    tasks = load_tasks(args.tasks)
+    with requires_extra("a dry run", "local"):
+        from whet.app.inspection.dry_run import dry_run  # noqa: PLC0415 - imports torch
+    console = Console(quiet=args.quiet, stderr=args.json)
+    result = dry_run(agent, tasks, values, console, samples=args.samples)
+    if args.json:
+        sys.stdout.write(json.dumps(result.as_json()) + "\n")
+    if all(view.record.failure for view in result.attempts):
+        sys.stderr.write("whet: every attempt failed\n")
+        return 1
+    return 0

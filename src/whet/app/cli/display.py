@@ -1,0 +1,152 @@
+"""Progress of a run in the terminal."""
+
+import shlex
+import sys
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from whet.app.run_folder import RunFolder
+from whet.config import RunConfig
+from whet.training.stopping import headline
+from whet.types import StepRecord
+
+
+class Display(Protocol):
+    """Receives the progress of a run."""
+
+    def note(self, text: str) -> None:
+        """Show one line."""
+        ...
+
+    def phase(self, name: str, rollouts: int) -> None:
+        """Begin a phase of this many rollouts."""
+        ...
+
+    def ended(self, count: int) -> None:
+        """Count this many more ended attempts."""
+        ...
+
+    def step(self, record: StepRecord, steps: int) -> None:
+        """Show a training step that is recorded."""
+        ...
+
+
+class ConsoleDisplay(Display):
+    """One line a step, and in a terminal a progress bar below them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rollouts  {task.fields[left]}"),
+            console=console,
+        )
+        self._task = self._bar.add_task("starting", total=None, left="")
+        self._live = Live(self._bar, console=console, refresh_per_second=8, transient=True)
+        self._left = ""
+        self._header = False
+
+    def __enter__(self) -> "ConsoleDisplay":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def phase(self, name: str, rollouts: int) -> None:
+        self._bar.reset(self._task, description=name, total=rollouts, left=self._left)
+        if name.startswith("evaluate") and not self._console.is_terminal:
+            self.note(f"{name}: {rollouts} rollouts")
+
+    def ended(self, count: int) -> None:
+        self._bar.advance(self._task, count)
+
+    def step(self, record: StepRecord, steps: int) -> None:
+        if not self._header:
+            self._header = True
+            names = f"{'step':>9} {'reward':>7} {'solved':>20}"
+            self.note(f"{names}  {'tokens':>7} {'seconds':>8}  left")
+        metrics = record.metrics
+        seconds = metrics["collect_seconds"] + metrics["train_seconds"]
+        left = (steps - record.step - 1) * seconds
+        self._left = f"about {left:.0f} s left"
+        reward = metrics.get("reward")
+        bar = "█" * round(20 * max(0.0, min(1.0, reward or 0.0)))
+        shown = "-" if reward is None else f"{reward:.2f}"
+        tokens = metrics.get("trained_tokens", 0)
+        self.note(
+            f"{record.step + 1:>4}/{steps:<4} {shown:>7} {bar:<20}  "
+            f"{tokens:>7.0f} {seconds:>8.1f}  {left:.0f} s{_held_out(record)}{_components(record)}"
+        )
+
+
+def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
+    """Print what a run trains, and where it is."""
+    config = folder.config()
+    sizes = f"{config.steps} steps of {config.tasks_per_step} x {config.group_size} rollouts"
+    console.print(
+        f"run {folder.path}: trains {config.model} on {tasks} tasks, {sizes}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def print_next(console: Console, folder: RunFolder) -> None:
+    """Print where the results of a run are, and what to run next."""
+    model = f"   model: {folder.model}" if folder.model.exists() else ""
+    for line in (
+        f"run folder: {folder.path}   picture: {folder.picture}{model}",
+        f"next: `whet show {folder.path}` for its rollouts, `whet eval ... --model {folder.path}` "
+        "to compare it",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _held_out(record: StepRecord) -> str:
+    """The measure of the evaluation after a step, if there was one."""
+    found = headline(record)
+    return "" if found is None else f"  held out {found:.2f}"
+
+
+def _components(record: StepRecord) -> str:
+    """The means of the named rewards of a step, after the total."""
+    named = {k.removeprefix("reward/"): v for k, v in record.metrics.items() if "reward/" in k}
+    return "".join(f"  {name} {value:.2f}" for name, value in named.items())
+
+
+def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
+    """Build a small table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def report_stopped(command: str, folder: RunFolder) -> int:
+    """Print how to continue after Ctrl-C; returns the exit code that shells use for it."""
+    default = RunConfig.model_fields["dir"].default
+    directory = folder.path.parent.parent
+    where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"
+    sys.stderr.write(
+        f"whet: stopped; continue with: {command} --resume {folder.path.name}{where}\n"
+    )
+    return 130

@@ -1,0 +1,153 @@
+"""`whet doctor`: check how exactly conversations can be, or were, turned into training rows.
+
+For a model or a template: what its chat template allows, before a run depends on it. For a run:
+what its records prove, and what would be trained. For recorded traffic: which tokens re-tokenizing
+it would have changed. Needs neither weights nor torch.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+import anyio
+from pydantic import JsonValue
+
+from whet.app.cli.flags import CommandParser
+from whet.app.distributed import STORE_VARIABLE
+from whet.app.inspection.exactness import exactness_report
+from whet.app.inspection.traffic import traffic_report
+from whet.app.run_folder import RunFolder
+from whet.errors import ConfigError
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
+from whet.models.catalog import resolve_model
+from whet.store.http.token import FOLDER
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet doctor`."""
+    parser.usage = (
+        "whet doctor [--model NAME | --template FILE --tokenizer DIR | --run RUN] [--json]"
+    )
+    group = parser.group("what to check")
+    group.add_argument("--model", metavar="NAME", help="a model, by name or folder")
+    group.add_argument("--template", metavar="FILE", help="a chat template file")
+    group.add_argument(
+        "--tokenizer", metavar="DIR", help="folder with the tokenizer for --template"
+    )
+    group.add_argument("--run", dest="run_folder", metavar="RUN", help="a run, by name or folder")
+    group.add_argument(
+        "--store",
+        metavar="URL",
+        help=f"store with the records of --run (default: its folder, else ${STORE_VARIABLE})",
+    )
+    group.add_argument(
+        "--traffic",
+        metavar="FILE",
+        help="recorded Chat Completions calls as JSON lines, for the tokenizer of --model",
+    )
+    parser.group("output").add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
+    parser.set_defaults(run=run_doctor)
+
+
+ROWS = ("mode", "close", "drops_thinking", "system", "tools", "parser", "reasoning")
+
+
+def template_report(
+    folder: Path, template: Path | None = None, *, keep_thinking: bool = False
+) -> dict[str, JsonValue]:
+    """Verify the chat template of a model folder, or another template with its tokenizer.
+
+    Raises:
+        ConfigError: tokenizer or template is missing or cannot be read.
+    """
+    if template is not None and not template.is_file():
+        raise ConfigError(f"no template file at {str(template)!r}")
+    source = None if template is None else template.read_text()
+    return Renderer(ChatTemplate(folder, source), keep_thinking=keep_thinking).report.to_json()
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Print the report: a table, or with `--json` one JSON object."""
+    if args.store and not args.run_folder:
+        raise ConfigError("--store is only for --run: name the run with --run")
+    if args.run_folder:
+        found = anyio.run(_check_run, _find_run(args.run_folder), args.store)
+        text = describe_counts(found)
+    elif args.traffic:
+        found = traffic_report(Path(args.traffic), ChatTemplate(_folder(args)))
+        text = describe_counts(found)
+    else:
+        found = template_report(_folder(args), Path(args.template) if args.template else None)
+        text = describe(found)
+    sys.stdout.write((json.dumps(found, ensure_ascii=False) if args.json else text) + "\n")
+    return 0
+
+
+def _find_run(name: str) -> RunFolder:
+    """A run by its name in the default folder, or by its own folder."""
+    by_name = RunFolder(FOLDER / "runs" / name)
+    return by_name if by_name.config_file.exists() else RunFolder(Path(name))
+
+
+async def _check_run(folder: RunFolder, store: str | None) -> dict[str, JsonValue]:
+    selection = folder.config().selection
+    async with folder.open_records(store) as records:
+        return await exactness_report(records, selection)
+
+
+def describe_counts(found: dict[str, JsonValue]) -> str:
+    """Format a report of counts; nested ones, such as forks by cause, are indented."""
+    lines: list[str] = []
+    for name, value in found.items():
+        if isinstance(value, dict):
+            lines.append(f"{name.replace('_', ' ')}")
+            lines += [f"  {key:<33} {_number(count)}" for key, count in value.items()]
+        else:
+            lines.append(f"{name.replace('_', ' '):<36}{_number(value)}")
+    return "\n".join(lines)
+
+
+def _number(value: JsonValue) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+
+
+def describe(report: dict[str, JsonValue]) -> str:
+    """Format the report on a chat template."""
+    lines = [f"{name.replace('_', ' '):<16}{_format(report[name])}" for name in ROWS]
+    causes = cast(list[str], report["causes"])
+    lines += [f"{'cause' if not i else '':<16}{cause}" for i, cause in enumerate(causes)]
+    probes = cast(dict[str, list[str] | dict[str, str]], report["probes"])
+    passed, total = len(probes["passed"]), sum(map(len, probes.values())) - len(probes["skipped"])
+    if not causes:
+        lines[0] += f" in {passed} of {total} kinds of conversations"
+    if report["tools"] and report["parser"] == "none":
+        lines.append(f"{'refused':<16}requests with tools: calls in this format cannot be read")
+    for kind, found in probes.items():
+        lines.append(f"{kind:<16}{len(found)}")
+        why = found if isinstance(found, dict) else dict.fromkeys(found, "")
+        lines += [f"  {name}{': ' if cause else ''}{cause}" for name, cause in why.items()]
+    return "\n".join(lines)
+
+
+def _folder(args: argparse.Namespace) -> Path:
+    if args.template and not args.tokenizer:
+        raise ConfigError("--template needs --tokenizer DIR")
+    if args.tokenizer:
+        return Path(args.tokenizer)
+    if not args.model:
+        raise ConfigError(
+            "nothing to check: give --model NAME, --template FILE --tokenizer DIR, --run RUN, or "
+            "--traffic FILE --model NAME"
+        )
+    return resolve_model(args.model)
+
+
+def _format(value: JsonValue) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

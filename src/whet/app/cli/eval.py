@@ -1,0 +1,106 @@
+"""`whet eval`: compare models on the tasks of an agent."""
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+
+from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.display import report_stopped
+from whet.app.cli.flags import (
+    CommandParser,
+    add_agent_flags,
+    add_output_flags,
+    add_resume_flag,
+    add_tasks_flags,
+    load_agent,
+)
+from whet.app.inputs import load_tasks
+from whet.config import resolve
+from whet.errors import requires_extra
+
+SHOWN = {
+    "models": ("engine.kind", "engine.device"),
+    "evaluation": (
+        *("evaluation.greedy", "evaluation.samples", "evaluation.temperature"),
+        *("evaluation.pass_threshold", "runner.concurrency", "runner.timeout_s"),
+    ),
+    "output": ("name", "dir"),
+}
+SECTIONS = ("dir", "name", "engine", "gateway", "trainer.precision", "runner", "evaluation")
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet eval`."""
+    parser.usage = "whet eval AGENT --tasks FILE --model MODEL [--model MODEL ...] [options]"
+    add_agent_flags(parser)
+    add_tasks_flags(parser, held_out=False)
+    group = parser.group("models")
+    group.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="[NAME=]MODEL",
+        help="model name or folder, PEFT adapter, run or checkpoint; repeatable",
+    )
+    group.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="an OpenAI-compatible URL that serves the --model names",
+    )
+    group.add_argument(
+        "--key-variable",
+        default="OPENAI_API_KEY",
+        metavar="NAME",
+        help="environment variable with the endpoint's key (default OPENAI_API_KEY)",
+    )
+    parser.group("evaluation")
+    parser.group("output").add_argument(
+        "--results",
+        metavar="FILE",
+        help="file of JSON lines to append to (default results.jsonl of the run)",
+    )
+    add_resume_flag(parser, "an evaluation, or add models to it")
+    add_output_flags(parser)
+    add_config_flags(parser, SHOWN, only=SECTIONS)
+    parser.set_defaults(run=run_eval)
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """Run `whet eval`."""
+    values = config_values(args)
+    resolve(values)  # errors in flags are reported before the slow imports
+    agent = load_agent(args)
+    tasks = load_tasks(args.tasks)
+    with requires_extra("`whet eval`", "gateway"):
+        from whet.app.evaluation.evaluate import (  # noqa: PLC0415 - imports numpy and starlette
+            prepare_evaluation,
+            run_evaluation,
+        )
+    if args.resume:
+        values = values | {"name": args.resume}
+    console = Console(quiet=args.quiet, stderr=args.json)
+    prepared = prepare_evaluation(
+        tasks,
+        args.model,
+        args.endpoint,
+        args.key_variable,
+        values,
+        console,
+        resume=args.resume is not None,
+    )
+    try:
+        evaluation = run_evaluation(agent, tasks, prepared, args.results, console)
+    except KeyboardInterrupt:
+        results = f" --results {args.results}" if args.results else ""
+        return report_stopped(
+            f"whet eval {args.agent or '...'} --tasks {args.tasks}{results}", prepared.folder
+        )
+    if args.json:
+        sys.stdout.write(json.dumps(evaluation.as_json()) + "\n")
+    every = evaluation.comparison.scores.values()
+    if all(len(scores.failures) == scores.rollouts for scores in every):
+        sys.stderr.write("whet: every rollout failed\n")
+        return 1
+    return 0

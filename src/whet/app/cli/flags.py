@@ -1,0 +1,285 @@
+"""Parsers of the commands, and the flags they share: the agent, its tasks, every config key."""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+from whet.app.distributed import DEFAULT_STORE, STORE_VARIABLE
+from whet.config import RunConfig
+from whet.errors import ConfigError, MissingExtra, boundary
+from whet.runners.agent import Agent, check_agent
+from whet.runners.loading import load_function
+
+PREFIX = "config:"
+"""Marks the destinations of config flags among a command's arguments."""
+AFTER = "after"
+"""The arguments after `--`: an agent's command, or flags of an inference server."""
+DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
+WIDTH = 100
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of one command: errors in one line, no abbreviated flags, arguments in groups.
+
+    A command's module is imported when the command is parsed, so that `whet --help` stays fast.
+    Flags cannot be abbreviated, because a new config key would change what `--step` means.
+    """
+
+    def __init__(self, *, module: str = "", extra: str = "local", **options: Any) -> None:
+        # Any: the options of ArgumentParser, passed on.
+        super().__init__(**options, add_help=False, formatter_class=HelpFormatter)
+        self._module = module
+        self._extra = extra
+        self._groups = dict[str, Any]()  # Any: argparse does not export the type of a group
+        self.group("help").add_argument(
+            "-h", "--help", action="help", help="show this text and exit"
+        )
+
+    def load(self) -> None:
+        """Import the command's module and add its arguments; does nothing the second time."""
+        module, self._module = self._module, ""
+        if module:
+            try:
+                add_arguments = vars(importlib.import_module(module))["add_arguments"]
+            except ModuleNotFoundError as error:
+                raise MissingExtra.of(f"`{self.prog}` ({error})", self._extra) from error
+            add_arguments(self)
+
+    def group(self, title: str) -> Any:  # Any: argparse does not export its type
+        """The group of arguments with this title."""
+        if title not in self._groups:
+            self._groups[title] = self.add_argument_group(title)
+        return self._groups[title]
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it has overloads
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self.load()
+        # Before argparse: it takes the value of an unknown flag for another argument, and
+        # complains about that one instead.
+        for argument in sys.argv[1:] if args is None else args:
+            flag = argument.split("=")[0]
+            if self._subparsers and not flag.startswith("-"):
+                break  # the rest is for a command
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+                self.error(
+                    f"unknown flag {flag}" + (f", did you mean {close[0]}?" if close else "")
+                )
+        return super().parse_known_args(args, namespace or argparse.Namespace())
+
+    def format_help(self) -> str:
+        self._action_groups.sort(key=lambda group: group.title == "help")  # to the end
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help with the metavar once, and a config flag by its shorter name: `--engine KIND`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=WIDTH)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(action.option_strings)
+        if action.dest.endswith(".kind"):
+            names = min(action.option_strings, key=len)
+        return names if action.nargs == 0 else f"{names} {self._format_args(action, '')}"
+
+
+# ------------------------------------------------------------------- the agent and its tasks
+
+
+def add_agent_flags(parser: CommandParser) -> None:
+    """Add the three ways to name an agent: a function, an HTTP service, a command."""
+    group = parser.group("agent and tasks")
+    group.add_argument(
+        "agent",
+        nargs="?",
+        metavar="AGENT",
+        help="module:function or file.py:function, or after -- a command",
+    )
+    group.add_argument(
+        "--service",
+        metavar="URL",
+        help="an HTTP service instead of AGENT, by URL or as module:object",
+    )
+    group.add_argument(
+        "--reward",
+        choices=["output", "exit", "post"],
+        metavar="FROM",
+        help="reward of a command: output (last line, default), exit or post",
+    )
+    group.add_argument(
+        "--stdin", action="store_true", help="give a command its task on stdin as well"
+    )
+
+
+def add_tasks_flags(parser: CommandParser, *, held_out: bool) -> None:
+    """Add `--tasks` and, for commands that train, `--held-out`."""
+    group = parser.group("agent and tasks")
+    tasks = "training tasks" if held_out else "tasks"
+    group.add_argument(
+        "--tasks",
+        required=True,
+        metavar="FILE",
+        help=f"{tasks}: a file with one JSON value a line, or several as a.jsonl=0.7,b.jsonl=0.3",
+    )
+    if held_out:
+        group.add_argument(
+            "--held-out",
+            metavar="FILE",
+            help="tasks to evaluate the model on before and after training",
+        )
+
+
+def agent_arguments(args: argparse.Namespace) -> list[str]:
+    """The arguments that name the same agent to another command; they must come last.
+
+    Raises:
+        ConfigError: there is not exactly one agent, or `--reward` is given without a command.
+    """
+    _check_one_agent(args)
+    if after := agent_command(args):
+        stdin = ["--stdin"] if args.stdin else []
+        return [*(["--reward", args.reward] if args.reward else []), *stdin, "--", *after]
+    return ["--service", args.service] if args.service else [args.agent]
+
+
+def has_agent(args: argparse.Namespace) -> bool:
+    """Whether the command line names an agent."""
+    return bool(args.agent or args.service or agent_command(args))
+
+
+def load_agent(args: argparse.Namespace) -> Agent:
+    """Import or build the agent. Raises ConfigError unless there is exactly one that can run."""
+    _check_one_agent(args)
+    if after := agent_command(args):
+        from whet.runners.executors.command import command  # noqa: PLC0415 - only if needed
+
+        return command(after, reward=args.reward or "output", stdin=args.stdin)
+    if args.service and "://" in args.service:
+        from whet.runners.executors.http_service import Service  # noqa: PLC0415 - only if needed
+
+        return Service(args.service)
+    agent = load_function(args.service or args.agent)
+    if args.service and isinstance(agent, type):
+        with boundary(ConfigError, f"cannot create the service {args.service!r}"):
+            agent = agent()
+    check_agent(agent)
+    return cast(Agent, agent)
+
+
+def _check_one_agent(args: argparse.Namespace) -> None:
+    named = [each for each in (args.agent, args.service, agent_command(args)) if each]
+    if len(named) != 1:
+        raise ConfigError(
+            f"found {len(named)} agents, expected one: module:function, --service URL, or a "
+            "command after --"
+        )
+    if (args.reward is not None or args.stdin) and not agent_command(args):
+        flag = "--stdin" if args.stdin else "--reward"
+        raise ConfigError(f"{flag} is only for a command after --: leave it out")
+
+
+# ------------------------------------------------------------------- arguments after `--`
+
+
+def split_after(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line at a lone `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def agent_command(args: argparse.Namespace) -> list[str]:
+    """The agent's command after `--`; arguments that begin with a dash are flags of a server."""
+    after: list[str] = getattr(args, AFTER, [])
+    return [] if not after or after[0].startswith("-") else after
+
+
+def check_after(args: argparse.Namespace) -> None:
+    """Refuse arguments after `--` if the command runs no agent, or starts no server."""
+    after: list[str] = getattr(args, AFTER, [])
+    if agent_command(args):
+        is_used, what = hasattr(args, "agent"), "runs no agent"
+    else:
+        is_used, what = hasattr(args, f"{PREFIX}engine.flags"), "starts no server"
+    if after and not is_used:
+        raise ConfigError(f"this command {what}: leave out {' '.join(['--', *after])!r}")
+
+
+# ------------------------------------------------------------------- output, and other processes
+
+
+def add_resume_flag(parser: CommandParser, what: str) -> None:
+    """Add `--resume [RUN]`."""
+    parser.group("output").add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help=f"continue {what}: the newest, or this one",
+    )
+
+
+def add_output_flags(parser: CommandParser) -> None:
+    """Add `--quiet` and `--json`."""
+    group = parser.group("output")
+    group.add_argument("--quiet", action="store_true", help="print warnings and errors only")
+    group.add_argument(
+        "--json",
+        action="store_true",
+        help="end stdout with a JSON object of results; the rest goes to stderr",
+    )
+
+
+def add_samples_flag(parser: CommandParser) -> None:
+    """Add `--samples`, the number of tasks of a dry run."""
+    parser.group("agent and tasks").add_argument(
+        "--samples", type=int, default=3, metavar="N", help="tasks of a dry run (default 3)"
+    )
+
+
+def add_store_flags(parser: CommandParser) -> None:
+    """Add the flags that name a run of a store: `--store --run --dir`."""
+    group = parser.group("store")
+    group.add_argument(
+        "--store",
+        default=os.environ.get(STORE_VARIABLE) or DEFAULT_STORE,
+        metavar="URL",
+        help=f"URL of `whet store`, or postgresql://... (default ${STORE_VARIABLE}, "
+        f"else {DEFAULT_STORE})",
+    )
+    add_run_flag(parser)
+    add_dir_flag(parser)
+
+
+def add_run_flag(parser: CommandParser, *, required: bool = False) -> None:
+    """Add `--run`, the name of a run in a store."""
+    default = "" if required else " (default 'default')"
+    parser.group("store").add_argument(
+        "--run",
+        dest="run_name",
+        required=required,
+        metavar="NAME",
+        help=f"name of the run{default}",
+    )
+
+
+def add_dir_flag(parser: CommandParser) -> None:
+    """Add `--dir`, the folder with the store's token."""
+    parser.group("store").add_argument(
+        "--dir",
+        default=DEFAULT_DIR,
+        metavar="DIR",
+        help=f"folder with the store's token, unless $WHET_STORE_TOKEN is set "
+        f"(default {DEFAULT_DIR})",
+    )

@@ -1,0 +1,169 @@
+"""The `whet` command: its subcommands, one module each, and how their errors are reported."""
+
+import argparse
+import gc
+import importlib.metadata
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
+from whet.errors import WhetError
+
+
+class CommandInfo(NamedTuple):
+    """A subcommand of `whet`, defined in the module of its name unless another is named."""
+
+    help: str
+    extra: str = "local"
+    """The extra to install if an import of its module fails."""
+    module: str = ""
+    """Its module, if it is not in this folder."""
+
+
+COMMANDS = {
+    "start here": {
+        "demo": CommandInfo("train a small model on this machine, in minutes"),
+        "models": CommandInfo("list models, download one, or merge an adapter into its base model"),
+        "doctor": CommandInfo("check how exactly a model, a run or a recording can be trained"),
+    },
+    "train and evaluate": {
+        "dev": CommandInfo("run your agent on a few tasks without training, and show every call"),
+        "train": CommandInfo("train the model behind your agent"),
+        "sft": CommandInfo(
+            "train a model on dialogues, or on the best rollouts of a run",
+            module="whet.app.supervised.cli",
+        ),
+        "dpo": CommandInfo(
+            "train a model on preference pairs, or on those of a run",
+            module="whet.app.supervised.cli",
+        ),
+        "chat": CommandInfo(
+            "talk to a trained or any other model", module="whet.app.inspection.terminal_chat"
+        ),
+        "eval": CommandInfo("compare models on the tasks of your agent", "gateway"),
+    },
+    "look at results": {
+        "runs": CommandInfo("list the runs of a folder", module="whet.app.inspection.run_list"),
+        "show": CommandInfo(
+            "show the rollouts of a run: calls, tokens, rewards, advantages, failures",
+            "gateway",
+            module="whet.app.inspection.show",
+        ),
+        "clean": CommandInfo(
+            "delete runs of `whet dev`, or those you name", module="whet.app.inspection.run_list"
+        ),
+    },
+    "run in several processes": {
+        "up": CommandInfo(
+            "start store, serve, runner and train on this machine, restart them if needed"
+        ),
+        "store": CommandInfo("serve the database of a run, or maintain it", "gateway"),
+        "serve": CommandInfo(
+            "serve the model of a run to agents and follow its new weights, or any model by itself"
+        ),
+        "runner": CommandInfo("run your agent on the rollouts that a run has queued", "runner"),
+        "tinker-server": CommandInfo("serve training and sampling to the `tinker` client"),
+    },
+}
+"""The subcommands by group, as `whet --help` lists them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. An error that the user can fix is one line on stderr and exit code 2."""
+    tune_gc()
+    before, after = split_after(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser().parse_args(before, argparse.Namespace(**{AFTER: after}))
+        _configure_logging(args.log)
+        check_after(args)
+        return args.run(args)
+    except WhetError as error:
+        sys.stderr.write(f"whet: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("whet: stopped\n")
+        return 130
+
+
+def tune_gc() -> None:
+    """Collect garbage in cycles a tenth as often, and the oldest generation a hundredth.
+
+    A call through the gateway allocates hundreds of small values and no cycle, and its session
+    stays cached: a full collection finds nothing and pauses every call meanwhile.
+    """
+    gc.set_threshold(10_000, 10, 100)
+
+
+class StderrHandler(logging.Handler):
+    """Writes to the stderr of the moment, which a progress bar replaces to stay below the lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level, _, rest = self.format(record).partition(":")
+        sys.stderr.write(f"{level.lower()}:{rest}\n")
+
+
+def _configure_logging(level: str | None) -> None:
+    """Show our warnings, and errors of all libraries; with a level, everything from it on."""
+    source = " %(name)s" if level else ""
+    logging.basicConfig(
+        level=(level or "error").upper(),
+        format=f"%(levelname)s{source}: %(message)s",
+        handlers=[StderrHandler()],
+    )
+    logging.getLogger("whet").setLevel((level or "warning").upper())
+
+
+def build_parser() -> CommandParser:
+    """The parser of `whet`; a subcommand's own arguments are added when it is parsed."""
+    parser = RootParser(
+        prog="whet", description="Train AI agents with RL: keep your agent, change its base URL."
+    )
+    group = parser.group("help")
+    group.add_argument("--version", action="version", version=f"whet {_read_version()}")
+    parser.group("options").add_argument(
+        "--log", choices=["debug", "info", "warning", "error"], help="log level"
+    )
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", parser_class=CommandParser, title="commands"
+    )
+    for each in COMMANDS.values():
+        for name, command in each.items():
+            commands.add_parser(
+                name,
+                description=f"{command.help[0].upper()}{command.help[1:]}.",
+                module=command.module or f"whet.app.cli.{name.replace('-', '_')}",
+                extra=command.extra,
+            )
+    return parser
+
+
+class RootParser(CommandParser):
+    """The parser of `whet` itself, whose help lists the commands by group."""
+
+    def format_help(self) -> str:
+        lines = ["usage: whet COMMAND [options]", "", str(self.description)]
+        for title, commands in COMMANDS.items():
+            lines += ["", f"{title}:"]
+            lines += [f"  whet {name:<15} {command.help}" for name, command in commands.items()]
+        return "\n".join(
+            [
+                *lines,
+                "",
+                "`whet COMMAND --help` shows the flags of a command. Before it: --version, and",
+                "--log debug|info|warning|error for log lines on stderr (default warning).",
+                "",
+            ]
+        )
+
+
+def _read_version() -> str:
+    try:
+        return importlib.metadata.version("whet")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""`whet runner`: run an agent on queued rollouts; runners join and leave at any time."""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+import anyio
+from anyio import create_task_group
+
+from whet.app.cli.flags import CommandParser, add_agent_flags, add_store_flags, load_agent
+from whet.app.distributed import (
+    StoreAddress,
+    connect_store,
+    find_store,
+    print_line,
+    raise_file_limit,
+)
+from whet.config import RunnerConfig, resolve
+from whet.errors import ConfigError
+from whet.gateway import auth
+from whet.io.process import follow_supervisor, stoppable
+from whet.io.threads import run_async
+from whet.protocols import Store
+from whet.runners.agent import POLICY, Agent, inspect_agent
+from whet.runners.attempt import check_runnable
+from whet.runners.endpoints import Endpoints, NoEndpoint, RemoteEndpoints
+from whet.runners.hooks import Hooks, load_hooks
+from whet.runners.runner import Runner
+from whet.types import Attempt, GatewayAddress, Outcome
+
+NO_GATEWAY = "none"
+GRACE_S = 20.0
+MAX_FAILURES_SHOWN = 20
+PROGRESS_INTERVAL_S = 10.0
+"""Seconds between progress lines."""
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet runner`."""
+    parser.usage = "whet runner AGENT [options] [-- COMMAND]"
+    add_agent_flags(parser)
+    add_store_flags(parser)
+    parser.group("store").add_argument(
+        "--gateway",
+        metavar="URL",
+        help="gateway URL, or 'none' (default: discovered through the store)",
+    )
+    group = parser.group("execution")
+    group.add_argument(
+        "--concurrency",
+        type=int,
+        default=64,
+        metavar="N",
+        help="attempts to run at once (default 64)",
+    )
+    group.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes to run agents in; 0: in this one (default: half of more than 2 cores)",
+    )
+    group.add_argument(
+        "--lease",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds without a heartbeat before a runner counts as dead (default 30)",
+    )
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_S,
+        metavar="S",
+        help=f"seconds that running attempts may finish after SIGTERM (default {GRACE_S:g})",
+    )
+    group.add_argument(
+        "--name",
+        metavar="NAME",
+        help="worker name; restarting under the same name releases its old leases",
+    )
+    group.add_argument(
+        "--hooks",
+        action="append",
+        default=[],
+        metavar="CLASS",
+        help="module:Class of whet.Hooks to call around each attempt; repeatable",
+    )
+    group.add_argument(
+        "--tracer",
+        metavar="NAME",
+        help="record the spans of the agent's SDK: otel or openai-agents",
+    )
+    parser.set_defaults(run=run_runner)
+
+
+def run_runner(args: argparse.Namespace) -> int:
+    """Run rollouts until SIGTERM or Ctrl-C."""
+    follow_supervisor()
+    flags = {"concurrency": args.concurrency, "processes": args.processes, "lease_s": args.lease}
+    config = resolve({"runner": {**flags, "tracer": args.tracer}}).runner
+    agent = load_agent(args)
+    check_runnable(agent, config)
+    if args.gateway == NO_GATEWAY and "llm" in inspect_agent(agent).parameters:
+        raise ConfigError(
+            f"--gateway {NO_GATEWAY} is for agents that call their models directly, but this one "
+            "takes `llm`: let it take `llms`, which has the endpoints among the run's resources"
+        )
+    hooks = load_hooks(args.hooks)
+    raise_file_limit()
+    run_async(_run, agent, config, hooks, args)
+    # A sync agent that did not finish may still be in its thread, which would keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _run(
+    agent: Agent, config: RunnerConfig, hooks: Sequence[Hooks], args: argparse.Namespace
+) -> None:
+    counts = Counter[str]()
+
+    def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
+        failure = outcome.failure
+        counts["ended" if failure is None else failure.kind.value] += 1
+        failed = counts.total() - counts["ended"]
+        if failure is not None and failed <= MAX_FAILURES_SHOWN:
+            print_line(f"{attempt.id} failed, {failure.kind.value}: {failure.message}")
+            if failed == MAX_FAILURES_SHOWN:
+                print_line("further failures are only counted; the store has them all")
+
+    async with AsyncExitStack() as stack:
+        stop = await stack.enter_async_context(stoppable())
+        with stop.cancel_on_request():
+            place = await find_store(args.store, args.run_name, Path(args.dir))
+            store = await stack.enter_async_context(connect_store(place))
+        if stop.requested.is_set():
+            return
+        runner = Runner(
+            agent,
+            config,
+            store=store,
+            endpoints=_endpoints(args.gateway, store, place),
+            name=args.name,
+            hooks=hooks,
+            on_outcome=on_outcome,
+            on_warning=print_line,
+        )
+        print_line(f"runner {runner.name} joined run {place.run} of {place.url}")
+
+        async def leave_on_stop() -> None:
+            await stop.requested.wait()
+            print_line(
+                f"runner {runner.name} stops: {runner.running} attempts have {args.grace:g} s to "
+                "finish"
+            )
+            runner.drain(args.grace)
+
+        async def show_progress() -> None:
+            shown = 0
+            while True:
+                await anyio.sleep(PROGRESS_INTERVAL_S)
+                if counts.total() > shown:
+                    shown = counts.total()
+                    print_line(f"{_describe(counts)}, {runner.running} running")
+
+        async with create_task_group() as tasks:
+            tasks.start_soon(leave_on_stop)
+            tasks.start_soon(show_progress)
+            await runner.run()
+            tasks.cancel_scope.cancel()
+        print_line(f"runner {runner.name} left: {_describe(counts)}")
+
+
+def _endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
+    if url == NO_GATEWAY:
+        return NoEndpoint()
+    address = GatewayAddress(url.removesuffix("/v1"), POLICY) if url else None
+    mint_key = partial(auth.mint_key, secret=place.secret)
+    mint_reward_key = partial(auth.mint_reward_key, secret=place.secret)
+    return RemoteEndpoints(store, mint_key, mint_reward_key, address=address, report=print_line)
+
+
+def _describe(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no attempts were run"

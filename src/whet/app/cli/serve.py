@@ -1,0 +1,134 @@
+"""`whet serve`: gateway and engine of a run, which load the weights that training publishes.
+
+With `--model` a trained or any other model is served by itself, without a run or a store.
+"""
+
+import argparse
+import hashlib
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+
+from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.flags import CommandParser, add_store_flags
+from whet.app.distributed import (
+    StoreAddress,
+    connect_store,
+    find_store,
+    print_line,
+    raise_file_limit,
+)
+from whet.app.gateway_server import serve_published
+from whet.app.samplers import open_sampler
+from whet.app.weight_sync import PublishedPolicy, read_policy
+from whet.config import RunConfig, resolve
+from whet.errors import NotFound
+from whet.io.process import follow_supervisor, stoppable
+from whet.io.threads import run_async
+from whet.models.catalog import resolve_model
+from whet.protocols import Resources, Store
+from whet.runners.agent import POLICY
+from whet.types import GATEWAY_PREFIX
+
+Arguments = argparse.Namespace
+
+POLL_INTERVAL_S = 0.5
+"""Seconds between looks for the run's policy, until it is published."""
+
+SHOWN = {
+    "engine": ("engine.kind", "engine.device", "engine.max_context", "engine.urls"),
+    "gateway": ("gateway.host", "gateway.port", "gateway.models", "gateway.endpoints"),
+}
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet serve`."""
+    parser.usage = "whet serve [--model MODEL] [options] [-- flags of the inference server]"
+    parser.group("model").add_argument(
+        "--model",
+        metavar="MODEL",
+        help="serve this run, adapter, checkpoint or model to any client, without a store",
+    )
+    add_store_flags(parser)
+    add_config_flags(parser, SHOWN, only=("engine", "gateway"), file=False)
+    parser.group("gateway").add_argument(
+        "--url",
+        metavar="URL",
+        help="public URL to advertise to runners (default: the gateway's own)",
+    )
+    parser.set_defaults(run=run_serve)
+
+
+def run_serve(args: Arguments) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    follow_supervisor()
+    config = resolve(config_values(args))
+    raise_file_limit()
+    run_async(_serve if args.model is None else _serve_alone, args, config)
+    return 0
+
+
+async def _serve(args: Arguments, config: RunConfig) -> None:
+    async with stoppable() as stop:
+        with stop.cancel_on_request():
+            place = await find_store(args.store, args.run_name, Path(args.dir))
+            async with connect_store(place) as store:
+                await _serve_run(store, place, config, args)
+    print_line("gateway stopped")
+
+
+async def _serve_alone(args: Arguments, config: RunConfig) -> None:
+    from whet.app.run import serve_alone  # noqa: PLC0415 - imports torch
+
+    async with stoppable() as stop:
+        with stop.cancel_on_request():
+            async with serve_alone(args.model, config, print_line) as served:
+                endpoint = served.own_endpoint
+                print_line(f"{args.model} listens at {endpoint.base_url}, model {endpoint.model!r}")
+                print_line(
+                    f"export OPENAI_BASE_URL={endpoint.base_url} OPENAI_API_KEY={endpoint.api_key}"
+                )
+                await anyio.sleep_forever()
+    print_line("gateway stopped")
+
+
+async def _serve_run(store: Store, place: StoreAddress, config: RunConfig, args: Arguments) -> None:
+    published = await _policy(store)
+    model = resolve_model(published.model, progress=print_line)
+    folder = Path(args.dir) / "serve" / place.run
+    opened = open_sampler(model, published, config, folder=folder, progress=print_line)
+    async with opened as sampler:
+        serving = serve_published(sampler, published, config, store, place.secret, print_line)
+        async with serving as gateway, _advertise(store, args.url or gateway.url):
+            print_line(
+                f"gateway listens at {gateway.url} for run {place.run}: "
+                f"{published.model}, version {sampler.weights.version}"
+            )
+            await anyio.sleep_forever()
+
+
+async def _policy(resources: Resources) -> PublishedPolicy:
+    """The policy of the run, once `whet train` has published it."""
+    is_waiting = False
+    while True:
+        try:
+            return read_policy(await resources.latest(POLICY))
+        except NotFound:
+            if not is_waiting:
+                is_waiting = True
+                print_line("waiting for `whet train` to publish the model to serve")
+            await anyio.sleep(POLL_INTERVAL_S)
+
+
+@asynccontextmanager
+async def _advertise(resources: Resources, url: str) -> AsyncGenerator[None]:
+    """Register the gateway in the store, where runners find it, and remove it at the end."""
+    name = GATEWAY_PREFIX + hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
+    await resources.publish(name, {"url": url, "model": POLICY})
+    try:
+        yield
+    finally:
+        with anyio.move_on_after(5, shield=True):
+            await resources.publish(name, None)

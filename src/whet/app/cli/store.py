@@ -1,0 +1,215 @@
+"""`whet store`: serve a run's database to its other processes, and maintain it."""
+
+import argparse
+import re
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from anyio import to_thread
+
+from whet.app.cli.flags import CommandParser, add_dir_flag, add_run_flag
+from whet.app.distributed import DATABASE, PORT, find_store, print_line, raise_file_limit
+from whet.errors import ConfigError, StoreError
+from whet.gateway import auth
+from whet.io.process import follow_supervisor, stoppable
+from whet.io.threads import run_async
+from whet.protocols import Store
+from whet.store import DEFAULT_RUN, open_database, open_store
+from whet.store.http.server import StoreServer
+from whet.store.http.token import FILE, make_token
+from whet.types import AttemptId
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+HELP = {
+    "size": "list the runs with their counts and sizes",
+    "vacuum": "return the space of deleted records to the disk",
+    "prune": "delete the calls and spans of rollouts that ended long ago",
+    "drop": "delete a run",
+    "export": "write a run to a file",
+    "import": "read a run from a file that `export` wrote",
+}
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet store`, and those of its actions."""
+    parser.usage = "whet store [ACTION] [options]"
+    actions = parser.add_subparsers(
+        metavar="ACTION",
+        parser_class=CommandParser,
+        prog=parser.prog,
+        title="actions (default: serve)",
+    )
+    group = parser.group("store")
+    group.add_argument(
+        "--db",
+        metavar="DB",
+        help="SQLite file, or postgresql://... (default store.db in --dir)",
+    )
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default 127.0.0.1)",
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=PORT,
+        metavar="N",
+        help=f"port to listen on; 0 picks a free one (default {PORT})",
+    )
+    add_dir_flag(parser)
+    parser.set_defaults(run=run_store)
+    for action, about in HELP.items():
+        below = actions.add_parser(action, help=about, description=f"{about.capitalize()}.")
+        _add_action_flags(below, action)
+
+
+def _add_action_flags(parser: CommandParser, action: str) -> None:
+    group = parser.group("store")
+    if action in ("export", "import"):
+        group.add_argument("file", metavar="FILE", help="file to write, or to read")
+    if action == "prune":
+        group.add_argument(
+            "--older-than", required=True, metavar="AGE", help="age with a unit, such as 7d or 12h"
+        )
+    group.add_argument("--db", metavar="DB", help="SQLite file (default store.db in --dir)")
+    group.add_argument("--store", metavar="URL", help="a running `whet store` instead of --db")
+    add_run_flag(parser, required=action in ("drop", "export", "import"))
+    add_dir_flag(parser)
+    parser.set_defaults(run=run_action, action=action)
+
+
+def run_store(args: argparse.Namespace) -> int:
+    """Serve the store until SIGTERM or Ctrl-C."""
+    follow_supervisor()
+    raise_file_limit()
+    run_async(_serve, args)
+    return 0
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    directory = Path(args.dir)
+    token = make_token(directory)
+    database = args.db or str(directory / DATABASE)
+    async with stoppable() as stop, open_database(database) as store:
+        server = StoreServer(
+            store,
+            token=token.value,
+            host=args.host,
+            port=args.port,
+            read_key=_key_reader(token.value),
+        )
+        print_line(f"store listens at {server.url}, database {_hide_password(database)}")
+        if token.is_new:
+            print_line(f"new token, written to {directory / FILE}: {token.value}")
+        await stop.requested.wait()
+        print_line("store stops")
+        await to_thread.run_sync(server.close)
+
+
+def _key_reader(token: str) -> Callable[[str, str], AttemptId | None]:
+    return lambda key, run: auth.read_key(key, auth.derive_secret(token, run))
+
+
+def _hide_password(database: str) -> str:
+    return re.sub(r"://[^@/]*@", "://...@", database)
+
+
+# ------------------------------------------------------------------- actions
+
+
+def run_action(args: argparse.Namespace) -> int:
+    """Run an action of `whet store` on its database."""
+    act: Callable[[argparse.Namespace, Store], Awaitable[None]] = ACTIONS[args.action]
+    run_async(_act, act, args)
+    return 0
+
+
+async def _act(
+    act: Callable[[argparse.Namespace, Store], Awaitable[None]], args: argparse.Namespace
+) -> None:
+    if args.store is None:
+        opened = open_database(_database(args), run=args.run_name or DEFAULT_RUN)
+    elif args.db is None:
+        place = await find_store(args.store, args.run_name, Path(args.dir))
+        opened = open_store(place.url, run=place.run, token=place.token)
+    else:
+        raise ConfigError("found --db and --store: leave one out")
+    async with opened as store:
+        await act(args, store)
+
+
+def _database(args: argparse.Namespace) -> str:
+    database = args.db or str(Path(args.dir) / DATABASE)
+    if "://" not in database and not Path(database).exists():
+        raise ConfigError(f"no store at {database!r}: name it with --db, --dir or --store")
+    return database
+
+
+async def _size(args: argparse.Namespace, store: Store) -> None:
+    print_line(f"{'run':<32} {'rollouts':>9} {'attempts':>9} {'calls':>9} {'spans':>9} {'MB':>9}")
+    for run, size in (await store.size()).items():
+        if args.run_name in (None, run):
+            counts = f"{size.rollouts:>9} {size.attempts:>9} {size.calls:>9} {size.spans:>9}"
+            print_line(f"{run:<32} {counts} {size.bytes / 1e6:>9.1f}")
+
+
+async def _vacuum(args: argparse.Namespace, store: Store) -> None:
+    await store.vacuum()
+    print_line("vacuumed")
+
+
+async def _prune(args: argparse.Namespace, store: Store) -> None:
+    before = time.time() - _seconds(args.older_than)
+    for run in await _runs(args, store):
+        print_line(f"{run}: pruned {await store.for_run(run).prune(before)} rollouts")
+
+
+async def _runs(args: argparse.Namespace, store: Store) -> list[str]:
+    known = list(await store.size())
+    if args.run_name is None:
+        return known
+    if args.run_name not in known:
+        raise StoreError(
+            f"unknown run {args.run_name!r} in this store: `whet store size` lists the runs"
+        )
+    return [args.run_name]
+
+
+async def _drop(args: argparse.Namespace, store: Store) -> None:
+    await _runs(args, store)
+    await store.drop()
+    print_line(f"dropped {args.run_name}")
+
+
+async def _export(args: argparse.Namespace, store: Store) -> None:
+    await _runs(args, store)
+    await store.export(Path(args.file))
+    print_line(f"exported {args.run_name} to {args.file}")
+
+
+async def _import(args: argparse.Namespace, store: Store) -> None:
+    await store.load(Path(args.file))
+    print_line(f"imported {args.file} as {args.run_name}")
+
+
+ACTIONS = {
+    "size": _size,
+    "vacuum": _vacuum,
+    "prune": _prune,
+    "drop": _drop,
+    "export": _export,
+    "import": _import,
+}
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if found is None:
+        raise ConfigError(
+            f"invalid age {text!r}: expected a number with s, m, h, d or w, such as 7d"
+        )
+    return float(found[1]) * UNITS[found[2]]

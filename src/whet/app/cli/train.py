@@ -1,0 +1,134 @@
+"""`whet train`: train the model behind an agent."""
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, cast
+
+from pydantic import JsonValue
+from rich.console import Console
+
+from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
+from whet.app.cli.dev import run_dev
+from whet.app.cli.display import report_stopped
+from whet.app.cli.flags import (
+    CommandParser,
+    add_agent_flags,
+    add_output_flags,
+    add_resume_flag,
+    add_samples_flag,
+    add_tasks_flags,
+    has_agent,
+    load_agent,
+)
+from whet.app.distributed import STORE_VARIABLE
+from whet.app.driver import Driver
+from whet.app.inputs import check_held_out, load_tasks
+from whet.app.run_folder import RunFolder
+from whet.config import resolve
+from whet.errors import ConfigError, requires_extra
+from whet.io.process import follow_supervisor, interrupt_on_sigterm
+from whet.runners.agent import Agent
+from whet.runners.loading import load_function
+
+Config = dict[str, JsonValue]
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet train`."""
+    parser.usage = "whet train AGENT --tasks FILE [options] [-- COMMAND or server flags]"
+    add_agent_flags(parser)
+    add_tasks_flags(parser, held_out=True)
+    parser.group("agent and tasks").add_argument(
+        "--debug", action="store_true", help="do not train: run a few tasks, as `whet dev` does"
+    )
+    add_samples_flag(parser)
+    for title in TRAINING_KEYS:
+        parser.group(title)
+    parser.group("training").add_argument(
+        "--algorithm",
+        metavar="FUNCTION",
+        help="run this @whet.algorithm function instead of the training loop",
+    )
+    add_resume_flag(parser, "a run of `whet train`")
+    add_output_flags(parser)
+    parser.group("several processes").add_argument(
+        "--store",
+        default=os.environ.get(STORE_VARIABLE),
+        metavar="URL",
+        help="train only; `whet serve` and `whet runner` use the same store "
+        f"(default ${STORE_VARIABLE})",
+    )
+    add_config_flags(parser, TRAINING_KEYS)
+    parser.set_defaults(run=run_train)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Run `whet train`."""
+    values = config_values(args)
+    config = resolve(values)  # errors in flags are reported before the slow imports
+    tasks = load_tasks(args.tasks)
+    held_out = load_tasks(args.held_out) if args.held_out else []
+    check_held_out(config, held_out)
+    if args.debug:
+        return run_dev(args)
+    if args.algorithm is not None:
+        return _run_driver(args, values, tasks, held_out)
+    if args.store is None and not has_agent(args):
+        raise ConfigError("name the agent to run, or with --store the processes that run it")
+    return _train(args, values, tasks, held_out)
+
+
+def _train(
+    args: argparse.Namespace, values: Config, tasks: list[JsonValue], held_out: list[JsonValue]
+) -> int:
+    if args.store is not None:
+        if args.resume is not None:
+            raise ConfigError("with --store the same command resumes by itself: leave out --resume")
+        follow_supervisor()
+        interrupt_on_sigterm()
+    if args.resume:
+        values = values | {"name": args.resume}
+    agent = load_agent(args) if args.store is None else None
+    with requires_extra("`whet train`", "local"):
+        from whet.app.train import KIND, prepare_run, run_and_report  # noqa: PLC0415 - torch
+    console = Console(quiet=args.quiet, stderr=args.json)
+    resume = args.resume is not None
+    folder = prepare_run(agent, values, KIND, console, store=args.store, resume=resume)
+    try:
+        result = run_and_report(agent, tasks, held_out, folder, console, store=args.store)
+    except KeyboardInterrupt:
+        return _report_stopped(args, folder)
+    _print_json(args, result.as_json())
+    return 0
+
+
+def _report_stopped(args: argparse.Namespace, folder: RunFolder) -> int:
+    if args.store is not None:
+        sys.stderr.write("whet: stopped; the same command resumes the run\n")
+        return 130
+    task_flags = f"--tasks {args.tasks}"
+    if args.held_out:
+        task_flags += f" --held-out {args.held_out}"
+    return report_stopped(f"whet train {args.agent or '...'} {task_flags}", folder)
+
+
+def _run_driver(
+    args: argparse.Namespace, values: Config, tasks: list[JsonValue], held_out: list[JsonValue]
+) -> int:
+    driver = load_function(args.algorithm, "algorithm")
+    if not isinstance(driver, Driver):
+        raise ConfigError(f"{args.algorithm!r} is not an algorithm: mark it with @whet.algorithm")
+    agent = cast(Agent, load_function(args.agent)) if args.agent and args.store is None else None
+    settings = cast(dict[str, Any], values)  # checked by the config
+    result = driver.run(
+        agent, tasks, held_out=held_out, store=args.store, quiet=args.quiet, **settings
+    )
+    _print_json(args, result)
+    return 0
+
+
+def _print_json(args: argparse.Namespace, result: object) -> None:
+    if args.json:
+        sys.stdout.write(json.dumps(result) + "\n")

@@ -1,0 +1,130 @@
+"""Processes of a distributed run: how each reaches the store, and which runners are alive.
+
+Light to import: every command uses the default addresses.
+"""
+
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+from anyio import create_task_group
+
+from whet.protocols import Store
+from whet.store import DEFAULT_RUN, open_store
+from whet.store.http import token
+
+PORT = 4747
+DEFAULT_STORE = f"http://127.0.0.1:{PORT}"
+DATABASE = "store.db"
+"""File of `whet store` in its `--dir`."""
+STORE_VARIABLE = "WHET_STORE"
+"""Environment variable with the store's address, for all processes of a run."""
+
+TOKEN_POLL_S = 0.2
+CONNECT_NOTICE_S = 2.0
+"""Seconds without a connection before a process prints what it waits for."""
+WORKER_POLL_S = 2.0
+NO_RUNNER_NOTICE_S = 15.0
+"""Seconds without a runner before the command to start one is printed."""
+
+
+class StoreAddress(NamedTuple):
+    """A run in a store."""
+
+    url: str
+    run: str
+    token: str
+
+    @property
+    def secret(self) -> bytes:
+        """Secret of the run's API keys, shared by its gateways and runners."""
+        from whet.gateway import auth  # noqa: PLC0415 - not for `--help`
+
+        return auth.derive_secret(self.token, self.run)
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the system permits: every attempt holds a few connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems permit less than they report
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def print_line(text: str) -> None:
+    """Print one line to stdout at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+async def find_store(url: str, run: str | None, directory: Path) -> StoreAddress:
+    """The address of a run with the store's token; waits until the token is in the directory."""
+    is_waiting = False
+    while not _has_token(directory):
+        if not is_waiting:
+            is_waiting = True
+            print_line(
+                f"waiting for the store's token in {directory / token.FILE}: start `whet store` "
+                f"with this --dir, or set {token.VARIABLE}"
+            )
+        await anyio.sleep(TOKEN_POLL_S)
+    return StoreAddress(url, run or DEFAULT_RUN, token.find_token(directory))
+
+
+def _has_token(directory: Path) -> bool:
+    return bool(os.environ.get(token.VARIABLE)) or (directory / token.FILE).is_file()
+
+
+@asynccontextmanager
+async def connect_store(address: StoreAddress) -> AsyncGenerator[Store]:
+    """Connect to the store of a run; waits until it answers."""
+
+    async def print_notice() -> None:
+        await anyio.sleep(CONNECT_NOTICE_S)
+        print_line(f"waiting for the store at {address.url}: start it with `whet store`")
+
+    async with open_store(address.url, run=address.run, token=address.token) as store:
+        async with create_task_group() as tasks:
+            tasks.start_soon(print_notice)
+            await store.resources()
+            tasks.cancel_scope.cancel()
+        yield store
+
+
+@asynccontextmanager
+async def watch_workers(store: Store, note: Callable[[str], None]) -> AsyncGenerator[None]:
+    """Report runners that join or leave, and their warnings, while the block runs."""
+    from whet.runners.diagnostics import read_warnings  # noqa: PLC0415 - not for `--help`
+
+    async def watch() -> None:
+        alive = set[str]()
+        warned = set[str]()
+        seen = anyio.current_time()
+        while True:
+            workers = {worker.name for worker in await store.workers() if worker.due > time.time()}
+            for name in sorted(workers - alive):
+                note(f"runner {name} joined")
+            for name in sorted(alive - workers):
+                note(f"runner {name} is gone")
+            alive = workers
+            for name, text in (await read_warnings(store)).items():
+                if name not in warned:
+                    warned.add(name)
+                    note(text)
+            if alive:
+                seen = anyio.current_time()
+            elif anyio.current_time() > seen + NO_RUNNER_NOTICE_S:
+                seen = math.inf
+                note("no runner is connected: start one with `whet runner module:agent`")
+            await anyio.sleep(WORKER_POLL_S)
+
+    async with create_task_group() as tasks:
+        tasks.start_soon(watch)
+        yield
+        tasks.cancel_scope.cancel()

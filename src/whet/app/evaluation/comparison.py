@@ -1,0 +1,241 @@
+"""Comparison of models on the same tasks: numbers, a table, a picture."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from whet.app.evaluation.statistics import (
+    AGENT_FAILURES,
+    Estimate,
+    Scores,
+    complete_tasks,
+    estimate,
+    failure_counts,
+    gain,
+    measures,
+)
+from whet.config import EvaluationConfig
+
+COLORS = ("#8a8f98", "#1f6f8b", "#d1793a", "#5b8c5a", "#8c5a7f", "#b3a14c")
+MAX_BARS = 400
+"""Tasks whose change is drawn; of more, an even selection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several models on the same tasks; the first is the baseline."""
+
+    scores: Mapping[str, Scores]
+    compared: Sequence[int]
+    """The tasks of all measures: those of which every model has every reward."""
+    per_task: Mapping[str, Mapping[str, Sequence[float]]]
+    """One number for each compared task; by measure, then by model."""
+    measures: Mapping[str, Mapping[str, Estimate | None]]
+    """By measure (`greedy`, `sampled`, `pass@4`), then by model; None if no task is compared."""
+    gains: Mapping[str, Mapping[str, Estimate | None]]
+    """Gains over the baseline, paired by task; by measure, then by model."""
+    is_share: bool
+    """Whether all rewards lie between 0 and 1, so that means are shown as percentages."""
+
+    @property
+    def tasks(self) -> int:
+        return max((scores.tasks for scores in self.scores.values()), default=0)
+
+    def as_json(self) -> dict[str, object]:
+        """All numbers, by model."""
+        return {name: self._model(name) for name in self.scores}
+
+    def _model(self, name: str) -> dict[str, object]:
+        values: dict[str, object] = {
+            measure: _estimate_json(by_model[name]) for measure, by_model in self.measures.items()
+        }
+        gains = {m: _estimate_json(each[name]) for m, each in self.gains.items() if name in each}
+        if gains:
+            values["gain"] = gains
+        failures = failure_counts(self.scores[name])
+        values["failed"] = len(self.scores[name].failures)
+        values["failures"] = {k: {"count": n, "example": text} for k, (n, text) in failures.items()}
+        return values
+
+    def describe_tasks(self) -> str:
+        """Number of tasks, and of those compared if some are not."""
+        if len(self.compared) == self.tasks:
+            return f"{self.tasks} held-out tasks"
+        return f"{len(self.compared)} of {self.tasks} held-out tasks"
+
+
+def compare(scores: Mapping[str, Scores], config: EvaluationConfig) -> Comparison:
+    """Estimate every measure of every model, and its gain over the first model."""
+    compared = complete_tasks(list(scores.values()))
+    by_model = {
+        name: measures(each, compared, pass_threshold=config.pass_threshold)
+        for name, each in scores.items()
+    }
+    base, *others = by_model
+    share = all(0 <= reward <= 1 for each in scores.values() for reward in each.rewards)
+    per_task = {
+        measure: {name: by_model[name][measure] for name in by_model} for measure in by_model[base]
+    }
+    bounded = {measure: share or measure.startswith("pass@") for measure in per_task}
+    return Comparison(
+        scores=scores,
+        compared=compared,
+        per_task=per_task,
+        measures={
+            measure: {name: estimate(each[name], bounded=bounded[measure]) for name in each}
+            for measure, each in per_task.items()
+        },
+        gains={
+            measure: {
+                name: gain(each[base], each[name], bounded=bounded[measure]) for name in others
+            }
+            for measure, each in per_task.items()
+        },
+        is_share=share,
+    )
+
+
+def print_comparison(console: Console, comparison: Comparison, title: str) -> None:
+    """Print the table, its number of tasks, and the failed rollouts."""
+    base, *others = comparison.scores
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in comparison.scores:
+        table.add_column(name, justify="right")
+    for name in others:
+        table.add_column("gain" if len(others) == 1 else f"{name} - {base}", justify="right")
+    share = comparison.is_share
+    for measure, by_model in comparison.measures.items():
+        cells = [_value(by_model[name], share, alone=not others) for name in comparison.scores]
+        table.add_row(
+            measure, *cells, *(_gain(comparison.gains[measure][n], share) for n in others)
+        )
+    console.print(table)
+    about = "paired 95 % intervals" if others else "95 % intervals"
+    console.print(f"{comparison.describe_tasks()}; in brackets {about} over tasks")
+    if len(comparison.compared) < comparison.tasks:
+        console.print(
+            "the other tasks have a rollout that failed without saying anything of the model, and "
+            "are left out of every number",
+            soft_wrap=True,
+        )
+    for name, scores in comparison.scores.items():
+        for kind, (count, example) in failure_counts(scores).items():
+            console.print(
+                f"{name}: {count} evaluation rollouts failed ({kind}) and "
+                f"{'count as 0' if kind in AGENT_FAILURES else 'are left out'}, such as: "
+                f"{example[:200]}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+
+def draw_comparison(comparison: Comparison, file: Path) -> None:
+    """Write bars with intervals, and the change of each task, as a PNG."""
+    from matplotlib.axes import Axes  # noqa: PLC0415 - slow import
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    def draw_bars(axes: Axes) -> None:
+        width = 0.8 / len(comparison.scores)
+        for place, name in enumerate(comparison.scores):
+            found = [by_model[name] for by_model in comparison.measures.values()]
+            at = [x + (place - (len(comparison.scores) - 1) / 2) * width for x in range(len(found))]
+            axes.bar(
+                at, [e.mean if e else 0.0 for e in found], width, label=name, color=_color(place)
+            )
+            for x, each in zip(at, found, strict=True):
+                if each and each.ci95:
+                    axes.vlines(x, *each.ci95, color="#222222")
+        axes.set_xticks(range(len(comparison.measures)), list(comparison.measures))
+        axes.set(ylabel="reward", title=f"{comparison.describe_tasks()}, 95 % intervals")
+        if comparison.is_share:
+            axes.set_ylim(0, 1.18)  # room for the legend
+        axes.legend(loc="upper center", ncols=len(comparison.scores), frameon=False)
+        axes.grid(axis="y", alpha=0.3)
+
+    def draw_changes(axes: Axes, measure: str) -> None:
+        for place, (name, changes) in enumerate(_changes(comparison, measure).items(), start=1):
+            axes.step(range(len(changes)), changes, where="mid", label=name, color=_color(place))
+            axes.fill_between(
+                range(len(changes)), changes, step="mid", alpha=0.25, color=_color(place)
+            )
+        axes.axhline(0, color="#222222", linewidth=0.8)
+        base = next(iter(comparison.scores))
+        if comparison.is_share:
+            axes.set_ylim(-1.05, 1.05)
+        axes.set(
+            xlabel="tasks, the most improved first",
+            ylabel=f"change against {base}",
+            title=f"each task, {measure}",
+        )
+        axes.legend()
+        axes.grid(axis="y", alpha=0.3)
+
+    compared = len(comparison.scores) > 1
+    figure = Figure(figsize=(11 if compared else 6, 4.2), dpi=120, layout="constrained")
+    left, *right = figure.subplots(1, 2 if compared else 1, squeeze=False)[0]
+    draw_bars(left)
+    for axes in right:
+        # The mean of several samples is a better estimate of a task than one greedy rollout.
+        several = "pass@1" in comparison.measures
+        draw_changes(axes, "sampled" if several else next(iter(comparison.measures)))
+    figure.savefig(file)
+
+
+def _changes(comparison: Comparison, measure: str) -> dict[str, list[float]]:
+    """Change of each task against the baseline, the most improved first."""
+    base, *others = comparison.scores
+    per_task = comparison.per_task[measure]
+    found: dict[str, list[float]] = {}
+    for name in others:
+        pairs = zip(per_task[base], per_task[name], strict=True)
+        changes = sorted((after - before for before, after in pairs), reverse=True)
+        every = -(-len(changes) // MAX_BARS)
+        found[name] = changes[:: every or 1]
+    return found
+
+
+def _value(found: Estimate | None, share: bool, *, alone: bool) -> str:
+    """Format a mean, with its interval if there is no baseline."""
+    if found is None:
+        return "n/a"
+    text = f"{found.mean:.1%}" if share else f"{found.mean:.3f}"
+    if not alone:
+        return text
+    if found.ci95 is None:
+        return f"{text}  [n/a]"
+    low, high = found.ci95
+    return (
+        f"{text}  [{100 * low:.0f}, {100 * high:.0f}]"
+        if share
+        else f"{text}  [{low:.3f}, {high:.3f}]"
+    )
+
+
+def _gain(found: Estimate | None, share: bool) -> str:
+    if found is None:
+        return "n/a"
+    text = f"{100 * found.mean:+.1f} points" if share else f"{found.mean:+.3f}"
+    if found.ci95 is None:
+        return f"{text}  [n/a]"
+    low, high = found.ci95
+    return (
+        f"{text}  [{100 * low:+.0f}, {100 * high:+.0f}]"
+        if share
+        else f"{text}  [{low:+.3f}, {high:+.3f}]"
+    )
+
+
+def _estimate_json(found: Estimate | None) -> dict[str, object] | None:
+    if found is None:
+        return None
+    interval = [round(bound, 6) for bound in found.ci95] if found.ci95 else None
+    return {"mean": round(found.mean, 6), "ci95": interval, "tasks": found.tasks}
+
+
+def _color(place: int) -> str:
+    return COLORS[place % len(COLORS)]

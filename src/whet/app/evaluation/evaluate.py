@@ -1,0 +1,342 @@
+"""`whet.evaluate`: several models on the same tasks, each through store, gateway and runner."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+from pydantic import JsonValue
+from rich.console import Console
+
+from whet.app.cli.display import ConsoleDisplay, Display
+from whet.app.evaluation.comparison import (
+    Comparison,
+    compare,
+    draw_comparison,
+    print_comparison,
+)
+from whet.app.evaluation.models import EndpointModel, LocalModel, Model, read_models
+from whet.app.evaluation.statistics import Scores
+from whet.app.evaluation.trials import (
+    Trial,
+    ended_rollouts,
+    plan_trials,
+    read_scores,
+    run_trials,
+)
+from whet.app.gateway_server import Gateway, run_agents
+from whet.app.inputs import Tasks, load_tasks
+from whet.app.run_folder import RunFolder
+from whet.config import RunConfig, resolve
+from whet.errors import ConfigError, requires_extra
+from whet.gateway.upstream import UpstreamProxy, check_endpoint
+from whet.io.files import JsonLines
+from whet.io.server import AppServer
+from whet.io.threads import run_async
+from whet.runners.agent import Agent, check_agent
+from whet.runners.collector import QueueCollector
+from whet.store.sqlite import SQLiteStore
+from whet.types import Attempt, Outcome
+
+KIND = "eval"
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Result of an evaluation."""
+
+    run: Path
+    models: Mapping[str, str]
+    """The source of each model by name; the first model is the baseline."""
+    comparison: Comparison
+    results: Path
+    """JSON lines: one for each task, model and sample."""
+    picture: Path
+    seconds: float
+
+    def as_json(self) -> dict[str, object]:
+        """The numbers of the evaluation."""
+        return {
+            "seconds": round(self.seconds, 1),
+            "tasks": self.comparison.tasks,
+            "sources": dict(self.models),
+            "models": self.comparison.as_json(),
+            "results": str(self.results),
+            "picture": str(self.picture),
+            "run": str(self.run),
+        }
+
+
+def evaluate(
+    agent: Agent,
+    tasks: Tasks,
+    models: Mapping[str, str] | Sequence[str] = (),
+    *,
+    endpoint: str | None = None,
+    key_variable: str = KEY_VARIABLE,
+    results: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    **settings: JsonValue,
+) -> Evaluation:
+    """Compare models on tasks; the first model is the baseline.
+
+    A model is `tiny`, `smollm2`, a Hugging Face folder, a PEFT adapter, a run or one of its
+    checkpoints; with an `endpoint`, a model name of that OpenAI-compatible URL. `settings` are
+    config keys. `resume` continues the evaluation called `name`, or the newest, and may add
+    models to it.
+
+    Raises:
+        ConfigError: invalid arguments; nothing was started.
+    """
+    check_agent(agent)
+    loaded = load_tasks(tasks)
+    specs = [f"{n}={s}" for n, s in models.items()] if isinstance(models, Mapping) else models
+    console = Console(quiet=quiet)
+    prepared = prepare_evaluation(
+        loaded, specs, endpoint, key_variable, settings, console, resume=resume
+    )
+    return run_evaluation(agent, loaded, prepared, results, console)
+
+
+class PreparedEvaluation(NamedTuple):
+    """An evaluation that can start."""
+
+    folder: RunFolder
+    models: list[Model]
+    key: str
+    """API key of the endpoint."""
+
+
+def prepare_evaluation(
+    tasks: Sequence[JsonValue],
+    specs: Sequence[str],
+    endpoint: str | None,
+    key_variable: str,
+    values: dict[str, JsonValue],
+    console: Console,
+    *,
+    resume: bool,
+) -> PreparedEvaluation:
+    """Check models and endpoint, then open the run folder: a refused evaluation writes nothing."""
+
+    def progress(text: str) -> None:
+        console.print(text, highlight=False)
+
+    config = resolve(values)
+    plan_trials("eval", tasks, config)
+    if not specs and not resume:
+        raise ConfigError("no model to evaluate: give at least one, such as --model tiny")
+    models = read_models(specs, endpoint, progress)
+    key = os.environ.get(key_variable, "")
+    if endpoint is not None:
+        anyio.run(check_endpoint, endpoint, key, key_variable)
+    if not resume:
+        folder = RunFolder.create(config, KIND)
+    elif config.name is None:
+        folder = RunFolder.latest(config.dir, KIND)
+    else:
+        folder = RunFolder(config.dir / "runs" / config.name)
+    if resume:
+        folder.resume(values)
+    folder.keep_tasks(tasks, [])
+    models = _remember_models(folder, models, progress)
+    for url in {model.url for model in models if isinstance(model, EndpointModel)}:
+        progress(f"{url} returns text only: its tokens are not recorded, and it is never trained")
+    return PreparedEvaluation(folder, models, key)
+
+
+def run_evaluation(
+    agent: Agent,
+    tasks: Sequence[JsonValue],
+    prepared: PreparedEvaluation,
+    results: str | Path | None,
+    console: Console,
+) -> Evaluation:
+    """Run the rollouts that are left, and report."""
+    folder = prepared.folder
+    with ConsoleDisplay(console) as display:
+        evaluation = run_async(
+            partial(
+                _evaluate_models,
+                agent,
+                tasks,
+                prepared,
+                results=Path(results) if results else folder.path / "results.jsonl",
+                display=display,
+            )
+        )
+    draw_comparison(evaluation.comparison, evaluation.picture)
+    print_comparison(console, evaluation.comparison, f"whet eval: {folder.path.name}")
+    for line in (
+        f"took {evaluation.seconds:.0f} s; every result: {evaluation.results}",
+        f"picture: {evaluation.picture}",
+    ):
+        console.print(line, soft_wrap=True, highlight=False)
+    return evaluation
+
+
+async def _evaluate_models(
+    agent: Agent,
+    tasks: Sequence[JsonValue],
+    prepared: PreparedEvaluation,
+    *,
+    results: Path,
+    display: Display,
+) -> Evaluation:
+    began = time.monotonic()
+    folder, models, key = prepared
+    scores: dict[str, Scores] = {}
+    with folder.owned():
+        lines = _Results(results, folder.path.name)
+        for model in models:
+            scores[model.name] = await _evaluate_model(
+                agent, tasks, model, folder, lines=lines, key=key, display=display
+            )
+    evaluation = Evaluation(
+        run=folder.path,
+        models={model.name: model.source for model in models},
+        comparison=compare(scores, folder.config().evaluation),
+        results=results,
+        picture=folder.path / "comparison.png",
+        seconds=time.monotonic() - began,
+    )
+    folder.write_report(evaluation.as_json())
+    return evaluation
+
+
+async def _evaluate_model(
+    agent: Agent,
+    tasks: Sequence[JsonValue],
+    model: Model,
+    folder: RunFolder,
+    *,
+    lines: "_Results",
+    key: str,
+    display: Display,
+) -> Scores:
+    config = folder.config()
+    trials = plan_trials("eval", tasks, config)
+    planned = {trial.rollout.id: trial for trial in trials}
+
+    def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
+        display.ended(1)
+        # A failed attempt may be retried: failures are written when all rollouts have ended.
+        if outcome.reward is not None:
+            lines.add(model, planned[attempt.rollout.id], outcome)
+
+    # Each model has its own run in the store, so that none claims the rollouts of another.
+    async with folder.open_store(model.name) as store:
+        ended = await ended_rollouts(store)
+        left = sum(id not in ended for id in planned)
+        if left:
+            display.phase(f"evaluate {model.name}", left)
+            async with (
+                _serve(model, config, store, folder, key) as gateway,
+                run_agents(agent, config.runner, store, gateway.endpoint, on_outcome),
+            ):
+                collector = QueueCollector(queue=store, log=store)
+                ended = await run_trials(trials, collector=collector, directory=store)
+        for trial in trials:
+            record = ended[trial.rollout.id]
+            lines.add(model, trial, Outcome(reward=record.reward, failure=record.failure))
+        return read_scores(trials, ended)
+
+
+@asynccontextmanager
+async def _serve(
+    model: Model, config: RunConfig, store: SQLiteStore, folder: RunFolder, key: str
+) -> AsyncGenerator[Gateway]:
+    secret = folder.secret()
+    if isinstance(model, LocalModel):
+        place = folder.path / "serve" / model.name
+        with requires_extra("a model on this machine", "local"):
+            from whet.app.run import serve_model  # noqa: PLC0415 - imports torch
+        async with serve_model(model, config, store, secret, place) as gateway:
+            yield gateway
+        return
+    proxy = UpstreamProxy(
+        model.url, model.source, key, log=store, secret=secret, config=config.gateway
+    )
+    server = AppServer(
+        proxy.app,
+        host=config.gateway.host,
+        port=config.gateway.port,
+        name="proxy",
+        port_flag="--gateway.port",
+    )
+    try:
+        yield Gateway(server.url, secret, model.source)
+    finally:
+        await proxy.close()
+        server.close()
+
+
+def _remember_models(
+    folder: RunFolder, models: Sequence[Model], progress: Callable[[str], None]
+) -> list[Model]:
+    """All models of an evaluation: those it had before, then the new ones, which are recorded.
+
+    Raises:
+        ConfigError: a name had other weights before, or its weights are missing now.
+    """
+    lines = JsonLines(folder.path / "models.jsonl")
+    known = {line["name"]: line for line in lines.read()}
+    by_name = {model.name: model for model in models}
+    for name, line in known.items():
+        if name not in by_name:
+            [by_name[name]] = read_models([f"{name}={line['source']}"], line["url"], progress)
+    for name, model in by_name.items():
+        weights = model.fingerprint()
+        if name not in known:
+            url = model.url if isinstance(model, EndpointModel) else None
+            lines.append({"name": name, "source": model.source, "url": url, "weights": weights})
+        elif known[name]["weights"] != weights:
+            raise ConfigError(
+                f"model {name!r} had other weights ({known[name]['source']!r}) when this "
+                "evaluation began: use another name, or start a new evaluation"
+            )
+    return [by_name[name] for name in dict.fromkeys((*known, *by_name))]
+
+
+class _Results:
+    """The file of results: each rollout is one line, also after a kill and a resume."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._run = run
+        self._lines = JsonLines(path)
+        self._known = {
+            (line["model"], line["rollout"])
+            for line in self._lines.read()
+            if line.get("run") == run
+        }
+
+    def add(self, model: Model, trial: Trial, outcome: Outcome) -> None:
+        rollout = trial.rollout
+        if (model.name, rollout.id) in self._known:
+            return
+        self._known.add((model.name, rollout.id))
+        task = json.dumps(rollout.task, sort_keys=True).encode()
+        self._lines.append(
+            {
+                "run": self._run,
+                "model": model.name,
+                "source": model.source,
+                "task": trial.task,
+                "task_digest": hashlib.blake2b(task, digest_size=8).hexdigest(),
+                "way": trial.way,
+                "sample": trial.sample,
+                "temperature": rollout.sampling.temperature,
+                "reward": outcome.reward,
+                "failure": outcome.failure.model_dump(mode="json") if outcome.failure else None,
+                "rollout": rollout.id,
+            }
+        )

@@ -1,0 +1,229 @@
+"""Models that `whet eval` compares: on this machine, or behind an endpoint."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from whet.app.run_folder import RunFolder
+from whet.config import LocalTrainerConfig, RunConfig, TinkerConfig
+from whet.errors import ConfigError
+from whet.models.catalog import resolve_model
+
+NAME_AND_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)", re.DOTALL)
+WEIGHTS = (".safetensors", ".bin")
+ADAPTER_KEYS = ("weights", "lora_rank", "lora_alpha", "lora_layers")
+PARTS, PART_BYTES = 64, 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """Weights on this machine: a model folder, with an adapter or a checkpoint on top."""
+
+    name: str
+    source: str
+    """As the user wrote it."""
+    folder: Path
+    adapter: Path | None = None
+    checkpoint: Path | None = None
+    trainer: LocalTrainerConfig | None = None
+    """Settings of the run that wrote the checkpoint."""
+    seed: int = 0
+
+    def fingerprint(self) -> str:
+        """Digest of the weights, so that results of other weights are not mixed in."""
+        digest = hashlib.blake2b(digest_size=16)
+        for folder in (self.folder, self.adapter, self.checkpoint):
+            for file in sorted(folder.iterdir()) if folder else []:
+                if file.suffix in WEIGHTS:
+                    _digest_file(file, digest)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointModel:
+    """A model behind an OpenAI-compatible URL: text only, never trained."""
+
+    name: str
+    source: str
+    """Its name at the endpoint."""
+    url: str
+
+    def fingerprint(self) -> str:
+        return f"{self.source}@{self.url}"
+
+
+Model = LocalModel | EndpointModel
+
+
+def read_models(
+    specs: Sequence[str], endpoint: str | None, progress: Callable[[str], None]
+) -> list[Model]:
+    """Resolve `--model [NAME=]SOURCE` flags; with an endpoint, sources are its model names.
+
+    Raises:
+        ConfigError: unknown model, or two models with one name.
+    """
+    models: list[Model] = []
+    for spec in specs:
+        named = NAME_AND_SOURCE.fullmatch(spec)
+        name, source = named.groups() if named else (None, spec)
+        if endpoint is None:
+            models.append(_find(name, source, progress))
+        else:
+            models.append(EndpointModel(name or _as_name(source), source, endpoint))
+    for number, model in enumerate(models):
+        if model.name in [other.name for other in models[:number]]:
+            raise ConfigError(
+                f"found two models called {model.name!r}: name them, such as "
+                "--model base=tiny --model trained=.whet/runs/mine"
+            )
+    return models
+
+
+def resolve_start(
+    values: Mapping[str, JsonValue], config: RunConfig, progress: Callable[[str], None]
+) -> dict[str, JsonValue]:
+    """Config values whose `model` is a base model, and `start` what it named instead, if so.
+
+    The shape of adapters is that of the start.
+
+    Raises:
+        ConfigError: it cannot be started from, or other adapters are wanted.
+    """
+    source = config.model
+    if not _is_start(source) and _is_start(str(named := config.dir / "runs" / source)):
+        source = str(named)
+    if not _is_start(source):
+        return dict(values)
+    found = _find(None, source, progress)
+    start = found.adapter or found.checkpoint
+    if start is None:
+        return {**values, "model": str(found.folder.absolute())}
+    run = find_run(start)
+    base = run.config().model if run else _base_model(start, None)
+    shape = _read_shape(start, found.trainer or _trainer_of(run))
+    requested = values.get("trainer", {})
+    assert isinstance(requested, dict)
+    for key, value in shape.items():
+        if requested.get(key, value) != value:
+            raise ConfigError(
+                f"{source!r} has trainer.{key} {value!r}, found {requested[key]!r}: leave it out, "
+                "or make a model folder with `whet models merge` and start from that"
+            )
+    trainer: dict[str, JsonValue] = {**requested, **shape}
+    return {**values, "model": base, "start": str(start.absolute()), "trainer": trainer}
+
+
+def _is_start(source: str) -> bool:
+    """Whether a model is a run, a checkpoint or an adapter."""
+    path = Path(source).expanduser()
+    run = find_run(path)
+    return (path / "adapter_config.json").is_file() or (
+        run is not None and (path == run.path or path.parent == run.checkpoints)
+    )
+
+
+def _trainer_of(run: RunFolder | None) -> LocalTrainerConfig | None:
+    trainer = run.config().trainer if run else None
+    return trainer if isinstance(trainer, LocalTrainerConfig) else None
+
+
+def _read_shape(start: Path, trainer: LocalTrainerConfig | None) -> dict[str, JsonValue]:
+    """The trainer's settings that its weights have: from its run, or from its adapter_config."""
+    if trainer is not None:
+        keys = ("weights",) if trainer.weights == "full" else ADAPTER_KEYS
+        return {key: trainer.model_dump(mode="json")[key] for key in keys}
+    settings = json.loads((start / "adapter_config.json").read_text())
+    return {"lora_rank": settings["r"], "lora_alpha": settings["lora_alpha"]}
+
+
+def _find(name: str | None, source: str, progress: Callable[[str], None]) -> LocalModel:
+    path = Path(source).expanduser()
+    run = find_run(path)
+    if run is not None and path == run.path:
+        return _trained(name, source, run, progress)
+    if (path / "adapter_config.json").is_file():
+        folder = resolve_model(_base_model(path, run), progress=progress)
+        return LocalModel(name or _default_name(path, run), source, folder, adapter=path)
+    if run is not None and path.parent == run.checkpoints:
+        return _at_checkpoint(name, source, path, run, progress)
+    return LocalModel(
+        name or _default_name(path, run), source, resolve_model(source, progress=progress)
+    )
+
+
+def _trained(
+    name: str | None, source: str, run: RunFolder, progress: Callable[[str], None]
+) -> LocalModel:
+    """The trained model of a run, or its newest checkpoint while it runs."""
+    if run.model.is_dir():
+        found = _find(name or run.path.name, str(run.model), progress)
+        return LocalModel(found.name, source, found.folder, found.adapter)
+    checkpoints = sorted(path for path in run.checkpoints.glob("*") if path.name[0] != ".")
+    if not checkpoints:
+        raise ConfigError(
+            f"run {source!r} has no model and no checkpoint yet: let it finish a step"
+        )
+    return _at_checkpoint(name or run.path.name, source, checkpoints[-1], run, progress)
+
+
+def _at_checkpoint(
+    name: str | None, source: str, path: Path, run: RunFolder, progress: Callable[[str], None]
+) -> LocalModel:
+    config = run.config()
+    if isinstance(config.trainer, TinkerConfig):
+        raise ConfigError(f"the weights of {source!r} are at a Tinker service, not on this machine")
+    return LocalModel(
+        name or f"{run.path.name}-{path.name}",
+        source,
+        resolve_model(config.model, progress=progress),
+        checkpoint=path,
+        trainer=config.trainer,
+        seed=config.seed,
+    )
+
+
+def find_run(path: Path) -> RunFolder | None:
+    """The run that a folder belongs to."""
+    for place in (path, path.parent, path.parent.parent):
+        if (place / "kind").is_file() and (place / "config.json").is_file():
+            return RunFolder(place)
+    return None
+
+
+def _base_model(adapter: Path, run: RunFolder | None) -> str:
+    """The base model of an adapter: that of its run, else of its adapter_config.json."""
+    if run is not None:
+        return run.config().model
+    try:
+        base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"adapter {str(adapter)!r} has no base_model_name_or_path in its adapter_config.json"
+        ) from error
+    return str(base)
+
+
+def _default_name(path: Path, run: RunFolder | None) -> str:
+    return run.path.name if run is not None and path == run.model else _as_name(path.name)
+
+
+def _as_name(source: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", source).strip("-._") or "model"
+
+
+def _digest_file(file: Path, digest: "hashlib.blake2b") -> None:
+    """Digest a small file whole, and evenly spread parts of a large one: training changes all."""
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size} ".encode())
+    with file.open("rb") as opened:
+        for number in range(PARTS):
+            opened.seek(
+                number * size // PARTS if size > PARTS * PART_BYTES else number * PART_BYTES
+            )
+            digest.update(opened.read(PART_BYTES))

@@ -1,0 +1,118 @@
+"""The rollouts of an evaluation, greedy and sampled, and the scores they give."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import JsonValue
+
+from whet.app.evaluation.statistics import AGENT_FAILURES, Scores
+from whet.config import RunConfig
+from whet.errors import ConfigError
+from whet.protocols import Collector, Directory
+from whet.types import RETRYABLE, TERMINAL, Mode, Rollout, RolloutRecord, SamplingOverride
+
+PAGE = 1000
+
+RETRIED = tuple(kind for kind in RETRYABLE if kind not in AGENT_FAILURES)
+"""Failures after which a rollout is tried again: none that the model may have caused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One rollout of an evaluation."""
+
+    rollout: Rollout
+    task: int
+    """Index of the task."""
+    way: Literal["greedy", "sampled"]
+    sample: int
+    """Index among the samples of the task; 0 for the greedy rollout."""
+
+
+def plan_trials(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> list[Trial]:
+    """Plan the rollouts of every task. Their ids are stable, so a resumed evaluation finds them.
+
+    Raises:
+        ConfigError: the config has neither greedy nor sampled rollouts.
+    """
+    settings = config.evaluation
+    if not (settings.greedy or settings.samples):
+        raise ConfigError("nothing to evaluate: set evaluation.greedy, or evaluation.samples >= 1")
+    trials: list[Trial] = []
+    if settings.greedy:
+        for number, task in enumerate(tasks):
+            id = f"{when}-greedy-{number:05d}"
+            trials.append(Trial(_rollout(id, id, task, 0.0, config), number, "greedy", 0))
+    for sample in range(settings.samples):
+        for number, task in enumerate(tasks):
+            group = f"{when}-sampled-{number:05d}"
+            id = f"{group}-{sample:03d}"
+            rollout = _rollout(id, group, task, settings.temperature, config)
+            trials.append(Trial(rollout, number, "sampled", sample))
+    return trials
+
+
+async def run_trials(
+    trials: Sequence[Trial], *, collector: Collector, directory: Directory
+) -> dict[str, RolloutRecord]:
+    """Run the rollouts that have not ended; returns the records of all, by id."""
+    await collector.collect([trial.rollout for trial in trials])
+    return await ended_rollouts(directory)
+
+
+async def ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
+    """The evaluation rollouts that have ended, by id."""
+    return {
+        record.rollout.id: record
+        async for record in _evaluated(directory)
+        if record.status in TERMINAL
+    }
+
+
+def read_scores(trials: Sequence[Trial], ended: dict[str, RolloutRecord]) -> Scores:
+    """Collect the rewards of ended trials, by task."""
+    greedy: dict[int, float | None] = {}
+    sampled: dict[int, list[float | None]] = {}
+    for trial in trials:
+        reward = _reward(ended[trial.rollout.id])
+        if trial.way == "greedy":
+            greedy[trial.task] = reward
+        else:
+            sampled.setdefault(trial.task, []).append(reward)
+    failures = [ended[trial.rollout.id].failure for trial in trials]
+    return Scores(
+        greedy=tuple(greedy.values()),
+        sampled=tuple(tuple(samples) for samples in sampled.values()),
+        failures=tuple(failure for failure in failures if failure is not None),
+    )
+
+
+def _reward(record: RolloutRecord) -> float | None:
+    """Reward of an ended rollout; None if it failed by no fault of its agent."""
+    if record.failure is not None and record.failure.kind in AGENT_FAILURES:
+        return 0.0
+    return record.reward
+
+
+async def _evaluated(directory: Directory) -> AsyncGenerator[RolloutRecord]:
+    page = await directory.rollouts(mode=Mode.VAL, limit=PAGE)
+    while page:
+        for record in page:
+            yield record
+        page = await directory.rollouts(mode=Mode.VAL, after=page[-1].rollout.id, limit=PAGE)
+
+
+def _rollout(
+    id: str, group: str, task: JsonValue, temperature: float, config: RunConfig
+) -> Rollout:
+    return Rollout(
+        id=id,
+        group=group,
+        task=task,
+        mode=Mode.VAL,
+        sampling=SamplingOverride(temperature=temperature),
+        timeout_s=config.runner.timeout_s,
+        max_attempts=config.runner.max_attempts,
+        retried=RETRIED,
+    )

@@ -1,0 +1,201 @@
+"""A gateway that serves a sampler over HTTP, and a runner whose agents use it."""
+
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from anyio import create_task_group
+
+from whet.algorithms import is_custom
+from whet.algorithms.returns import check_is_read
+from whet.app.samplers import Sampler
+from whet.app.weight_sync import PolicyFollower, PublishedPolicy
+from whet.config import AlgorithmConfig, RunConfig, RunnerConfig
+from whet.errors import ConfigError, RequestError
+from whet.gateway import auth
+from whet.gateway.app import build_app
+from whet.gateway.pipeline import CallPipeline, Log
+from whet.gateway.upstream import UpstreamRouter, build_upstreams
+from whet.io.attempt_url import build_attempt_url
+from whet.io.files import atomic_file
+from whet.io.server import AppServer
+from whet.io.threads import unwrap_group
+from whet.protocols import Store
+from whet.runners.agent import POLICY, Agent
+from whet.runners.endpoints import FixedEndpoint
+from whet.runners.hooks import Hooks
+from whet.runners.runner import Runner, RunnerStore
+from whet.types import Attempt, Endpoint, Outcome, Reward
+
+logger = logging.getLogger(__name__)
+
+ADDRESS_FILE = "LLM_SERVER_NOTIFY_FILE"
+"""Environment variable that names the file for the gateway's address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """Address and credentials of a running gateway."""
+
+    url: str
+    secret: bytes
+    model: str
+
+    def endpoint(self, attempt: Attempt) -> Endpoint:
+        """The endpoint of an attempt: its path and its key both name the attempt."""
+        base_url = build_attempt_url(self.url, attempt)
+        return Endpoint(
+            base_url=base_url,
+            api_key=auth.mint_key(attempt.id, self.secret),
+            model=self.model,
+            reward_key=auth.mint_reward_key(attempt.id, self.secret),
+        )
+
+    @property
+    def own_endpoint(self) -> Endpoint:
+        """The endpoint for calls outside attempts, where the config allows them."""
+        key = auth.mint_key(auth.ANY_ATTEMPT, self.secret)
+        return Endpoint(base_url=f"{self.url}/v1", api_key=key, model=self.model)
+
+
+@asynccontextmanager
+async def serve_gateway(
+    sampler: Sampler,
+    config: RunConfig,
+    log: Log,
+    secret: bytes,
+    *,
+    prepare: Callable[[Attempt], Awaitable[None]] | None = None,
+    algorithm: Callable[[], AlgorithmConfig | None] = lambda: None,
+    progress: Callable[[str], None] = logger.info,
+) -> AsyncGenerator[Gateway]:
+    """Serve a sampler over HTTP; its engine is closed at the end.
+
+    `prepare` is awaited before a call of an attempt is sampled. `algorithm` returns the settings
+    that posted rewards are checked by, if they are known.
+    """
+    async with AsyncExitStack() as stack:
+        pipeline = CallPipeline(
+            engine=sampler.engine,
+            log=log,
+            renderer=sampler.renderer,
+            models=(POLICY, *config.gateway.models),
+            context_length=sampler.context_length,
+            prepare=prepare,
+        )
+        app = build_app(pipeline, secret, config.gateway, partial(_check_reward, algorithm))
+        router = None
+        if config.gateway.endpoints:
+            upstreams = await build_upstreams(config.gateway, log, secret, progress)
+            app = router = UpstreamRouter(app, upstreams)
+        server = AppServer(
+            app,
+            host=config.gateway.host,
+            port=config.gateway.port,
+            name="gateway",
+            port_flag="--gateway.port",
+        )
+        stack.callback(server.close)
+        if router is not None:
+            stack.push_async_callback(router.close)
+        # Before the server, which waits for open requests: closing the engine answers them.
+        stack.push_async_callback(sampler.engine.close)
+        with address_file(server.url):
+            yield Gateway(server.url, secret, POLICY)
+
+
+@asynccontextmanager
+async def serve_published(
+    sampler: Sampler,
+    published: PublishedPolicy,
+    config: RunConfig,
+    store: Store,
+    secret: bytes,
+    progress: Callable[[str], None],
+) -> AsyncGenerator[Gateway]:
+    """Serve a sampler that loads the policy a run publishes as soon as an attempt needs it."""
+    follower = PolicyFollower(sampler.weights, published, store)
+    await follower.load_newest()
+    async with serve_gateway(
+        sampler,
+        config,
+        store,
+        secret,
+        prepare=follower.prepare,
+        algorithm=lambda: follower.published.algorithm,
+        progress=progress,
+    ) as gateway:
+        yield gateway
+
+
+def _check_reward(algorithm: Callable[[], AlgorithmConfig | None], reward: Reward) -> None:
+    """Raise RequestError for a reward that the algorithm of the run does not read."""
+    config = algorithm()
+    if config is None or is_custom(config.name):
+        return
+    try:
+        check_is_read(reward, config)
+    except ConfigError as error:
+        raise RequestError(f"the reward is refused: {error}") from error
+
+
+@asynccontextmanager
+async def run_agents(
+    agent: Agent,
+    config: RunnerConfig,
+    store: RunnerStore,
+    endpoint: Callable[[Attempt], Endpoint],
+    on_outcome: Callable[[Attempt, Outcome], None],
+    *,
+    hooks: Sequence[Hooks] = (),
+    on_warning: Callable[[str], None] | None = None,
+) -> AsyncGenerator[None]:
+    """Claim and run rollouts until the block ends; an error of either is raised unwrapped.
+
+    `on_warning` is called with what would make training useless.
+    """
+    runner = Runner(
+        agent,
+        config,
+        store=store,
+        endpoints=FixedEndpoint(endpoint),
+        hooks=hooks,
+        on_outcome=on_outcome,
+        on_warning=on_warning,
+    )
+    try:
+        async with create_task_group() as tasks:
+            tasks.start_soon(runner.run)
+            yield
+            tasks.cancel_scope.cancel()
+    except ExceptionGroup as group:
+        raise unwrap_group(group) from group
+
+
+@contextmanager
+def address_file(url: str) -> Generator[None]:
+    """Write the gateway's address to $LLM_SERVER_NOTIFY_FILE, for services that poll it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if not (name := os.environ.get(ADDRESS_FILE)):
+        yield
+        return
+    file, address = Path(name), urlsplit(url).netloc
+    try:
+        with atomic_file(file) as partial:
+            partial.write_text(address)
+    except OSError as error:
+        raise ConfigError(f"{ADDRESS_FILE}={name!r} cannot be written: {error}") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if file.read_text() == address:  # a later gateway may have written its own
+                file.unlink()

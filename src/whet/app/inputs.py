@@ -1,0 +1,280 @@
+"""Inputs of a run besides its agent: tasks, and the resources and hooks of attempts."""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+
+from whet.config import CurriculumConfig, RunConfig
+from whet.errors import ConfigError, NotFound
+from whet.protocols import Resources
+from whet.runners.agent import POLICY, Agent, check_resources, inspect_agent
+from whet.runners.hooks import Hooks
+from whet.types import GATEWAY_PREFIX, RETRYABLE, TRAINER, Name, Rollout, SamplingOverride
+
+Tasks = str | Path | Sequence[Any]  # Any: a JSON value, whatever the caller's dicts are typed as
+"""A list, or a file with one JSON value a line, or several as `a.jsonl=0.7,b.jsonl=0.3`."""
+
+ResourceValues = Mapping[str, object]
+"""JSON by name; a `PromptTemplate`, an `Endpoint` or another pydantic model is published as its
+JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """Resources and hooks of every attempt of a run."""
+
+    resources: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
+    hooks: tuple[Hooks, ...] = ()
+
+
+NO_CONTEXT = AgentContext()
+
+# ------------------------------------------------------------------- tasks
+
+
+class TaskMix(list[JsonValue]):
+    """Tasks of several files, and the share of the groups that each file gets."""
+
+    def __init__(self, parts: Sequence[tuple[Sequence[JsonValue], float]]) -> None:
+        super().__init__(task for tasks, _ in parts for task in tasks)
+        self.sizes = [len(tasks) for tasks, _ in parts]
+        total = sum(weight for _, weight in parts)
+        self.shares = [weight / total for _, weight in parts]
+
+
+def load_tasks(source: Tasks) -> list[JsonValue]:
+    """Tasks from a list, or from a file with one JSON value a line, or from several files.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is not JSON, or there are no tasks.
+    """
+    if isinstance(source, str) and "=" in source and not Path(source).exists():
+        return _load_mix(source)
+    if isinstance(source, (str, Path)):
+        tasks = [task for _, task in read_jsonl(Path(source), "tasks")]
+    else:
+        tasks = list(source)
+    if not tasks:
+        raise ConfigError("there are no tasks: give at least one")
+    return tasks
+
+
+def check_held_out(config: RunConfig, held_out: Sequence[JsonValue]) -> None:
+    """Raise ConfigError if there is nothing to evaluate during training."""
+    if config.evaluation.every and not held_out:
+        raise ConfigError("evaluation.every needs held-out tasks: give them, or leave it out")
+
+
+def _load_mix(source: str) -> TaskMix:
+    parts: list[tuple[Sequence[JsonValue], float]] = []
+    for part in source.split(","):
+        path, _, text = part.rpartition("=")
+        try:
+            weight = float(text)
+        except ValueError:
+            weight = 0.0
+        if not path or not 0 < weight < float("inf"):
+            raise ConfigError(
+                f"expected a file and its share, such as a.jsonl=0.7,b.jsonl=0.3, found {part!r}"
+            )
+        parts.append((load_tasks(Path(path)), weight))
+    return TaskMix(parts)
+
+
+def plan_rollouts(
+    tasks: Sequence[JsonValue],
+    config: RunConfig,
+    *,
+    group_rewards: Sequence[float | None] | None = None,
+) -> Callable[[int], list[Rollout]]:
+    """The rollouts of each group: every task once an epoch, shuffled by the seed.
+
+    A pure function of the group's number, so a resumed run plans the same rollouts with the same
+    ids. With a curriculum it also depends on the mean rewards of earlier groups in their order,
+    which the caller appends to `group_rewards` after each step.
+
+    Raises:
+        ConfigError: the config has a curriculum, and there are no `group_rewards`.
+    """
+    if group_rewards is None and config.curriculum != CurriculumConfig():
+        raise ConfigError("a curriculum needs the rewards of earlier groups: leave it out here")
+    order = _TaskOrder(tasks, config, () if group_rewards is None else group_rewards)
+    # Greedy outputs are reinforced as an evaluation samples them.
+    temperature = 0.0 if config.algorithm.name == "greedy" else config.runner.temperature
+    # A failure with a reward counts: another try would hide it.
+    rewards = config.failure_reward.model_dump()
+    retried = tuple(kind for kind in RETRYABLE if rewards.get(kind) is None)
+
+    def plan(group: int) -> list[Rollout]:
+        task = tasks[order.find(group)]
+        return [
+            Rollout(
+                id=f"train-{group:06d}-{sample:03d}",
+                group=f"train-{group:06d}",
+                task=task,
+                sampling=SamplingOverride(temperature=temperature),
+                timeout_s=config.runner.timeout_s,
+                max_attempts=config.runner.max_attempts,
+                retried=retried,
+            )
+            for sample in range(config.group_size)
+        ]
+
+    return plan
+
+
+class _TaskOrder:
+    """Indexes of the tasks of all groups, in order."""
+
+    def __init__(
+        self, tasks: Sequence[JsonValue], config: RunConfig, rewards: Sequence[float | None]
+    ) -> None:
+        mix = tasks if isinstance(tasks, TaskMix) else TaskMix([(tasks, 1.0)])
+        self._shares = mix.shares
+        self._cycles = [_TaskCycle(size, config.seed, n) for n, size in enumerate(mix.sizes)]
+        self._starts = [sum(mix.sizes[:n]) for n in range(len(mix.sizes))]
+        self._drawn = [0] * len(mix.sizes)
+        self._chosen: list[int] = []
+        self._curriculum = config.curriculum
+        self._rewards = rewards
+        self._last_reward: dict[int, float | None] = {}
+        # A group is planned before the groups of its own window have ended: its task depends on
+        # none of them, however the loop runs.
+        ahead = config.loop.max_staleness + 1 if config.loop.name == "overlapped" else 1
+        self._lag = config.tasks_per_step * max(ahead, config.algorithm.oversample)
+
+    def find(self, group: int) -> int:
+        """Return the index of a group's task."""
+        while len(self._chosen) <= group:
+            self._chosen.append(self._choose(len(self._chosen)))
+        return self._chosen[group]
+
+    def _choose(self, group: int) -> int:
+        ended = group - self._lag
+        if 0 <= ended < len(self._rewards):
+            self._last_reward[self._chosen[ended]] = self._rewards[ended]
+        # The file that is furthest behind its share of the groups.
+        behind = [
+            share * (group + 1) - drawn
+            for share, drawn in zip(self._shares, self._drawn, strict=True)
+        ]
+        part = behind.index(max(behind))
+        self._drawn[part] += 1
+        start, cycle = self._starts[part], self._cycles[part]
+        found = start
+        for _ in range(cycle.size):  # if all are skipped, the last one comes
+            found = start + cycle.next()
+            weight = self._curriculum.weigh(self._last_reward.get(found))
+            if cycle.draw() < weight:
+                break
+        return found
+
+
+class _TaskCycle:
+    """Endless epochs over the tasks of a file, each in an order of its own."""
+
+    def __init__(self, size: int, seed: int, part: int) -> None:
+        self.size = size
+        self._seed = f"{seed}/{part}" if part else f"{seed}"
+        self._count = 0
+        self._order: list[int] = []
+
+    def next(self) -> int:
+        epoch, place = divmod(self._count, self.size)
+        if place == 0:
+            self._order = list(range(self.size))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        self._count += 1
+        return self._order[place]
+
+    def draw(self) -> float:
+        """Return a number from 0 to 1 for the task that `next` returned."""
+        return random.Random(f"{self._seed}/draw/{self._count}").random()
+
+
+def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
+    """The values of a file with one JSON value a line, each with the number of its line.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not JSON.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may contain U+2028
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the {what} {str(path)!r} are not UTF-8 text: {error}") from error
+    values: list[tuple[int, JsonValue]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                value = json.loads(line, parse_constant=_refuse_constant)
+                values.append((number, cast(JsonValue, value)))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{str(path)!r} line {number} is not JSON ({error}); found {line[:60]!r}"
+                ) from error
+    if len(values) == 1 and isinstance(array := values[0][1], list) and array:
+        raise ConfigError(
+            f"{str(path)!r} is one JSON array of {len(array)} values: write each on a line of "
+            "its own, without the array's brackets and commas"
+        )
+    return values
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON value")
+
+
+# ------------------------------------------------------------------- resources
+
+_NAME: TypeAdapter[str] = TypeAdapter(Name)
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
+
+
+def parse_resources(values: ResourceValues | None) -> dict[str, JsonValue]:
+    """Resources as the JSON that is published.
+
+    Raises:
+        ConfigError: a name is invalid or reserved, or a value is not JSON.
+    """
+    found: dict[str, JsonValue] = {}
+    for name, value in (values or {}).items():
+        try:
+            _NAME.validate_python(name)
+        except ValidationError as error:
+            raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+        if name in (POLICY, TRAINER) or name.startswith(GATEWAY_PREFIX):
+            raise ConfigError(f"the resource name {name!r} is reserved: choose another")
+        plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+        try:
+            found[name] = _JSON.validate_python(plain)
+        except ValidationError as error:
+            kind = type(value).__name__
+            raise ConfigError(f"the resource {name!r} is {kind}, not a JSON value") from error
+    return found
+
+
+def check_parameters(agent: Agent, resources: Mapping[str, JsonValue]) -> None:
+    """Raise ConfigError if the agent has a parameter that no resource fills."""
+    if not isinstance(agent, type):
+        check_resources(inspect_agent(agent).parameters, resources)
+
+
+async def publish_resources(store: Resources, values: Mapping[str, JsonValue]) -> dict[str, int]:
+    """Publish resources that are not the newest already; returns their versions."""
+    versions: dict[str, int] = {}
+    for name, value in values.items():
+        try:
+            newest = await store.latest(name)
+        except NotFound:
+            versions[name] = await store.publish(name, value)
+        else:
+            same = newest.value == value
+            versions[name] = newest.version if same else await store.publish(name, value)
+    return versions

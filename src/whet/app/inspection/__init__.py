@@ -1,0 +1,1 @@
+"""Show what happened in attempts: dry runs, trees, exactness reports."""

@@ -1,0 +1,221 @@
+"""A finished attempt with its calls, spans and rewards: as JSON, and as a tree for the terminal."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from pydantic import JsonValue
+from rich.text import Text
+from rich.tree import Tree
+
+from whet.app.inspection.span_links import SpanLink, link_spans
+from whet.io.genai_spans import find_refusals
+from whet.protocols import Store
+from whet.types import AttemptRecord, Call, Generation, GenerationId, Reward, Rollout, Span
+
+Advantages = Mapping[GenerationId, float | tuple[float, ...]]
+"""Advantages by generation: one number, or one a token."""
+NO_ADVANTAGES: Advantages = {}
+
+WIDTH = 160
+"""Characters of a text that the tree shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """An attempt with everything that was recorded of it."""
+
+    rollout: Rollout
+    record: AttemptRecord
+    calls: tuple[Call, ...]
+    spans: tuple[Span, ...]
+    rewards: tuple[Reward, ...]
+    """Empty unless the attempt succeeded."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the attempt."""
+        return (self.record.ended or self.record.started) - self.record.started
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all calls."""
+        return sum(call.prompt_length for call in self.calls)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Sampled tokens of all calls."""
+        return sum(len(g.tokens) for call in self.calls for g in call.generations)
+
+    @property
+    def generation_ids(self) -> list[GenerationId]:
+        """Ids of all generations, in the order of their calls."""
+        return [c.generation_id(i) for c in self.calls for i in range(len(c.generations))]
+
+    @property
+    def links(self) -> dict[str, SpanLink]:
+        """The call of each span that has one, by span id."""
+        return link_spans(self.spans, self.calls)
+
+    def as_json(self) -> dict[str, object]:
+        """Everything except the token ids, which are in the store."""
+        failure, links = self.record.failure, self.links
+        return {
+            "attempt": self.record.id,
+            "task": self.rollout.task,
+            "seconds": round(self.seconds, 3),
+            "reward": self.record.reward,
+            "failure": failure.model_dump(mode="json") if failure else None,
+            "prompt_tokens": self.prompt_tokens,
+            "sampled_tokens": self.sampled_tokens,
+            "calls": [_call_json(call) for call in self.calls],
+            "rewards": [reward.model_dump(mode="json") for reward in self.rewards],
+            "spans": [
+                span.model_dump(mode="json") | _link_json(links.get(span.span_id))
+                for span in self.spans
+            ],
+        }
+
+
+async def read_attempt(store: Store, rollout: Rollout) -> AttemptView:
+    """Read the last attempt of a rollout, with everything that was recorded of it."""
+    record = (await store.attempts(rollout.id))[-1]
+    trajectories = await store.trajectories([rollout.id])
+    return AttemptView(
+        rollout=rollout,
+        record=record,
+        calls=tuple(await store.calls(record.id)),
+        spans=tuple(await store.spans(record.id)),
+        rewards=trajectories[0].rewards if trajectories else (),
+    )
+
+
+def _link_json(link: SpanLink | None) -> dict[str, str | None]:
+    return {"call": link and link.call, "call_by": link and link.by}
+
+
+def _call_json(call: Call) -> dict[str, JsonValue]:
+    return {
+        "id": call.id,
+        "parent": call.parent,
+        "dialect": call.origin.dialect,
+        "model": call.origin.model,
+        "agent": call.origin.agent,
+        "tools": list(call.origin.tools),
+        "fork": call.origin.fork.value if call.origin.fork else None,
+        "prompt_tokens": call.prompt_length,
+        "new_prompt_tokens": len(call.context),
+        "messages": [dict(message) for message in call.messages],
+        "answers": [
+            {
+                "message": dict(generation.message),
+                "sampled_tokens": len(generation.tokens),
+                "stop": generation.stop,
+            }
+            for generation in call.generations
+        ],
+    }
+
+
+# ------------------------------------------------------------------- the tree
+
+
+def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> Tree:
+    """Draw an attempt as a tree: its task, calls with advantages, spans and rewards."""
+    tree = Tree(_head(view))
+    tree.add(Text(f"task  {_short(view.rollout.task)}"))
+    for number, call in enumerate(view.calls, start=1):
+        branch = tree.add(_call_line(number, call))
+        for message in call.messages:
+            branch.add(Text(f"{message.get('role')}  {_short(message.get('content'))}", "dim"))
+        for index, generation in enumerate(call.generations):
+            for line in _generation_lines(generation):
+                branch.add(line)
+            advantage = advantages.get(call.generation_id(index))
+            if advantage is not None:
+                values = advantage if isinstance(advantage, tuple) else (advantage,)
+                branch.add(Text(f"advantage  {fmean(values):+.3f}", "green"))
+    if not view.calls:
+        refused = "the gateway refused every model call" if find_refusals(view.spans) else ""
+        missing = refused or "no model call reached the gateway"
+        tree.add(Text(f"{missing}: there is nothing to train", "yellow"))
+    numbers = {call.id: number for number, call in enumerate(view.calls, start=1)}
+    links = {span: f"call {numbers[link.call]} by {link.by}" for span, link in view.links.items()}
+    below: dict[str | None, Tree] = {}
+    for span in view.spans:
+        shown = _span_line(span, links.get(span.span_id, ""))
+        below[span.span_id] = below.get(span.parent_id, tree).add(shown)
+    if view.record.failure and view.record.failure.traceback:
+        tree.add(Text(view.record.failure.traceback.rstrip(), "red"))
+    for reward in view.rewards:
+        target = f" for {reward.target}" if reward.target else ""
+        tree.add(Text(f"reward  {reward.key} = {reward.value:g}{target}"))
+    return tree
+
+
+def _head(view: AttemptView) -> Text:
+    head = Text(f"{view.record.id}  ", "bold")
+    if view.record.failure:
+        failure = view.record.failure
+        head.append(f"failed, {failure.kind.value}: {failure.message}", "bold red")
+    else:
+        style = "bold green" if view.record.reward else "bold"
+        head.append(f"reward {view.record.reward:g}", style)
+    calls = "1 call" if len(view.calls) == 1 else f"{len(view.calls)} calls"
+    head.append(
+        f"  {calls}, {view.prompt_tokens} prompt and {view.sampled_tokens} "
+        f"sampled tokens, {view.seconds:.1f} s",
+        "not bold",
+    )
+    return head
+
+
+def _call_line(number: int, call: Call) -> Text:
+    sampled = sum(len(generation.tokens) for generation in call.generations)
+    line = Text(f"call {number}  ", "bold")
+    who = f", agent {call.origin.agent}" if call.origin.agent else ""
+    line.append(
+        f"{call.origin.dialect}, {call.origin.model or 'policy'}{who}: prompt "
+        f"{call.prompt_length} tokens ({len(call.context)} new), sampled {sampled}",
+        "not bold",
+    )
+    if call.origin.fork:
+        line.append(f"  fork: {call.origin.fork.value}", "yellow")
+    return line
+
+
+def _generation_lines(generation: Generation) -> Iterator[Text]:
+    message = generation.message
+    if message.get("reasoning"):
+        yield Text(f"reasoning  {_short(message['reasoning'])}", "cyan")
+    if message.get("content"):
+        yield Text(f"reply  {_short(message['content'])}", "cyan")
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        if isinstance(call, dict):
+            yield Text(f"tool call  {call.get('name')}({_short(call.get('arguments'))})", "magenta")
+    if generation.stop == "length":
+        yield Text("cut off at the token limit", "yellow")
+    if generation.sampling.grammar is not None:
+        yield Text("constrained: never trained", "yellow")
+    elif generation.sampling.temperature == 0:
+        yield Text("sampled at temperature 0: the rollouts of a group would be equal", "yellow")
+
+
+def _span_line(span: Span, link: str) -> Text:
+    line = Text(f"span  {span.name}  {(span.end - span.start) / 1e6:.1f} ms")
+    if link:
+        line.append(f"  {link}", "bold")
+    if span.status == "error":
+        line.append(f"  {_short(span.message)}", "red")
+    shown = {k: v for k, v in span.attributes.items() if not k.startswith("code.")}
+    if shown and span.status != "error":
+        line.append(f"  {_short(shown)}", "dim")
+    return line
+
+
+def _short(value: JsonValue) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    line = " ".join(text.split())
+    return line if len(line) <= WIDTH else f"{line[:WIDTH]}…"

@@ -1,0 +1,104 @@
+"""Exactness report of a run: tokens reused, forks by cause, rows that training would use."""
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from whet.config import SelectionConfig
+from whet.io.genai_spans import UntrainableCall, find_untrainable_calls
+from whet.protocols import Store
+from whet.training.rows import build_rows
+from whet.training.selection import count_reasons, explain_exclusions
+from whet.types import Credit, Mode, StepRecord, Trajectory
+
+PAGE = 256
+"""Rollouts read at a time."""
+
+
+@dataclass(slots=True)
+class ExactnessCounts:
+    """Counts over the succeeded training rollouts of a store."""
+
+    rollouts: int = 0
+    calls: int = 0
+    prompt_tokens: int = 0
+    """Tokens of all prompts as served."""
+    stored_tokens: int = 0
+    """Tokens in the store, each once: contexts and samples."""
+    sampled_tokens: int = 0
+    rows: int = 0
+    row_tokens: int = 0
+    unproven: int = 0
+    constrained: int = 0
+    lossy: int = 0
+    forks: Counter[str] = field(default_factory=Counter[str])
+    left_out: Counter[str] = field(default_factory=Counter[str])
+    """Generations that the selection excludes from training, by reason."""
+    without_tokens: dict[str, list[UntrainableCall]] = field(
+        default_factory=dict[str, list[UntrainableCall]]
+    )
+    """Calls that bypassed the gateway and are known by spans without token ids; by server."""
+
+    def add(self, trajectory: Trajectory, selection: SelectionConfig) -> None:
+        """Count one trajectory as if every generation had credit."""
+        self.rollouts += 1
+        ids = [c.generation_id(i) for c in trajectory.calls for i in range(len(c.generations))]
+        reasons = explain_exclusions(trajectory.calls, selection)
+        self.left_out.update(count_reasons(reasons))
+        built = build_rows([Credit(trajectory, {id: 1.0 for id in ids if id not in reasons})])
+        self.rows += len(built.rows)
+        self.row_tokens += sum(len(row.tokens) for row in built.rows)
+        self.unproven += len(built.unproven)
+        self.constrained += len(built.constrained)
+        for call in trajectory.calls:
+            if not call.generations:
+                continue  # the record of a deletion
+            sampled = sum(len(g.tokens) for g in call.generations)
+            self.calls += 1
+            self.prompt_tokens += call.prompt_length
+            self.stored_tokens += len(call.context) + sampled
+            self.sampled_tokens += sampled
+            self.lossy += call.origin.lossy
+            if call.origin.fork:
+                self.forks[call.origin.fork.value] += 1
+
+    def as_json(self, steps: list[StepRecord]) -> dict[str, JsonValue]:
+        """The report, as `whet doctor --run` shows it."""
+        gaps = [s.metrics["logprob_gap"] for s in steps if "logprob_gap" in s.metrics]
+        return {
+            "rollouts": self.rollouts,
+            "calls": self.calls,
+            "rows": self.rows,
+            "merge_ratio": self.calls / self.rows if self.rows else None,
+            "sampled_tokens": self.sampled_tokens,
+            "prompt_tokens_served": self.prompt_tokens,
+            "tokens_stored": self.stored_tokens,
+            "row_tokens": self.row_tokens,
+            "unproven": self.unproven,
+            "constrained": self.constrained,
+            "lossy_echoes": self.lossy,
+            "forks": dict(self.forks),
+            "left_out": dict(self.left_out),
+            "without_token_ids": {
+                calls[0].reason: len(calls) for calls in self.without_tokens.values()
+            },
+            "logprob_gap": statistics.fmean(gaps) if gaps else None,
+        }
+
+
+async def exactness_report(store: Store, selection: SelectionConfig) -> dict[str, JsonValue]:
+    """Read all records of a run and count; `selection` decides what would be trained."""
+    counts = ExactnessCounts()
+    last: str | None = None
+    while page := await store.rollouts(mode=Mode.TRAIN, after=last, limit=PAGE):
+        ids = [record.rollout.id for record in page]
+        for trajectory in await store.trajectories(ids):
+            counts.add(trajectory, selection)
+            if not trajectory.calls:
+                id = trajectory.attempt.id
+                for call in find_untrainable_calls(id, await store.spans(id)):
+                    counts.without_tokens.setdefault(call.server, []).append(call)
+        last = ids[-1]
+    return counts.as_json(await store.steps())

@@ -1,0 +1,157 @@
+"""`whet runs` and `whet clean`: list the runs of a directory, and delete those nobody needs."""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.run_folder import RunFolder
+from whet.errors import ConfigError
+
+DEV_KIND = "dev"
+"""Kind of the runs of `whet dev`."""
+
+State = Literal["running", "done", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run as `whet runs` lists it."""
+
+    name: str
+    kind: str
+    model: str
+    state: State
+    """`failed` trained nothing, `stopped` may be resumed."""
+    steps: int
+    """Steps done, as far as the report knows."""
+    reward: float | None
+    """Mean reward of the last step."""
+    changed: float
+    bytes: int
+
+
+def list_runs(directory: Path) -> list[RunSummary]:
+    """List the runs of a directory, the newest first."""
+    folders = [RunFolder(file.parent) for file in (directory / "runs").glob("*/config.json")]
+    found = [_summarize(folder) for folder in folders]
+    return sorted(found, key=lambda run: -run.changed)
+
+
+def _summarize(folder: RunFolder) -> RunSummary:
+    config = json.loads(folder.config_file.read_text())
+    # Any: a report of any kind of run.
+    report: dict[str, Any] = (
+        json.loads(folder.report.read_text()) if folder.report.is_file() else {}
+    )
+    files = [file for file in folder.path.rglob("*") if file.is_file()]
+    rewards: list[float | None] = report.get("rewards") or [None]
+    state: State = "stopped"
+    if folder.is_in_use():
+        state = "running"
+    elif report:
+        state = "failed" if report.get("problem") else "done"
+    return RunSummary(
+        name=folder.path.name,
+        kind=folder.kind(),
+        model=str(config.get("model", "")),
+        state=state,
+        steps=int(report.get("steps") or 0),
+        reward=rewards[-1],
+        changed=max(file.stat().st_mtime for file in files),
+        bytes=sum(file.stat().st_size for file in files),
+    )
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet runs`, or of `whet clean` if that is the parser's command."""
+    is_clean = parser.prog.endswith("clean")
+    parser.usage = "whet clean [RUN ...] [options]" if is_clean else "whet runs [options]"
+    group = parser.group("runs")
+    group.add_argument(
+        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+    )
+    if is_clean:
+        group.add_argument(
+            "runs",
+            nargs="*",
+            metavar="RUN",
+            help="runs to delete (default: those of `whet dev`)",
+        )
+        group.add_argument("--failed", action="store_true", help="delete runs that trained nothing")
+        group.add_argument("--yes", action="store_true", help="delete; without it, only list them")
+    else:
+        parser.group("output").add_argument(
+            "--json", action="store_true", help="print one JSON array instead of a table"
+        )
+    parser.set_defaults(run=run_clean if is_clean else run_list)
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Run `whet runs`."""
+    runs = list_runs(Path(args.dir))
+    if args.json:
+        sys.stdout.write(json.dumps([asdict(run) for run in runs]) + "\n")
+        return 0
+    console = Console()
+    if not runs:
+        console.print(f"no runs in {args.dir}: `whet demo` or `whet train` makes one")
+        return 0
+    console.print(_table(runs))
+    console.print("`whet show RUN` shows its rollouts, `whet clean` deletes runs of `whet dev`")
+    return 0
+
+
+def run_clean(args: argparse.Namespace) -> int:
+    """Run `whet clean`.
+
+    Raises:
+        ConfigError: a run that is named does not exist, or is in use.
+    """
+    runs = {run.name: run for run in list_runs(Path(args.dir))}
+    for name in args.runs:
+        if name not in runs:
+            raise ConfigError(f"there is no run {name!r} in {args.dir!r}: see `whet runs`")
+        if runs[name].state == "running":
+            raise ConfigError(f"the run {name!r} is in use by another process: stop it first")
+    chosen = [runs[name] for name in args.runs]
+    if not args.runs:
+        chosen = [
+            run
+            for run in runs.values()
+            if run.state != "running"
+            and (run.kind == DEV_KIND or (args.failed and run.state == "failed"))
+        ]
+    console = Console()
+    if not chosen:
+        console.print("nothing to delete")
+        return 0
+    console.print(_table(chosen))
+    if not args.yes:
+        console.print(f"nothing was deleted: `--yes` deletes these {len(chosen)} runs")
+        return 0
+    for run in chosen:
+        shutil.rmtree(Path(args.dir) / "runs" / run.name)
+    console.print(f"deleted {len(chosen)} runs, {sum(r.bytes for r in chosen) / 2**20:.0f} MiB")
+    return 0
+
+
+def _table(runs: list[RunSummary]) -> Table:
+    table = Table()
+    for title in ("run", "kind", "model", "state", "steps", "reward", "changed", "MiB"):
+        table.add_column(title, justify="right" if title in ("steps", "reward", "MiB") else "left")
+    for run in runs:
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
+        reward = "-" if run.reward is None else f"{run.reward:.2f}"
+        size = f"{run.bytes / 2**20:.0f}"
+        cells = (run.name, run.kind, run.model, run.state, str(run.steps), reward, changed, size)
+        table.add_row(*cells)
+    return table

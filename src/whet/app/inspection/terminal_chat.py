@@ -1,0 +1,95 @@
+"""`whet chat`: talk to a model, a run, an adapter or a checkpoint in the terminal."""
+
+import argparse
+import json
+import sys
+from collections.abc import AsyncGenerator
+
+import httpx
+from anyio import to_thread
+
+from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.flags import CommandParser
+from whet.config import RunConfig, resolve
+from whet.errors import EngineError, requires_extra
+from whet.io.threads import run_async
+from whet.types import Endpoint
+
+SHOWN = {"engine": ("engine.kind", "engine.device", "engine.max_context", "engine.urls")}
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet chat`."""
+    parser.usage = "whet chat MODEL [options]"
+    group = parser.group("chat")
+    group.add_argument("model", metavar="MODEL", help="a run, an adapter, a checkpoint or a model")
+    group.add_argument("--system", metavar="TEXT", help="system prompt")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="default 1")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
+    add_config_flags(parser, SHOWN, only=("engine", "gateway"), file=False)
+    parser.set_defaults(run=run_chat)
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """Answer lines of stdin until it ends."""
+    config = resolve(config_values(args))
+    run_async(_chat, args, config)
+    return 0
+
+
+async def _chat(args: argparse.Namespace, config: RunConfig) -> None:
+    with requires_extra("`whet chat`", "local"):
+        from whet.app.run import serve_alone  # noqa: PLC0415 - imports torch
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    is_terminal = sys.stdin.isatty()
+    async with serve_alone(args.model, config, _note) as served:
+        if is_terminal:
+            _note(f"{args.model} is ready: type a message, Ctrl-D ends")
+        while line := await to_thread.run_sync(_read_line, is_terminal, abandon_on_cancel=True):
+            messages.append({"role": "user", "content": line.strip()})
+            answer = ""
+            async for text in _stream(served.own_endpoint, messages, args):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+                answer += text
+            sys.stdout.write("\n")
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _read_line(is_terminal: bool) -> str:
+    if is_terminal:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    return sys.stdin.readline()
+
+
+async def _stream(
+    endpoint: Endpoint, messages: list[dict[str, str]], args: argparse.Namespace
+) -> AsyncGenerator[str]:
+    """The text of an answer, piece by piece. Raises EngineError."""
+    body = {
+        "model": endpoint.model,
+        "messages": messages,
+        "stream": True,
+        "temperature": args.temperature,
+        "max_tokens": args.max_tokens,
+    }
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    async with (
+        httpx.AsyncClient(timeout=None, verify=False) as client,  # a server of this process
+        client.stream(
+            "POST", f"{endpoint.base_url}/chat/completions", json=body, headers=headers
+        ) as reply,
+    ):
+        if reply.is_error:
+            error = json.loads(await reply.aread())["error"]["message"]
+            raise EngineError(f"the model does not answer: {error}")
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                if choices and (text := choices[0]["delta"].get("content")):
+                    yield text
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(text + "\n")

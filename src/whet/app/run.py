@@ -1,0 +1,406 @@
+"""Composition of a run: from its config to store, trainer, engine, gateway and runner.
+
+`open_run` names the steps, once for all ways to run: everything in this process, or only the
+training of a distributed run. `serve_model` serves a model that nothing trains.
+"""
+
+import inspect
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from pydantic import JsonValue
+
+from whet.algorithms import DISTILLATION, build_algorithm, is_custom
+from whet.app.evaluation.models import LocalModel, find_run, read_models
+from whet.app.gateway_server import Gateway, run_agents, serve_gateway, serve_published
+from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
+from whet.app.run_folder import RunFolder
+from whet.app.samplers import (
+    local_sampler,
+    open_model_sampler,
+    open_sampler,
+    tinker_sampler,
+)
+from whet.app.weight_sync import PublishingTrainer, TrainerLease, read_policy
+from whet.config import LocalTrainerConfig, RunConfig, TinkerConfig
+from whet.engines.scorer import LocalScorer
+from whet.errors import ConfigError, boundary, requires_extra
+from whet.gateway.pipeline import Log
+from whet.models.catalog import model_context, resolve_model
+from whet.models.huggingface import LocalPolicy
+from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
+from whet.runners.agent import POLICY, Agent
+from whet.runners.collector import QueueCollector
+from whet.runners.loading import load_function
+from whet.store.sqlite import SQLiteStore
+from whet.trainers.local import LocalTrainer
+from whet.trainers.loss import LossFunction
+from whet.training.checkpoints import restore_steps
+from whet.training.step import Plan
+from whet.types import Attempt, Outcome
+
+if TYPE_CHECKING:  # the client takes seconds to import
+    from whet.models.tinker import TinkerPolicy
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The open parts of a run."""
+
+    config: RunConfig
+    folder: RunFolder
+    store: Store
+    steps: StepLog
+    """The store's steps, as written by this trainer."""
+    collector: Collector
+    algorithm: Algorithm
+    trainer: TrainingBackend
+    scorer: Scorer | None
+    """Scores tokens by the weights being trained; None where a Tinker service has them."""
+    gateway: Gateway | None
+    """None where the gateway is another process."""
+
+
+@asynccontextmanager
+async def open_run(
+    folder: RunFolder,
+    *,
+    agent: Agent | None = None,
+    store: Store | None = None,
+    algorithm: Algorithm | None = None,
+    context: AgentContext = NO_CONTEXT,
+    on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
+    on_ended: Callable[[int], None] | None = None,
+    plan: Plan | None = None,
+    progress: Progress,
+) -> AsyncGenerator[Run]:
+    """Open the parts of a run, and close them in reverse order.
+
+    With an `agent` everything is in this process. With a `store` only the training is: gateways and
+    runners are other processes of that store. `algorithm` replaces the one of the config. With the
+    `plan` of a training loop, steps whose checkpoint is missing are repeated.
+    """
+    config = folder.config()
+    model = resolve_model(config.model, progress=progress)
+    async with AsyncExitStack() as stack:
+        stack.callback(folder.discard_if_new)
+        stack.enter_context(folder.owned())
+        lease = await _take_over(folder, store, progress) if store else None
+        algorithm = algorithm or open_algorithm(config, model, progress=progress)
+        store = store or await stack.enter_async_context(folder.open_store())
+        trainer, policy = await open_trainer(config, model)
+        # An engine of this process shares the weights being trained; any other loads a copy.
+        if not (shares_weights := agent is not None and config.engine.kind == "local"):
+            trainer = _publish_weights(trainer, policy, folder, model, store, lease)
+        collector = QueueCollector(
+            queue=store,
+            log=store,
+            resources=await _resource_versions(store, context, shares_weights=shares_weights),
+            failure_reward=config.failure_reward,
+            on_ended=on_ended,
+        )
+        scorer = LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
+        parts = collector, algorithm, trainer, scorer
+        run = Run(config, folder, store, lease or store, *parts, gateway=None)
+        # Before sampling: what a kill left in the queue runs as soon as there is a runner.
+        await _restore_last(run, plan, progress)
+        await trainer.publish()
+        if agent is not None:
+            serving = _serve(policy if shares_weights else None, model, folder, store, progress)
+            gateway = await stack.enter_async_context(serving)
+            running = run_agents(
+                agent,
+                config.runner,
+                store,
+                gateway.endpoint,
+                on_outcome,
+                hooks=context.hooks,
+                on_warning=progress,
+            )
+            await stack.enter_async_context(running)
+            run = replace(run, gateway=gateway)
+        folder.keep()
+        yield run
+
+
+@asynccontextmanager
+async def serve_model(
+    model: LocalModel, config: RunConfig, log: Log, secret: bytes, folder: Path
+) -> AsyncGenerator[Gateway]:
+    """Serve a model, adapter or checkpoint that nothing trains; `folder` is for its servers."""
+    async with (
+        open_model_sampler(model, config, folder) as sampler,
+        serve_gateway(sampler, config, log, secret) as gateway,
+    ):
+        yield gateway
+
+
+@asynccontextmanager
+async def serve_alone(
+    source: str, config: RunConfig, progress: Progress
+) -> AsyncGenerator[Gateway]:
+    """Serve a model, a run, an adapter or a checkpoint to any client; nothing is recorded.
+
+    The key of a run's model stays the same.
+
+    Raises:
+        ConfigError: the model is unknown, or cannot be loaded.
+    """
+    model, secret = _find_served(source, config.dir, progress)
+    gateway = config.gateway.model_copy(
+        update={"allow_unattributed": True, "models": (*config.gateway.models, model.name)}
+    )
+    config = config.model_copy(update={"gateway": gateway})
+    with tempfile.TemporaryDirectory() as folder:
+        async with (
+            SQLiteStore(Path(folder) / "store.db") as log,
+            serve_model(model, config, log, secret, Path(folder)) as served,
+        ):
+            yield replace(served, model=model.name)
+
+
+def _find_served(source: str, directory: Path, progress: Progress) -> tuple[LocalModel, bytes]:
+    """A model by what `whet eval` takes, or by the name of a run, and the secret of its keys."""
+    by_name = directory / "runs" / source
+    path = by_name if (by_name / "config.json").is_file() else Path(source).expanduser()
+    [model] = read_models([str(path) if path == by_name else source], None, progress)
+    assert isinstance(model, LocalModel)
+    run = find_run(path)
+    return model, run.secret() if run else secrets.token_bytes(32)
+
+
+# ------------------------------------------------------------------- trainer and gateway
+
+
+async def open_trainer(
+    config: RunConfig, model: Path
+) -> tuple[TrainingBackend, "LocalPolicy | TinkerPolicy"]:
+    """The trainer of a config, and the policy whose weights it updates."""
+    if isinstance(config.trainer, TinkerConfig):
+        with requires_extra("trainer.kind 'tinker'", "tinker"):
+            from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - only if needed
+            from whet.trainers.tinker import TinkerTrainer  # noqa: PLC0415
+        tinker_policy = await TinkerPolicy.open(config)
+        return TinkerTrainer(tinker_policy), tinker_policy
+    policy = LocalPolicy(
+        model,
+        config.trainer,
+        device=config.engine.device,
+        seed=config.seed,
+        keep_reference=config.loss.kl > 0,
+    )
+    if config.engine.kind != "local":
+        check_served(policy, config)
+    custom = load_loss(config.loss.name) if config.loss.is_custom else None
+    trainer = LocalTrainer(policy, threads=os.cpu_count(), custom_loss=custom)
+    if config.start is not None:
+        await trainer.start_from(config.start)
+    return trainer, policy
+
+
+def _publish_weights(
+    trainer: TrainingBackend,
+    policy: "LocalPolicy | TinkerPolicy",
+    folder: RunFolder,
+    model: Path,
+    store: Store,
+    lease: TrainerLease | None,
+) -> PublishingTrainer:
+    return PublishingTrainer(
+        trainer,
+        policy,
+        folder.config(),
+        model=model,
+        resources=store,
+        folder=folder.weights,
+        epoch=lease and lease.epoch,
+    )
+
+
+async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> TrainerLease:
+    """Become the trainer of a run at a store that other trainers may use.
+
+    A store of the folder's own is locked with it.
+
+    Raises:
+        ConfigError: the run was trained in another folder.
+    """
+    done = await store.steps()
+    is_local = any((folder.checkpoints / record.checkpoint).is_dir() for record in done)
+    # A kill may come before the first checkpoint is complete.
+    if done and not is_local and not await TrainerLease.was_held_in(folder.path, store):
+        raise ConfigError(
+            f"the run {store.run!r} of the store has {len(done)} steps, but {str(folder.path)!r} "
+            f"does not have its checkpoint {done[-1].checkpoint!r}: continue with the --dir it was "
+            "trained in, or choose another --run"
+        )
+    return await TrainerLease.acquire(store, folder.path, progress)
+
+
+def check_served(policy: LocalPolicy, config: RunConfig) -> None:
+    """Check that what servers sample can be trained. Raises ConfigError."""
+    trained, limit = policy.context_length, config.engine.max_context
+    if trained < (limit or model_context(policy.folder)):
+        raise ConfigError(
+            f"the model encodes positions otherwise beyond {trained} tokens, and servers do so by "
+            f"their own limit: set engine.max_context to {trained} or less"
+        )
+    if policy.config.weights == "lora" and any(".experts." in n for n in policy.trainable()):
+        raise ConfigError(
+            f"{config.engine.kind} does not load adapters of experts in PEFT's form: set "
+            "trainer.lora_layers to attention, or sample with --engine local"
+        )
+
+
+async def _resource_versions(
+    store: Store, context: AgentContext, *, shares_weights: bool
+) -> dict[str, int | Literal["latest"]]:
+    """Publish the resources of attempts; other processes also wait for the newest policy."""
+    newest: dict[str, Literal["latest"]] = {} if shares_weights else {POLICY: "latest"}
+    return {**newest, **await publish_resources(store, context.resources)}
+
+
+async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None:
+    """Restore the weights after the last step: its checkpoint, or with a plan what leads to it."""
+    done = await run.store.steps()
+    if not done:
+        return
+    if plan is None:
+        await run.trainer.restore(run.folder.checkpoints / done[-1].checkpoint)
+        return
+    repeated = await restore_steps(
+        plan,
+        run.config,
+        checkpoints=run.folder.checkpoints,
+        collector=run.collector,
+        algorithm=run.algorithm,
+        trainer=run.trainer,
+        log=run.store,
+    )
+    if repeated:
+        progress(f"repeated {repeated} updates since the last checkpoint, from stored rollouts")
+
+
+@asynccontextmanager
+async def _serve(
+    shared: "LocalPolicy | TinkerPolicy | None",
+    model: Path,
+    folder: RunFolder,
+    store: Store,
+    progress: Progress,
+) -> AsyncGenerator[Gateway]:
+    """Serve the policy object that the trainer updates, or servers that load what it publishes."""
+    config, secret = folder.config(), folder.secret()
+    async with AsyncExitStack() as stack:
+        if shared is None:
+            published = read_policy(await store.latest(POLICY))
+            opened = open_sampler(model, published, config, folder=folder.path, progress=progress)
+            sampler = await stack.enter_async_context(opened)
+            serving = serve_published(sampler, published, config, store, secret, progress)
+        else:
+            if isinstance(shared, LocalPolicy):
+                opened = local_sampler(shared, config)
+            else:
+                opened = tinker_sampler(shared, model, config)
+            sampler = await stack.enter_async_context(opened)
+            serving = serve_gateway(
+                sampler,
+                config,
+                store,
+                secret,
+                algorithm=lambda: config.algorithm,
+                progress=progress,
+            )
+        yield await stack.enter_async_context(serving)
+
+
+# ------------------------------------------------------------------- algorithm
+
+
+def open_algorithm(config: RunConfig, model: Path, *, progress: Progress) -> Algorithm:
+    """The algorithm of a config, one of ours or the user's own.
+
+    Raises:
+        ConfigError: it is unknown, or its settings do not fit.
+    """
+    if is_custom(config.algorithm.name):
+        return load_algorithm(config.algorithm.name)
+    if config.algorithm.name == DISTILLATION:
+        return build_algorithm(config, teacher=_open_teacher(config, model, progress))
+    return build_algorithm(config)
+
+
+def load_algorithm(name: str) -> Algorithm:
+    """The user's own algorithm, by `module:Class`. Raises ConfigError if it is not one."""
+    found = load_function(name, "algorithm")
+    if isinstance(found, type):
+        with boundary(ConfigError, f"cannot make the algorithm {name!r}"):
+            found = found()
+    return check_credit(found)
+
+
+def load_loss(name: str) -> LossFunction:
+    """The user's own loss, by `module:function`. Raises ConfigError if it is not one."""
+    found = load_function(name, "loss")
+    if not callable(found):
+        raise ConfigError(f"the loss {name!r} is not a function")
+    try:
+        inspect.signature(found).bind(None, None, None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"a loss takes (logp, ratio, batch, config); {name!r} takes {inspect.signature(found)}"
+        ) from error
+    return cast(LossFunction, found)
+
+
+def check_credit(algorithm: object) -> Algorithm:
+    """Raise ConfigError unless the object has the method of an algorithm."""
+    credit = getattr(algorithm, "credit", None)
+    if not inspect.iscoroutinefunction(credit):
+        raise ConfigError(
+            f"an algorithm has a method `async def credit(self, groups, past)`; "
+            f"{type(algorithm).__name__!r} has none"
+        )
+    try:
+        inspect.signature(credit).bind([], [])
+    except TypeError as error:
+        raise ConfigError(
+            f"credit takes (groups, past); that of {type(algorithm).__name__!r} takes "
+            f"{inspect.signature(credit)}"
+        ) from error
+    return cast(Algorithm, algorithm)
+
+
+def algorithm_name(algorithm: Algorithm) -> str:
+    """The config's name of an object's class, by which a resumed run makes another object."""
+    kind = type(algorithm)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _open_teacher(config: RunConfig, student: Path, progress: Progress) -> Scorer:
+    assert config.algorithm.teacher is not None
+    folder = resolve_model(config.algorithm.teacher, progress=progress)
+    if read_vocabulary(folder) != read_vocabulary(student):
+        raise ConfigError(
+            f"the teacher {config.algorithm.teacher!r} has another tokenizer than "
+            f"{config.model!r}: distillation compares token by token"
+        )
+    # Full weights as loaded: no adapters, and nothing trains them.
+    frozen = LocalTrainerConfig(weights="full")
+    return LocalScorer(LocalPolicy(folder, frozen, device=config.engine.device, seed=config.seed))
+
+
+def read_vocabulary(folder: Path) -> JsonValue:
+    """The vocabulary of a model: models with equal ones have the same token ids."""
+    with boundary(ConfigError, f"cannot read the tokenizer of {str(folder)!r}"):
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        return [tokenizer["model"]["vocab"], tokenizer.get("added_tokens")]

@@ -1,0 +1,303 @@
+"""Folder of a run, locked by one process at a time."""
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import JsonValue, ValidationError
+
+from whet.app.distributed import DATABASE, STORE_VARIABLE
+from whet.app.inputs import TaskMix
+from whet.config import UNIONS, RunConfig, explain, merge, resolve
+from whet.errors import ConfigError
+from whet.io.files import atomic_file
+from whet.models.card import write_card
+from whet.protocols import Store
+from whet.store import DEFAULT_RUN, open_store
+from whet.store.sqlite import SQLiteStore
+
+MAY_CHANGE = frozenset(
+    {
+        "algorithm.logged_keys",
+        "algorithm.reward_keys",
+        "budget.minutes",
+        "budget.tokens",
+        "checkpoints.every",
+        "checkpoints.keep",
+        "engine.command",
+        "engine.device",
+        "engine.flags",
+        "engine.kind",
+        "engine.kv_tokens",
+        "engine.urls",
+        "evaluation.every",
+        "evaluation.patience",
+        "gateway.host",
+        "gateway.port",
+        "runner.concurrency",
+        "runner.lease_s",
+        "runner.processes",
+        "runner.tracer",
+        "steps",
+        "tracking.mlflow_uri",
+        "tracking.names",
+        "tracking.project",
+        "tracking.wandb_mode",
+        "trainer.micro_batch_tokens",
+    }
+)
+"""Keys that a resumed run may change: where, how fast and how long it runs, not what it learns."""
+
+
+class RunFolder:
+    """`<dir>/runs/<name>/`: config, store, checkpoints, trained model and report of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.json"
+        self.store = path / "store.db"
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"
+        """Published weights, which engines of other processes load."""
+        self.model = path / "model"
+        self.picture = path / "curve.png"
+        self.report = path / "report.json"
+        self._is_new = False
+        self._kind = path / "kind"
+        self._secret = path / "gateway.key"
+        self._tasks = path / "tasks.json"
+
+    @classmethod
+    def create(cls, config: RunConfig, kind: str) -> "RunFolder":
+        """Create the folder of a new run. Raises ConfigError if it exists or cannot be written."""
+        name = config.name or f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        folder = cls(config.dir / "runs" / name)
+        with _writing(folder.path):
+            if folder.config_file.exists():
+                raise ConfigError(
+                    f"the run {name!r} exists already: continue it with --resume {name} "
+                    "(resume=True in Python), or choose another name"
+                )
+            folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            _write_whole(folder._kind, kind.encode())
+            _write_whole(folder._secret, secrets.token_bytes(32), mode=0o600)
+            # Last: a folder with a config is a run.
+            folder.save_config(config)
+        folder._is_new = True
+        return folder
+
+    @classmethod
+    def latest(cls, directory: Path, kind: str) -> "RunFolder":
+        """The newest run of a kind. Raises ConfigError if none exists."""
+        runs = sorted((directory / "runs").glob("*/config.json"), key=lambda p: p.stat().st_mtime)
+        for file in reversed(runs):
+            folder = cls(file.parent)
+            if folder._kind.is_file() and folder._kind.read_text() == kind:
+                return folder
+        raise ConfigError(
+            f"there is no run to resume in {str(directory / 'runs')!r}: start one without --resume"
+        )
+
+    @classmethod
+    def find(cls, name: str | Path, directory: Path) -> "RunFolder":
+        """A run by its folder, or by its name in a directory of runs. Raises ConfigError."""
+        for path in (Path(name).expanduser(), directory / "runs" / name):
+            if (path / "config.json").is_file() and (path / "kind").is_file():
+                return cls(path)
+        raise ConfigError(
+            f"there is no run {str(name)!r}: expected a folder of a run, or a name in "
+            f"{str(directory / 'runs')!r}"
+        )
+
+    def keep(self) -> None:
+        """Keep the folder from now on: the run has started."""
+        self._is_new = False
+
+    def discard_if_new(self) -> None:
+        """Delete a folder created by this object for a run that did not start."""
+        if self._is_new:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def kind(self) -> str:
+        """Command that made the run: `train`, `dev`, `eval` and so on."""
+        return self._kind.read_text() if self._kind.is_file() else ""
+
+    def is_in_use(self) -> bool:
+        """Whether a process owns the run right now."""
+        try:
+            with (self.path / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def config(self) -> RunConfig:
+        """The config the run was started with. Raises ConfigError if this is not a run."""
+        try:
+            return RunConfig.model_validate_json(self.config_file.read_text())
+        except OSError as error:
+            raise ConfigError(f"{str(self.path)!r} is not a run: it has no config.json") from error
+        except ValidationError as error:
+            raise ConfigError(f"{str(self.config_file)!r}: {explain(error)}") from error
+
+    def resumed_config(self, values: Mapping[str, JsonValue]) -> RunConfig:
+        """The config to continue with: the saved one, with new values where they may change.
+
+        Raises:
+            ConfigError: this is not a run, or a value differs from what it was started with.
+        """
+        saved = self.config().model_dump(mode="json")
+        changes = {key: value for key, value in values.items() if key not in ("dir", "name")}
+        config = resolve(merge(_drop_other_kinds(saved, changes), changes))
+        before = dict(list_leaves(saved))
+        for key, value in list_leaves(config.model_dump(mode="json")):
+            if key not in MAY_CHANGE and value != before.get(key):
+                raise ConfigError(
+                    f"a resumed run keeps its config: {key!r} is {before.get(key)!r} there, found "
+                    f"{value!r}; leave it out, or start a new run"
+                )
+        return config
+
+    def save_config(self, config: RunConfig) -> None:
+        """Write the config. Raises ConfigError if the folder cannot be written."""
+        with _writing(self.path):
+            _write_whole(self.config_file, config.model_dump_json(indent=2).encode())
+
+    def resume(self, values: Mapping[str, JsonValue]) -> None:
+        """Continue with `resumed_config`. Raises ConfigError as it does."""
+        config = self.resumed_config(values)
+        if config != self.config():
+            self.save_config(config)
+
+    def keep_tasks(self, tasks: Sequence[JsonValue], held_out: Sequence[JsonValue]) -> None:
+        """Save a digest of the tasks. Raises ConfigError if the run was started with others.
+
+        Rollouts are identified by id: with other tasks, a resumed run would mix the scores of two
+        datasets, and take the trained model's for the base's.
+        """
+        shares = tasks.shares if isinstance(tasks, TaskMix) else []
+        self.keep_inputs({"tasks": [*tasks, *shares], "held-out tasks": held_out})
+
+    def keep_inputs(self, inputs: Mapping[str, Sequence[JsonValue]]) -> None:
+        """Save a digest of each input. Raises ConfigError if the run was started with others."""
+        found = {name: _digest(values) for name, values in inputs.items()}
+        try:
+            kept = json.loads(self._tasks.read_text())
+        except FileNotFoundError:
+            with _writing(self.path):
+                _write_whole(self._tasks, json.dumps(found).encode())
+            return
+        for name, digest in found.items():
+            if kept.get(name) != digest:
+                raise ConfigError(
+                    f"the {name} are not those the run {self.path.name!r} was started with: "
+                    "give the same, or start a new run"
+                )
+
+    def secret(self) -> bytes:
+        """Secret of the run's API keys; the same after a restart."""
+        return self._secret.read_bytes()
+
+    @asynccontextmanager
+    async def open_store(self, run: str = DEFAULT_RUN) -> AsyncGenerator[SQLiteStore]:
+        """The run's own store. For the process that owns the run: earlier workers are dead."""
+        async with SQLiteStore(self.store, run=run) as store:
+            await store.release_workers()
+            yield store
+
+    def open_records(self, store: str | None = None) -> Store:
+        """Open the store with the run's records to read them, also while the run is in use.
+
+        It is `store`, the run's own file, or that of `whet store`.
+
+        Raises:
+            ConfigError: the records are in none of these.
+        """
+        path = self.path.resolve()
+        if store is None and self.store.exists():
+            return open_store(self.store)
+        shared = path.parent.parent / DATABASE
+        named = store or os.environ.get(STORE_VARIABLE)
+        if address := named or (shared if shared.exists() else None):
+            return open_store(address, run=path.name)
+        raise ConfigError(
+            f"no records of {str(self.path)!r} on this machine: name their store with --store, or "
+            f"set {STORE_VARIABLE}"
+        )
+
+    @contextmanager
+    def owned(self) -> Generator[None]:
+        """Lock the run against other processes. A kill releases it."""
+        with _writing(self.path):
+            lock = (self.path / "lock").open("w")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"the run {self.path.name!r} is in use by another process"
+                ) from error
+            yield
+
+    def write_report(self, report: dict[str, object]) -> None:
+        """Save the final numbers, also as the card of the trained model."""
+        _write_whole(self.report, json.dumps(report, indent=2).encode())
+        if self.model.is_dir():
+            write_card(self.model, self.path, self._kind.read_text(), self.config(), report)
+
+
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {str(path)!r}: {error.strerror}; choose another --dir"
+        ) from error
+
+
+def _write_whole(file: Path, content: bytes, mode: int = 0o666) -> None:
+    with atomic_file(file) as partial:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(handle, "wb") as opened:
+            opened.write(content)
+
+
+def list_leaves(
+    values: Mapping[str, JsonValue], prefix: str = ""
+) -> Iterator[tuple[str, JsonValue]]:
+    """The values of a nested config by their dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from list_leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _drop_other_kinds(
+    saved: dict[str, JsonValue], changes: Mapping[str, JsonValue]
+) -> dict[str, JsonValue]:
+    """The saved values without the keys that a section's new kind does not have."""
+    values = dict(saved)
+    for name, members in UNIONS.items():
+        change, section = changes.get(name), saved[name]
+        assert isinstance(section, dict)
+        if isinstance(change, dict) and change.get("kind", section["kind"]) != section["kind"]:
+            for member in members:
+                if member.model_fields["kind"].default == change["kind"]:
+                    values[name] = {k: v for k, v in section.items() if k in member.model_fields}
+    return values
+
+
+def _digest(tasks: Sequence[JsonValue]) -> str:
+    text = json.dumps(list(tasks), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

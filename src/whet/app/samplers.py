@@ -1,0 +1,363 @@
+"""Samplers for a gateway: an engine with its renderer and the weights it samples from.
+
+Torch, the `tinker` client and the HTTP client of servers are imported where they are needed, so
+that a gateway of one kind runs without the extras of the others.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio import to_thread
+
+from whet.app.evaluation.models import LocalModel
+from whet.app.weight_sync import EngineWeights, PublishedPolicy, describe_policy
+from whet.config import LocalEngineConfig, RunConfig
+from whet.errors import ConfigError, EngineError, requires_extra
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
+from whet.models.catalog import model_context
+from whet.protocols import Engine
+
+if TYPE_CHECKING:
+    from whet.engines.remote.engine import RemoteEngine
+    from whet.models.huggingface import LocalPolicy
+    from whet.models.tinker import TinkerPolicy
+
+logger = logging.getLogger(__name__)
+
+SMALL_MODEL = 20_000_000
+"""Parameters up to which one thread samples fastest."""
+
+SERVER_LOG = "vllm.log"
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """An engine with its renderer and weights."""
+
+    engine: Engine
+    context_length: int
+    renderer: Renderer
+    weights: EngineWeights
+
+
+@asynccontextmanager
+async def open_sampler(
+    model: Path,
+    published: PublishedPolicy,
+    config: RunConfig,
+    *,
+    folder: Path,
+    progress: Progress,
+) -> AsyncGenerator[Sampler]:
+    """Sample from a published policy: by the engine of the config, or the Tinker service that has
+    its weights.
+
+    Servers keep their log and converted weights in `folder`.
+
+    Raises:
+        ConfigError: the engine cannot be started or used.
+    """
+    async with AsyncExitStack() as stack:
+        if published.trainer.kind == "tinker":
+            opened = _join_tinker(model, published, config)
+        elif config.engine.kind == "local":
+            opened = _load_local(model, published, config)
+        else:
+            opened = server_sampler(model, published, config, folder=folder, progress=progress)
+        yield await stack.enter_async_context(opened)
+
+
+@asynccontextmanager
+async def open_model_sampler(
+    model: LocalModel, config: RunConfig, folder: Path
+) -> AsyncGenerator[Sampler]:
+    """Sample from a model, adapter or checkpoint that nothing trains; `folder` is for servers."""
+    async with AsyncExitStack() as stack:
+        if config.engine.kind == "local":
+            policy = await _load_model(model, config)
+            opened = local_sampler(policy, config)
+        elif model.checkpoint is None:
+            published = describe_policy(config, model.folder, 0, "")
+            opened = server_sampler(
+                model.folder,
+                published,
+                config,
+                folder=folder,
+                adapter=model.adapter,
+                progress=logger.info,
+            )
+        else:
+            raise ConfigError(
+                f"the checkpoint {model.source!r} can only be sampled by --engine local: servers "
+                "load adapters and model folders"
+            )
+        yield await stack.enter_async_context(opened)
+
+
+def build_renderer(folder: Path, config: RunConfig) -> Renderer:
+    """Renderer of the chat template in a model folder."""
+    return Renderer(ChatTemplate(folder), keep_thinking=config.gateway.keep_thinking)
+
+
+# ------------------------------------------------------------------- in this process
+
+
+@asynccontextmanager
+async def local_sampler(policy: "LocalPolicy", config: RunConfig) -> AsyncGenerator[Sampler]:
+    """Sample from a policy in this process, which a trainer may share."""
+    from whet.engines.local.engine import LocalEngine  # noqa: PLC0415 - imports torch
+    from whet.engines.local.forward import check_sampling  # noqa: PLC0415
+    from whet.engines.local.grammar import Grammars  # noqa: PLC0415
+
+    assert config.engine.kind == "local"
+    await to_thread.run_sync(check_sampling, policy)
+    renderer = build_renderer(policy.folder, config)
+    engine = LocalEngine(
+        policy,
+        config.engine,
+        renderer.template.decode,
+        grammars=Grammars(policy.folder, renderer.stop_ids),
+        threads=sampler_threads(policy),
+    )
+    try:
+        yield Sampler(engine, engine.context_length, renderer, LocalWeights(policy))
+    finally:
+        await engine.close()
+
+
+class LocalWeights(EngineWeights):
+    """A policy of this process that loads what a trainer in another process publishes."""
+
+    def __init__(self, policy: "LocalPolicy") -> None:
+        self._policy = policy
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    async def load(self, published: PublishedPolicy) -> None:
+        if not published.weights:
+            if self._policy.revision:
+                raise EngineError("the run went back to its first weights: restart `whet serve`")
+            return
+        # Shielded: a thread that changes weights must not outlive the lock.
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(
+                self._policy.load_weights, Path(published.weights), published.version
+            )
+
+
+def sampler_threads(policy: "LocalPolicy") -> int:
+    """Threads to sample with: a small model gains nothing from more, and agents need the cores."""
+    size = sum(parameter.numel() for parameter in policy.model.parameters())
+    return 1 if size < SMALL_MODEL else os.cpu_count() or 1
+
+
+@asynccontextmanager
+async def _load_local(
+    model: Path, published: PublishedPolicy, config: RunConfig
+) -> AsyncGenerator[Sampler]:
+    with requires_extra("the local engine", "local"):
+        from whet.models.huggingface import LocalPolicy  # noqa: PLC0415 - imports torch
+    assert published.trainer.kind == "local"
+    # Checkpointing is the trainer's alone: it costs time, and nothing is trained here.
+    settings = published.trainer.model_copy(update={"gradient_checkpointing": False})
+    policy = LocalPolicy(model, settings, device=config.engine.device, seed=published.seed)
+    async with local_sampler(policy, config) as sampler:
+        yield sampler
+
+
+async def _load_model(model: LocalModel, config: RunConfig) -> "LocalPolicy":
+    with requires_extra("a model of this machine", "local"):
+        from whet.models.huggingface import LocalPolicy  # noqa: PLC0415 - imports torch
+        from whet.trainers.local import LocalTrainer  # noqa: PLC0415
+    assert config.trainer.kind == "local"
+    # A checkpoint has the form its run trained; anything else is sampled as it is.
+    settings = model.trainer or config.trainer.model_copy(update={"weights": "full"})
+    policy = LocalPolicy(
+        model.folder,
+        settings,
+        device=config.engine.device,
+        seed=model.seed,
+        adapter=model.adapter,
+    )
+    if model.checkpoint is not None:
+        await LocalTrainer(policy).restore(model.checkpoint)
+    return policy
+
+
+# ------------------------------------------------------------------- at a Tinker service
+
+
+@asynccontextmanager
+async def tinker_sampler(
+    policy: "TinkerPolicy", model: Path, config: RunConfig
+) -> AsyncGenerator[Sampler]:
+    """Sample from the weights of a policy at a Tinker service."""
+    from whet.engines.tinker import TinkerEngine  # noqa: PLC0415 - the client's import takes long
+
+    renderer = build_renderer(model, config)
+    engine = TinkerEngine(policy, renderer.template.decode)
+    try:
+        yield Sampler(engine, engine.context_length, renderer, TinkerWeights(policy))
+    finally:
+        await engine.close()
+
+
+class TinkerWeights(EngineWeights):
+    """Weights at a Tinker service, by the path that a trainer publishes."""
+
+    def __init__(self, policy: "TinkerPolicy") -> None:
+        self._policy = policy
+
+    @property
+    def version(self) -> int:
+        return self._policy.served
+
+    async def load(self, published: PublishedPolicy) -> None:
+        await self._policy.sample_from(published.weights, published.version)
+
+
+@asynccontextmanager
+async def _join_tinker(
+    model: Path, published: PublishedPolicy, config: RunConfig
+) -> AsyncGenerator[Sampler]:
+    if config.engine != LocalEngineConfig():
+        raise ConfigError(
+            "this run trains with a Tinker service, which also samples: leave out --engine flags"
+        )
+    with requires_extra("trainer.kind 'tinker'", "tinker"):
+        from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - the client's import takes long
+    update = {"model": published.model, "trainer": published.trainer}
+    policy = await TinkerPolicy.connect(config.model_copy(update=update))
+    async with tinker_sampler(policy, model, config) as sampler:
+        yield sampler
+
+
+# ------------------------------------------------------------------- at vLLM or SGLang servers
+
+
+@asynccontextmanager
+async def server_sampler(
+    model: Path,
+    published: PublishedPolicy,
+    config: RunConfig,
+    *,
+    folder: Path,
+    adapter: Path | None = None,
+    progress: Progress,
+) -> AsyncGenerator[Sampler]:
+    """Sample from the servers of the config, or from a `vllm` that is started.
+
+    Its log and converted weights are kept in `folder`. An `adapter` is loaded unchanged.
+
+    Raises:
+        ConfigError: no server answers, or one cannot be used as it is.
+    """
+    settings, trainer = config.engine, published.trainer
+    assert settings.kind != "local"
+    assert trainer.kind == "local"
+    with requires_extra(f"engine.kind {settings.kind!r}", "vllm"):
+        from whet.engines.remote.connect import connect_servers  # noqa: PLC0415 - only if needed
+        from whet.engines.remote.launch import VLLMProcess, required_flags  # noqa: PLC0415
+    renderer = build_renderer(model, config)
+    async with AsyncExitStack() as stack:
+        urls, launched = settings.urls, None
+        if settings.kind == "vllm" and not urls:
+            flags = required_flags(
+                trainer, max_context=settings.max_context, max_versions=published.staleness + 2
+            )
+            launched = VLLMProcess(model, settings, flags, log=folder / SERVER_LOG)
+            stack.callback(launched.close)
+            urls = (launched.url,)
+            progress(f"vLLM starts at {launched.url}; its log is {launched.log}")
+        engine = await connect_servers(
+            settings.kind,
+            urls,
+            renderer.template.decode,
+            context_length=model_context(model),
+            max_context=settings.max_context,
+            startup_error=launched.startup_error if launched else lambda: None,
+            progress=progress,
+        )
+        stack.push_async_callback(engine.close)
+        if launched:
+            launched.mark_ready()
+        weights = ServerWeights(engine, model, folder / "served")
+        if adapter is not None:
+            await weights.load_adapter(adapter)
+        yield Sampler(engine, engine.context_length, renderer, weights)
+
+
+class ServerWeights(EngineWeights):
+    """Weights that servers sample from, each version in a folder while a request may need it."""
+
+    def __init__(self, engine: "RemoteEngine", base: Path, folder: Path) -> None:
+        self._engine = engine
+        self._base = base.absolute()
+        self._folder = folder.absolute()
+        self._cwd = Path.cwd()
+        """Servers may run in another folder."""
+        self._name = secrets.token_hex(4)
+        """Distinguishes our adapters from another gateway's at the same servers."""
+        self._kept: list[Path] = []
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def load(self, published: PublishedPolicy) -> None:
+        from whet.engines.remote.replicas import WeightsSpec  # noqa: PLC0415 - only if needed
+
+        if not published.weights:
+            await self._engine.load(WeightsSpec(published.version))
+            return
+        # A version may be published twice, by a run that was killed in between.
+        name = f"whet-{self._name}-{published.version:06d}-{Path(published.weights).stem[-8:]}"
+        target = self._folder / name
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(self._write, published, target)
+        assert published.trainer.kind == "local"
+        is_lora = published.trainer.weights == "lora"
+        await self._engine.load(
+            WeightsSpec(
+                published.version,
+                "lora" if is_lora else "full",
+                target,
+                name if is_lora else "",
+                max_versions=published.staleness + 1,
+            )
+        )
+        self._kept.append(target)
+        # A server that restarts reads the newest; a busy one may still read the others.
+        for old in self._kept[: -published.staleness - 2]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._kept = self._kept[-published.staleness - 2 :]
+
+    def _write(self, published: PublishedPolicy, target: Path) -> None:
+        from whet.models.export import write_adapter, write_full  # noqa: PLC0415 - safetensors
+
+        weights = Path(published.weights)
+        assert published.trainer.kind == "local"
+        if published.trainer.weights == "lora":
+            write_adapter(weights, target, published.trainer, base=self._base)
+        else:
+            write_full(weights, target, base=self._base)
+
+    async def load_adapter(self, adapter: Path) -> None:
+        """Sample from an adapter folder unchanged."""
+        from whet.engines.remote.replicas import WeightsSpec  # noqa: PLC0415 - only if needed
+
+        name = f"whet-{self._name}-{adapter.name}"
+        await self._engine.load(WeightsSpec(0, "lora", self._cwd / adapter, name))

@@ -1,0 +1,69 @@
+"""The ASGI application of the Tinker server."""
+
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from whet.app.tinker_server.auth import Signer, is_authorized
+from whet.app.tinker_server.backend import Samplers, TrainingRuns
+from whet.app.tinker_server.client_sessions import session_routes
+from whet.app.tinker_server.management import management_routes
+from whet.app.tinker_server.sampling import sampling_routes
+from whet.app.tinker_server.schemas import TooLarge
+from whet.app.tinker_server.state import ServerState
+from whet.app.tinker_server.storage import Storage
+from whet.app.tinker_server.training import training_routes
+from whet.app.tinker_server.unsupported import unsupported_routes
+from whet.errors import NotFound, RequestError
+
+ROOT = "/api/v1"
+HEALTH = f"{ROOT}/healthz"
+FILES = f"{ROOT}/files/"
+"""Prefix of paths with signed URLs."""
+
+
+def build_server(runs: TrainingRuns, samplers: Samplers, storage: Storage, key: str) -> ASGIApp:
+    """Build the application: everything is under `/api/v1` and requires the key."""
+    state = ServerState(runs, samplers, storage)
+    routes = [
+        *unsupported_routes(),
+        *session_routes(state),
+        *training_routes(state),
+        *sampling_routes(state),
+        *management_routes(state, Signer(key)),
+    ]
+
+    server = Starlette(
+        routes=[Mount(ROOT, routes=routes)],
+        exception_handlers={
+            TooLarge: _error_handler(413),
+            RequestError: _error_handler(400),
+            NotFound: _error_handler(404),
+            HTTPException: _unknown,
+        },
+    )
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]  # what is routed; `request.url` may depend on the Host header
+        is_open = path == HEALTH or path.startswith(FILES)
+        if is_open or is_authorized(Request(scope), key):
+            return await server(scope, receive, send)
+        refusal = JSONResponse({"detail": "invalid API key: set TINKER_API_KEY"}, 401)
+        return await refusal(scope, receive, send)
+
+    return guarded
+
+
+def _error_handler(status: int) -> Callable[[Request, Exception], Response]:
+    return lambda request, error: JSONResponse({"detail": str(error)}, status)
+
+
+def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = f"unknown endpoint {request.method} {request.scope['path']}"
+    return JSONResponse({"detail": detail}, error.status_code, error.headers)

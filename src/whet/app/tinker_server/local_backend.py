@@ -1,0 +1,300 @@
+"""Backend of the Tinker server on one model in this process.
+
+The base model is in memory once. Every training run has its own LoRA adapters on it, and so has
+every engine; an idle engine loads other adapters of the same shape, so a loop that publishes after
+each step keeps one engine with its KV cache, buffers and CUDA graphs.
+"""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from anyio import to_thread
+
+from whet.app.samplers import sampler_threads
+from whet.app.tinker_server.backend import (
+    BaseModelInfo,
+    Example,
+    Lora,
+    PassResult,
+    PromptScoreRequest,
+    PromptScores,
+    Sampled,
+    Samplers,
+    TrainingRuns,
+    Weights,
+)
+from whet.config import AdamStep, LocalTrainerConfig, RunConfig
+from whet.engines.local.engine import LocalEngine
+from whet.engines.local.forward import check_sampling
+from whet.engines.scorer import LocalScorer, ScoreRequest
+from whet.errors import NotFound, RequestError
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.models.huggingface import LocalPolicy
+from whet.trainers.tinker_datums import Datum, DatumTrainer
+from whet.types import Sampling
+
+ALPHA = 32
+"""LoRA alpha, as at the hosted service: adapters are scaled by `ALPHA / rank`."""
+WEIGHTS = "weights.safetensors"
+
+
+class BaseModel:
+    """The base model, on which adapters are built."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder = folder
+        assert config.trainer.kind == "local"
+        assert config.engine.kind == "local"
+        self._trainer, self.engine = config.trainer, config.engine
+        plain = {"weights": "full", "gradient_checkpointing": False, "compile": False}
+        self.policy = LocalPolicy(
+            folder,
+            self._trainer.model_copy(update=plain),
+            device=self.engine.device,
+            seed=0,
+        )
+        check_sampling(self.policy)
+        for parameter in self.policy.model.parameters():
+            parameter.requires_grad_(False)
+
+    def build_adapters(self, lora: Lora, *, seed: int = 0, trained: bool = False) -> LocalPolicy:
+        """Build adapters that are the identity until they are trained or loaded."""
+        layers = {"head": lora.train_unembed, "mlp": lora.train_mlp, "attention": lora.train_attn}
+        config = LocalTrainerConfig.model_validate(
+            {
+                **self._trainer.model_dump(),
+                "weights": "lora",
+                "lora_rank": lora.rank,
+                "lora_alpha": ALPHA,
+                "lora_layers": [layer for layer, requested in layers.items() if requested],
+                **({} if trained else {"gradient_checkpointing": False, "compile": False}),
+            }
+        )
+        return LocalPolicy(
+            self.folder, config, device=self.engine.device, seed=seed, base=self.policy
+        )
+
+
+class LocalRuns(TrainingRuns):
+    """Training runs in this process. One pass runs at a time."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._runs: dict[str, tuple[LocalPolicy, DatumTrainer]] = {}
+        self._busy = asyncio.Lock()
+
+    async def create(self, run: str, lora: Lora, seed: int | None) -> None:
+        seed = secrets.randbits(31) if seed is None else seed % 2**63
+        policy = await to_thread.run_sync(
+            lambda: self._base.build_adapters(lora, seed=seed, trained=True)
+        )
+        self._runs[run] = policy, DatumTrainer(policy, threads=sampler_threads(policy))
+
+    def drop(self, run: str) -> None:
+        self._runs.pop(run, None)
+
+    async def forward_backward(
+        self,
+        run: str,
+        data: Sequence[Example],
+        loss: str,
+        settings: Mapping[str, float],
+        *,
+        forward_only: bool,
+    ) -> PassResult:
+        datums = [Datum(*example) for example in data]
+        async with self._busy:
+            trainer = self._get(run)[1]
+            found = await trainer.forward_backward(
+                datums, loss, settings, forward_only=forward_only
+            )
+        return PassResult(*found)
+
+    async def optim_step(self, run: str, adam: AdamStep) -> dict[str, float]:
+        async with self._busy:
+            return {"grad_norm:mean": await self._get(run)[1].optim_step(adam)}
+
+    async def save(self, run: str, folder: Path, kind: str) -> None:
+        policy, trainer = self._get(run)
+        async with self._busy:
+            match kind:
+                case "weights":
+                    await trainer.save(folder)
+                case "sampler_weights":
+                    await to_thread.run_sync(policy.write_weights, folder / WEIGHTS)
+                case _:
+                    await to_thread.run_sync(policy.write_model, folder)
+
+    async def load(self, run: str, folder: Path, *, optimizer: bool) -> None:
+        async with self._busy:
+            await self._get(run)[1].restore(folder, optimizer=optimizer)
+
+    def _get(self, run: str) -> tuple[LocalPolicy, DatumTrainer]:
+        if run not in self._runs:
+            raise NotFound(f"the training run {run!r} has ended")
+        return self._runs[run]
+
+
+@dataclass(eq=False)
+class _EngineSlot:
+    """An engine with the adapters it has loaded."""
+
+    policy: LocalPolicy
+    engine: LocalEngine
+    scorer: LocalScorer
+    lora: Lora | None
+    weights: Weights | None
+    busy: int = 0
+    used: int = 0
+    loaded: int = 0
+    """When it loaded its weights, as `used` counts."""
+    reserved: tuple[Weights | None] | None = None
+    """Weights that a request waits for: until they are loaded, no other request is admitted."""
+
+    def admits(self, weights: Weights | None) -> bool:
+        return self.reserved is None or self.reserved[0] == weights
+
+
+class LocalSamplers(Samplers):
+    """Engines that share the base model."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        name: str,
+        also: tuple[str, ...],
+        *,
+        engines: int,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        self._base = base
+        template = ChatTemplate(base.folder)
+        self._decode: Callable[[Sequence[int]], str] = template.decode_all
+        self._most = engines
+        self._slots: list[_EngineSlot] = []
+        self._slot_free = asyncio.Condition()
+        self._uses = 0
+        self._waiting = Counter[Weights | None]()
+        """Requests that wait for an engine, by the weights they need."""
+        self.served = BaseModelInfo(
+            name=name,
+            also=(*also, *aliases),
+            aliases=aliases,
+            context_length=base.policy.context_length,
+            vocabulary=base.policy.vocabulary,
+            eos_ids=tuple(sorted(template.eos_ids)),
+        )
+
+    async def sample(
+        self, weights: Weights | None, prompt: Sequence[int], sampling: Sampling
+    ) -> Sampled:
+        async with (
+            self._acquire_slot(weights) as slot,
+            aclosing(slot.engine.generate(prompt, sampling)) as chunks,
+        ):
+            chunk = await anext(chunks)
+        assert chunk.stop is not None  # without streaming there is one chunk
+        return Sampled(chunk.tokens, chunk.logprobs, chunk.top, chunk.stop)
+
+    async def score(
+        self, weights: Weights | None, prompt: Sequence[int], request: PromptScoreRequest
+    ) -> PromptScores:
+        most = self.served.context_length
+        if not 1 <= len(prompt) <= most:
+            raise RequestError(f"the prompt has {len(prompt)} tokens; this model takes 1 to {most}")
+        if min(prompt) < 0 or max(prompt) >= self.served.vocabulary:
+            raise RequestError(f"the prompt has ids outside 0 to {self.served.vocabulary - 1}")
+        async with self._acquire_slot(weights) as slot:
+            return PromptScores(*await slot.scorer.score(prompt, ScoreRequest(*request)))
+
+    async def close(self) -> None:
+        """Close all engines."""
+        for slot in self._slots:
+            await slot.engine.close()
+
+    @asynccontextmanager
+    async def _acquire_slot(self, weights: Weights | None) -> AsyncGenerator[_EngineSlot]:
+        slot = await self._claim_slot(weights)
+        try:
+            yield slot
+        finally:
+            async with self._slot_free:
+                slot.busy -= 1
+                self._slot_free.notify_all()
+
+    async def _claim_slot(self, weights: Weights | None) -> _EngineSlot:
+        """Return an engine with these weights: one that has them, else an idle or a new one.
+
+        If all are busy with others, one of them is reserved: it takes no more work until it has
+        loaded these weights, so that no set of weights is starved by the load on others.
+        """
+        async with self._slot_free:
+            self._waiting[weights] += 1
+            try:
+                while (slot := await self._get(weights)) is None:
+                    await self._slot_free.wait()
+            finally:
+                self._waiting[weights] -= 1
+                if not self._waiting[weights]:
+                    del self._waiting[weights]
+                    self._release(weights)
+            self._uses += 1
+            slot.busy, slot.used = slot.busy + 1, self._uses
+            return slot
+
+    def _reserve(self, weights: Weights | None) -> None:
+        if not any(slot.reserved == (weights,) for slot in self._slots):
+            free = [slot for slot in self._slots if slot.reserved is None]
+            if free:
+                min(free, key=lambda slot: slot.loaded).reserved = (weights,)
+
+    def _release(self, weights: Weights | None) -> None:
+        """Remove a reservation that was met, or that nobody waits for any more."""
+        for slot in self._slots:
+            if slot.reserved == (weights,):
+                slot.reserved = None
+                self._slot_free.notify_all()
+
+    async def _get(self, weights: Weights | None) -> _EngineSlot | None:
+        lora = weights.lora if weights else None
+        for slot in self._slots:
+            if (slot.weights, slot.lora) == (weights, lora) and slot.admits(weights):
+                return slot
+        idle = [slot for slot in self._slots if not slot.busy and slot.admits(weights)]
+        idle.sort(key=lambda slot: slot.used)
+        alike = [slot for slot in idle if slot.lora == lora]
+        # The most recently used, so that the other engines keep their KV caches.
+        if weights is not None and alike:
+            await self._load(alike[-1], weights)
+            alike[-1].loaded = self._uses
+            return alike[-1]
+        if len(self._slots) >= self._most:
+            if not idle:
+                self._reserve(weights)
+                return None
+            self._slots.remove(idle[0])
+            await idle[0].engine.close()
+        slot = await to_thread.run_sync(self._open_slot, lora)
+        if weights is not None:
+            await self._load(slot, weights)
+        slot.loaded = self._uses
+        self._slots.append(slot)
+        return slot
+
+    async def _load(self, slot: _EngineSlot, weights: Weights) -> None:
+        file, version = weights.folder / WEIGHTS, slot.policy.version + 1
+        slot.weights = None
+        await to_thread.run_sync(slot.policy.load_weights, file, version)
+        slot.weights = weights
+
+    def _open_slot(self, lora: Lora | None) -> _EngineSlot:
+        policy = self._base.build_adapters(lora) if lora else self._base.policy
+        engine = LocalEngine(
+            policy, self._base.engine, self._decode, threads=sampler_threads(policy)
+        )
+        return _EngineSlot(policy, engine, LocalScorer(policy), lora, None)

@@ -1,0 +1,202 @@
+"""Endpoints of training runs: adapters, gradients, optimizer steps, checkpoints."""
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from whet.app.tinker_server import codec
+from whet.app.tinker_server.backend import Lora
+from whet.app.tinker_server.futures import Reply
+from whet.app.tinker_server.schemas import (
+    Body,
+    CreateModel,
+    Load,
+    OptimStep,
+    RunRequest,
+    Save,
+    parse,
+    read_body,
+    read_json,
+)
+from whet.app.tinker_server.state import ServerState, new_id
+from whet.app.tinker_server.storage import SCHEME, Checkpoint, Kind, SamplingSession, TrainingRun
+from whet.errors import RequestError
+
+B = TypeVar("B", bound=Body)
+
+
+def training_routes(state: ServerState) -> list[Route]:
+    """Build the routes."""
+    endpoints = _Training(state)
+    return [
+        Route("/create_model", endpoints.create, methods=["POST"]),
+        Route("/get_info", endpoints.info, methods=["POST"]),
+        Route("/forward_backward", endpoints.forward_backward, methods=["POST"]),
+        Route("/optim_step", endpoints.optim_step, methods=["POST"]),
+        Route("/save_weights", endpoints.save, methods=["POST"]),
+        Route("/save_weights_for_sampler", endpoints.save_for_sampler, methods=["POST"]),
+        Route("/save_weights_external", endpoints.save_external, methods=["POST"]),
+        Route("/load_weights", endpoints.load, methods=["POST"]),
+    ]
+
+
+class _Training:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def create(self, request: Request) -> Response:
+        body = await read_json(request, CreateModel)
+        state, id = self._state, f"{body.session_id}:train:{body.model_seq_id}"
+        state.check_base_model(body.base_model)
+        state.require_session(body.session_id)
+        if body.lora_config is None:
+            raise RequestError("this server trains LoRA adapters only: set lora_config")
+        if body.optimizer_config.type != "adamw":
+            raise RequestError(
+                f"unsupported optimizer {body.optimizer_config.type!r}: expected adamw"
+            )
+        requested = body.lora_config
+        lora = Lora.model_validate(requested.model_dump(exclude={"seed"}))
+        if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
+            raise RequestError("set at least one of train_unembed, train_mlp, train_attn")
+        run = TrainingRun(
+            id=id,
+            session=body.session_id,
+            created=time.time(),
+            base_model=state.samplers.served.name,
+            lora=lora,
+            metadata=body.user_metadata,
+        )
+
+        async def work() -> Reply:
+            state.drop_inactive()
+            await state.runs.create(id, lora, requested.seed)
+            state.add_run(run)
+            return {"model_id": id, "type": "create_model"}
+
+        state.futures.start(id, work)
+        return JSONResponse({"request_id": id, "model_id": id})
+
+    async def info(self, request: Request) -> Response:
+        run = self._state.run((await read_json(request, RunRequest)).model_id)
+        served = self._state.samplers.served
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": run.id,
+                "model_name": served.name,
+                "is_lora": True,
+                "lora_rank": run.lora.rank,
+                "model_data": {"model_name": served.name, "tokenizer_id": served.name},
+            }
+        )
+
+    async def forward_backward(self, request: Request) -> Response:
+        encoding = request.headers.get("content-encoding", "")
+        message = codec.parse_pass(await read_body(request), encoding)
+        run = self._state.run(message.model_id)
+
+        async def work() -> Reply:
+            data, settings = codec.examples(message), codec.settings(message)
+            passed = await self._state.runs.forward_backward(
+                run.id, data, message.loss_fn, settings, forward_only=message.forward_only
+            )
+            return codec.encode_pass(passed)
+
+        return self._state.run_in_order(run.id, message.seq_id, work)
+
+    async def optim_step(self, request: Request) -> Response:
+        return await self._numbered(request, OptimStep, self._step)
+
+    async def _step(self, run: TrainingRun, body: OptimStep) -> Reply:
+        if body.adam_params is None:
+            raise RequestError("this server supports AdamW only: set AdamParams")
+        metrics = await self._state.runs.optim_step(run.id, body.adam_params.adam())
+        return {"metrics": {**metrics}, "type": "optim_step"}
+
+    async def save(self, request: Request) -> Response:
+        return await self._numbered(request, Save, partial(self._save, "weights"))
+
+    async def save_external(self, request: Request) -> Response:
+        return await self._numbered(request, Save, partial(self._save, "external_weights"))
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        return await self._numbered(request, Save, partial(self._save, "sampler_weights"))
+
+    async def _save(self, kind: Kind, run: TrainingRun, body: Save) -> Reply:
+        if body.age_encryption_recipients:
+            raise RequestError("encryption is not supported: leave out age_encryption_recipients")
+        saved = await self._write(run, kind, body)
+        reply_types = {
+            "weights": "save_weights",
+            "external_weights": "save_weights_external",
+            "sampler_weights": "save_weights_for_sampler",
+        }
+        self._state.mark_used(saved)
+        self._state.drop_unnamed(run.id)
+        if not saved.ephemeral:
+            return {"path": saved.path, "type": reply_types[kind]}
+        sampler = SamplingSession(
+            id=f"{run.session}:sample:{new_id()}",
+            session=run.session,
+            base_model=run.base_model,
+            model_path=saved.path,
+        )
+        self._state.storage.save_sampler(sampler)
+        return {"sampling_session_id": sampler.id, "type": reply_types[kind]}
+
+    async def _write(self, run: TrainingRun, kind: Kind, body: Save) -> Checkpoint:
+        storage = self._state.storage
+        ephemeral = kind == "sampler_weights" and body.path is None
+        if body.path is None and not ephemeral:
+            raise RequestError("missing checkpoint name")
+        saved = Checkpoint(
+            run=run.id,
+            kind=kind,
+            name=new_id() if body.path is None else body.path,
+            created=time.time(),
+            base_model=run.base_model,
+            lora=run.lora,
+            expires=time.time() + body.ttl_seconds if body.ttl_seconds else None,
+            ephemeral=ephemeral,
+            metadata=body.user_metadata,
+        )
+        if storage.folder(saved.path).exists() and not body.overwrite:
+            again = "pass overwrite=True or " if kind == "weights" else ""
+            raise RequestError(f"the checkpoint {saved.path!r} exists: {again}choose another name")
+        with storage.writing(saved) as folder:
+            await self._state.runs.save(run.id, folder, kind)
+        return saved
+
+    async def load(self, request: Request) -> Response:
+        return await self._numbered(request, Load, self._load)
+
+    async def _load(self, run: TrainingRun, body: Load) -> Reply:
+        saved = self._state.storage.checkpoint(body.path)
+        if saved.kind != "weights":
+            raise RequestError(
+                f"{body.path!r} holds sampler weights: training needs a path of save_state, "
+                f"{SCHEME}RUN/weights/NAME"
+            )
+        if saved.lora != run.lora:
+            raise RequestError(
+                f"{body.path!r} has adapters of rank {saved.lora.rank}, "
+                f"this run {run.lora.rank}, or on other layers"
+            )
+        folder = self._state.storage.folder(body.path)
+        await self._state.runs.load(run.id, folder, optimizer=body.optimizer)
+        return {"path": body.path, "type": "load_weights"}
+
+    async def _numbered(
+        self, request: Request, kind: type[B], work: Callable[[TrainingRun, B], Awaitable[Reply]]
+    ) -> Response:
+        """Schedule work on a run; its body is validated when it is its turn."""
+        body = await read_body(request)
+        place = parse(body, RunRequest)
+        run = self._state.run(place.model_id)
+        return self._state.run_in_order(run.id, place.seq_id, lambda: work(run, parse(body, kind)))

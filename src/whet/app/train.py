@@ -1,0 +1,273 @@
+"""`whet.train`: check a run, create or resume its folder, run it and print the report."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+from pydantic import JsonValue
+from rich.console import Console
+
+from whet.algorithms import check_algorithm, is_custom
+from whet.app.cli.display import ConsoleDisplay, Display, print_next, print_start
+from whet.app.cli.report import draw_picture, print_report
+from whet.app.distributed import STORE_VARIABLE, connect_store, find_store, watch_workers
+from whet.app.evaluation.models import resolve_start
+from whet.app.experiment import Result, run_experiment
+from whet.app.inputs import (
+    NO_CONTEXT,
+    AgentContext,
+    ResourceValues,
+    Tasks,
+    check_held_out,
+    check_parameters,
+    load_tasks,
+    parse_resources,
+    plan_rollouts,
+)
+from whet.app.run import algorithm_name, check_credit, load_algorithm, open_run
+from whet.app.run_folder import RunFolder
+from whet.config import RunConfig, SupervisedConfig, merge, resolve
+from whet.errors import ConfigError, RunFailed
+from whet.io.threads import run_async
+from whet.models.catalog import resolve_model
+from whet.protocols import Algorithm
+from whet.runners.agent import Agent, check_agent
+from whet.runners.attempt import check_runnable
+from whet.runners.hooks import Hooks
+from whet.store import DEFAULT_RUN
+from whet.tracking import check_installed
+from whet.types import Attempt, Outcome
+
+KIND = "train"
+
+
+def train(
+    agent: Agent,
+    tasks: Tasks,
+    *,
+    held_out: Tasks | None = None,
+    algorithm: Algorithm | dict[str, JsonValue] | None = None,
+    resources: ResourceValues | None = None,
+    hooks: Sequence[Hooks] = (),
+    tracer: str | None = None,
+    resume: bool = False,
+    store: str | None = None,
+    quiet: bool = False,
+    **settings: JsonValue,
+) -> Result:
+    """Train the model behind an agent on tasks; `settings` are keys of the config.
+
+    With `held_out` tasks the base and the trained model are compared on them. `algorithm` is an
+    object of your own, or keys of the config. `resources` are passed to every rollout, and `hooks`
+    are called around each attempt. `tracer` records the spans of the agent's SDK (`runner.tracer`).
+    `resume` continues the run `name`, or the newest. With a `store`, or WHET_STORE in the
+    environment, this process only trains: `whet serve` and `whet runner` at that store do the rest,
+    and the same call continues a run that was begun.
+
+    Raises:
+        ConfigError: invalid input; nothing was started.
+        RunFailed: every rollout of a step failed, or nothing was trained; the message says why.
+    """
+    settings, own = _read_algorithm(settings, algorithm)
+    if tracer is not None:
+        settings = merge(settings, {"runner": {"tracer": tracer}})
+    address = store or os.environ.get(STORE_VARIABLE)
+    if address is not None:
+        _check_distributed(hooks, resolve(settings))
+    console = Console(quiet=quiet)
+    context = AgentContext(parse_resources(resources), tuple(hooks))
+    train_on = load_tasks(tasks)
+    compare_on = load_tasks(held_out) if held_out is not None else []
+    check_held_out(resolve(settings), compare_on)
+    folder = prepare_run(
+        agent,
+        settings,
+        KIND,
+        console,
+        algorithm=own,
+        context=context,
+        store=address,
+        resume=resume,
+    )
+    return run_and_report(
+        agent,
+        train_on,
+        compare_on,
+        folder,
+        console,
+        algorithm=own,
+        context=context,
+        store=address,
+    )
+
+
+def _read_algorithm(
+    settings: dict[str, JsonValue], algorithm: Algorithm | dict[str, JsonValue] | None
+) -> tuple[dict[str, JsonValue], Algorithm | None]:
+    """The settings that name the algorithm, and the object if it is one of the user's own."""
+    if algorithm is None:
+        return settings, None
+    if isinstance(algorithm, dict):
+        return {**settings, "algorithm": algorithm}, None
+    own = check_credit(algorithm)
+    return {**settings, "algorithm": {"name": algorithm_name(own)}}, own
+
+
+def _check_distributed(hooks: Sequence[Hooks], config: RunConfig) -> None:
+    if hooks:
+        raise ConfigError("hooks are called where agents run: give them to `whet runner`")
+    if config.runner.tracer:
+        raise ConfigError("a tracer is where agents run: give it to `whet runner --tracer`")
+
+
+def prepare_run(
+    agent: Agent | None,
+    values: dict[str, JsonValue],
+    kind: str,
+    console: Console,
+    *,
+    algorithm: Algorithm | None = None,
+    context: AgentContext | None = NO_CONTEXT,
+    store: str | None = None,
+    resume: bool = False,
+    continues: bool = False,
+) -> RunFolder:
+    """Check a run and create its folder: a run that cannot start leaves nothing behind.
+
+    `resume` takes the folder of the run that is named, or the newest; `continues` the named one if
+    it exists, as runs in a `store` always do.
+
+    Raises:
+        ConfigError: invalid input.
+    """
+    if store is not None:
+        values = {"name": DEFAULT_RUN} | values
+    config = resolve(values)
+    if "model" in values and config.model != RunConfig().model:
+        values = resolve_start(values, config, partial(console.print, highlight=False))
+        config = resolve(values)
+    folder = _find_run(config, kind, resume=resume, continues=continues or store is not None)
+    if folder is not None:
+        config = folder.resumed_config(values)
+    check_run(agent, config, algorithm=algorithm, context=context, runs_agent=store is None)
+    resolve_model(config.model, progress=partial(console.print, highlight=False))
+    if folder is None:
+        return RunFolder.create(config, kind)
+    folder.save_config(config)
+    return folder
+
+
+def check_run(
+    agent: Agent | None,
+    config: RunConfig,
+    *,
+    algorithm: Algorithm | None,
+    context: AgentContext | None,
+    runs_agent: bool,
+) -> None:
+    """Raise ConfigError for what could not work, before anything is started.
+
+    Checks the agent, its parameters, the way it is run, the algorithm and the trackers; without a
+    `context` parameters are not checked.
+    """
+    if config.supervised != SupervisedConfig():
+        raise ConfigError("config section 'supervised' is for `whet sft` and `whet dpo`")
+    if agent is not None:
+        check_agent(agent)
+        if context is not None:
+            check_parameters(agent, context.resources)
+        if runs_agent:
+            check_runnable(agent, config.runner)
+    check_algorithm(config)
+    if algorithm is None and is_custom(config.algorithm.name):
+        load_algorithm(config.algorithm.name)
+    check_installed(config.tracking)
+
+
+def run_and_report(
+    agent: Agent | None,
+    tasks: Sequence[JsonValue],
+    held_out: Sequence[JsonValue],
+    folder: RunFolder,
+    console: Console,
+    *,
+    algorithm: Algorithm | None = None,
+    context: AgentContext = NO_CONTEXT,
+    store: str | None = None,
+) -> Result:
+    """Run the rest of a run, and print its result. With a `store` it runs no agent.
+
+    Raises:
+        RunFailed: every rollout of a step failed, or nothing was trained; the report is printed.
+    """
+    folder.keep_tasks(tasks, held_out)  # other tasks are refused before anything is printed
+    print_start(console, folder, len(tasks))
+    with ConsoleDisplay(console) as display:
+        training = partial(
+            run_training,
+            agent if store is None else None,
+            tasks,
+            held_out,
+            folder,
+            display,
+            algorithm=algorithm,
+            context=context,
+            store=store,
+        )
+        result = run_async(training)
+    draw_picture(result, folder.picture)
+    print_report(console, result)
+    print_next(console, folder)
+    if result.problem is not None:
+        raise RunFailed(result.problem)
+    return result
+
+
+async def run_training(
+    agent: Agent | None,
+    tasks: Sequence[JsonValue],
+    held_out: Sequence[JsonValue],
+    folder: RunFolder,
+    display: Display,
+    *,
+    algorithm: Algorithm | None = None,
+    context: AgentContext = NO_CONTEXT,
+    store: str | None = None,
+) -> Result:
+    """Run the rest of a run: in this process, or at the address of a `store` without an agent."""
+
+    def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
+        display.ended(1)
+
+    folder.keep_tasks(tasks, held_out)
+    async with AsyncExitStack() as stack:
+        connected = None
+        if store is not None:
+            address = await find_store(store, folder.path.name, folder.path.parent.parent)
+            connected = await stack.enter_async_context(connect_store(address))
+        run = await stack.enter_async_context(
+            open_run(
+                folder,
+                agent=agent,
+                store=connected,
+                algorithm=algorithm,
+                context=context,
+                on_outcome=on_outcome,
+                on_ended=display.ended if connected else None,
+                plan=plan_rollouts(tasks, folder.config()),
+                progress=display.note,
+            )
+        )
+        if connected is not None:
+            await stack.enter_async_context(watch_workers(connected, display.note))
+        return await run_experiment(run, tasks, held_out, display)
+
+
+def _find_run(config: RunConfig, kind: str, *, resume: bool, continues: bool) -> RunFolder | None:
+    named = RunFolder(config.dir / "runs" / config.name) if config.name else None
+    if resume:
+        return named or RunFolder.latest(config.dir, kind)
+    if continues and named and named.config_file.exists():
+        return named
+    return None

@@ -1,0 +1,322 @@
+"""Weight synchronization between processes: a trainer publishes a file and a resource, engines
+load it."""
+
+import logging
+import platform
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+from pydantic import ValidationError
+
+from whet.config import (
+    AdamStep,
+    AlgorithmConfig,
+    LossConfig,
+    RunConfig,
+    TinkerConfig,
+    TrainerConfig,
+)
+from whet.errors import ConfigError, EngineError, NotFound, StoreError
+from whet.models.catalog import available, resolve_model
+from whet.protocols import Resources, StepLog, Store, TrainingBackend
+from whet.runners.agent import POLICY
+from whet.types import TRAINER, Attempt, Metrics, Resource, Row, StepRecord, Value
+
+logger = logging.getLogger(__name__)
+
+NEWEST_TTL_S = 1.0
+"""Seconds between lookups of the newest policy, for attempts that are pinned to none."""
+
+LOAD_TIMEOUT_S = 60.0
+"""Seconds a request waits for weights before it is refused, to be retried."""
+
+
+class PublishedPolicy(Value):
+    """Value of the `policy` resource: what an engine of another process loads."""
+
+    model: str
+    trainer: TrainerConfig
+    seed: int
+    version: int
+    """Version of the weights; the resource's own version counts publications."""
+    weights: str
+    """The file, on a disk that trainer and engines share, or the path at a Tinker service; empty
+    for the weights of the model itself."""
+    algorithm: AlgorithmConfig | None = None
+    """Settings of the algorithm that reads posted rewards; None if nothing is known of it."""
+    staleness: int = 0
+    """Updates that sampled tokens may be behind: up to one more version is sampled at once."""
+
+    def is_served_by(self, other: "PublishedPolicy") -> bool:
+        """Whether an engine opened for the other policy can load these weights."""
+        return self._shape() == other._shape()
+
+    def _shape(self) -> tuple[str | int | None, ...]:
+        trainer = self.trainer
+        if isinstance(trainer, TinkerConfig):  # it knows the adapters' shape by their path
+            return self.model, trainer.kind, trainer.base_url, trainer.base_model
+        shape = self.model, trainer.kind, trainer.weights, trainer.precision
+        if trainer.weights == "full":
+            return shape
+        return *shape, trainer.lora_rank, trainer.lora_alpha, *trainer.lora_layers
+
+
+async def announce_model(resources: Resources, config: RunConfig) -> None:
+    """Publish the model to serve in a run that trains none, unless a policy is published."""
+    try:
+        await resources.latest(POLICY)
+    except NotFound:
+        if config.start is not None:
+            raise ConfigError(
+                "a run that trains nothing starts from a model folder: make one with "
+                "`whet models merge`"
+            ) from None
+        model = resolve_model(config.model)
+        policy = describe_policy(config, model, 0, "").model_copy(update={"algorithm": None})
+        await resources.publish(POLICY, policy.model_dump(mode="json"))
+
+
+def describe_policy(config: RunConfig, model: Path, version: int, weights: str) -> PublishedPolicy:
+    """The policy of a run to publish; `weights` is empty for the model itself."""
+    named = config.model in (info.name for info in available())
+    return PublishedPolicy(
+        model=config.model if named else str(model.absolute()),
+        trainer=config.trainer,
+        seed=config.seed,
+        version=version,
+        weights=weights,
+        algorithm=config.algorithm,
+        staleness=config.loop.max_staleness if config.loop.name == "overlapped" else 0,
+    )
+
+
+def read_policy(resource: Resource) -> PublishedPolicy:
+    """Parse a `policy` resource. Raises StoreError if it is not one."""
+    try:
+        return PublishedPolicy.model_validate(resource.value)
+    except ValidationError as error:
+        raise StoreError(
+            f"resource {POLICY!r} version {resource.version} was not written by `whet train`: "
+            f"{error.errors()[0]['msg']}"
+        ) from error
+
+
+class TrainerLease(StepLog):
+    """Ownership of a run's training, among trainers that share a store.
+
+    Its epoch is the version of the resource `trainer` that this process has published. The store
+    refuses steps and policies of an older epoch, so a trainer that was suspended, or is started
+    twice, cannot replace the weights of the one that took over.
+    """
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        self._store = store
+        self.epoch = epoch
+
+    @classmethod
+    async def acquire(
+        cls, store: Store, folder: Path, note: Callable[[str], None]
+    ) -> "TrainerLease":
+        """Take over the training of a run, from whichever process has it."""
+        holder = _name_trainer(folder)
+        with suppress(NotFound):
+            last = (await store.latest(TRAINER)).value
+            if last != holder:
+                note(f"note: took over the run {store.run!r} from the trainer {last}")
+        return cls(store, await store.publish(TRAINER, holder))
+
+    @staticmethod
+    async def was_held_in(folder: Path, store: Store) -> bool:
+        """Whether the last trainer of the run used this folder."""
+        try:
+            return (await store.latest(TRAINER)).value == _name_trainer(folder)
+        except NotFound:
+            return False
+
+    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
+        await self._store.commit(record, epoch=self.epoch if epoch is None else epoch)
+
+    async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
+        return await self._store.steps(after=after, limit=limit)
+
+
+def _name_trainer(folder: Path) -> str:
+    return f"{platform.node()}:{folder.absolute()}"
+
+
+class TrainerWeights(Protocol):
+    """Weights that a trainer updates and engines of other processes load."""
+
+    @property
+    def revision(self) -> int:
+        """Number of updates; never decreases."""
+        ...
+
+    async def export_weights(self, file: Path) -> str:
+        """Export the current weights, to this file if one is needed; returns what engines load."""
+        ...
+
+
+class PublishingTrainer(TrainingBackend):
+    """Trainer for engines with their own copy of the weights: publishes them through the store."""
+
+    def __init__(
+        self,
+        trainer: TrainingBackend,
+        policy: TrainerWeights,
+        config: RunConfig,
+        *,
+        model: Path,
+        resources: Resources,
+        folder: Path,
+        epoch: int | None = None,
+    ) -> None:
+        """`epoch` is that of the trainer's lease, where other trainers share the store."""
+        self._trainer = trainer
+        self._policy = policy
+        self._config = config
+        self._model = model
+        self._resources = resources
+        self._folder = folder.absolute()
+        self._epoch = epoch
+        self._published: int | None = None
+        """Revision of the weights published last."""
+
+    async def publish(self) -> int:
+        version = await self._trainer.publish()
+        if self._published == self._policy.revision:
+            return version
+        last = await self._last()
+        # After a kill, engines that loaded this version have the same weights: between their
+        # publication and the commit of their step nothing is sampled.
+        if not (self._published is None and last and self._still_serves(last, version)):
+            await self._publish(version, last)
+        self._published = self._policy.revision
+        return version
+
+    async def _publish(self, version: int, last: PublishedPolicy | None) -> None:
+        file = self._folder / f"{version:06d}-{secrets.token_hex(4)}.safetensors"
+        weights = await self._policy.export_weights(file)
+        policy = describe_policy(self._config, self._model, version, weights)
+        number = await self._resources.publish(
+            POLICY, policy.model_dump(mode="json"), epoch=self._epoch
+        )
+        logger.info("policy published version=%d resource=%d", version, number)
+        # An engine may still read the previous file; if it is too late, it finds the newer one.
+        for old in self._folder.glob("*"):
+            if old != file and (last is None or old != Path(last.weights)):
+                old.unlink(missing_ok=True)
+
+    def _still_serves(self, last: PublishedPolicy, version: int) -> bool:
+        same = describe_policy(self._config, self._model, version, last.weights)
+        return last == same and Path(last.weights).is_file()
+
+    async def _last(self) -> PublishedPolicy | None:
+        try:
+            return read_policy(await self._resources.latest(POLICY))
+        except NotFound:
+            return None
+
+    async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
+        return await self._trainer.forward_backward(rows, loss)
+
+    async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
+        return await self._trainer.recompute_logprobs(rows)
+
+    async def optim_step(self, adam: AdamStep) -> Metrics:
+        return await self._trainer.optim_step(adam)
+
+    async def snapshot(self) -> Callable[[Path], None]:
+        return await self._trainer.snapshot()
+
+    async def save(self, folder: Path) -> None:
+        await self._trainer.save(folder)
+
+    async def restore(self, folder: Path) -> None:
+        await self._trainer.restore(folder)
+
+    async def export(self, folder: Path) -> None:
+        await self._trainer.export(folder)
+
+
+class EngineWeights(Protocol):
+    """Weights that an engine samples from, in this process or another."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        ...
+
+    async def load(self, published: PublishedPolicy) -> None:
+        """Sample from these weights from now on. Raises EngineError if they cannot be loaded."""
+        ...
+
+
+class PolicyFollower:
+    """Loads the policy a run publishes into an engine, as soon as an attempt needs it.
+
+    An attempt is pinned to a publication when it is claimed, so a step that begins after one is
+    sampled by those weights or newer ones, by any engine, without waiting for all engines.
+    """
+
+    def __init__(
+        self, weights: EngineWeights, served: PublishedPolicy, resources: Resources
+    ) -> None:
+        self._weights = weights
+        self._served = served
+        self.published: PublishedPolicy = served
+        """The policy that is loaded."""
+        self._resources = resources
+        self._at = 0
+        """Resource version of the loaded weights."""
+        self._looked_up = float("-inf")
+        self._loading = anyio.Lock()
+
+    async def prepare(self, attempt: Attempt) -> None:
+        """Return once weights as new as the attempt's are loaded.
+
+        Raises:
+            EngineError: they cannot be loaded; a retry may succeed.
+        """
+        wanted = attempt.resources.get(POLICY)
+        if self._is_due(wanted):
+            with anyio.move_on_after(LOAD_TIMEOUT_S) as scope:
+                async with self._loading:
+                    if self._is_due(wanted):
+                        await self.load_newest()
+            if scope.cancelled_caught:
+                raise EngineError(f"loading version {wanted} of the policy timed out: try again")
+
+    def _is_due(self, wanted: int | None) -> bool:
+        if wanted is None:
+            return anyio.current_time() >= self._looked_up + NEWEST_TTL_S
+        return wanted > self._at
+
+    async def load_newest(self) -> None:
+        """Load the newest published policy, if there is any."""
+        while True:
+            self._looked_up = anyio.current_time()
+            try:
+                newest = await self._resources.latest(POLICY)
+            except NotFound:
+                return
+            if newest.version == self._at:
+                return
+            published = read_policy(newest)
+            if not published.is_served_by(self._served):
+                raise EngineError(
+                    f"this gateway serves {self._served.model!r}, but the run now trains "
+                    f"{published.model!r} or with other trainer settings: restart `whet serve`"
+                )
+            try:
+                await self._weights.load(published)
+            except EngineError:
+                if (await self._resources.latest(POLICY)).version == newest.version:
+                    raise
+                continue  # a newer policy was published, and the file of this one deleted
+            self._at, self.published = newest.version, published
+            logger.info("policy loaded version=%d resource=%d", published.version, newest.version)

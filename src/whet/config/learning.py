@@ -1,0 +1,351 @@
+"""Sections of learning: optimizer, loss, algorithm, rewards, loop, calls to train, evaluation."""
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from whet.config.section import Section
+
+
+class AdamStep(Section):
+    """Parameters of one AdamW step."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+LEARNING_RATES = {"lora": 1e-4, "full": 1e-6}
+"""Default learning rate by kind of weights; for full weights that of TRL and verl."""
+
+
+class AdamConfig(Section):
+    """AdamW, with a learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate; if absent 1e-4 for adapters and 1e-6 for full weights."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or decaying to 0 at the end of the run."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises to `lr`."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this norm."""
+
+    def at(self, step: int, steps: int, weights: Literal["lora", "full"] = "lora") -> AdamStep:
+        """Parameters of one step of a run that trains these weights; the first step is 0.
+
+        A pure function, so a resumed run continues the schedule.
+        """
+        lr = LEARNING_RATES[weights] if self.lr is None else self.lr
+        scale = min(1.0, (step + 1) / (self.warmup_steps + 1))
+        progress = max(0, step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        match self.schedule:
+            case "constant":
+                pass
+            case "linear":
+                scale *= 1 - progress
+            case "cosine":
+                scale *= (1 + math.cos(math.pi * progress)) / 2
+        # Not validated: the last steps of a schedule may have a rate of 0.
+        return AdamStep.model_construct(
+            lr=lr * scale,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+
+LOSS_NAMES = ("ppo", "importance_sampling", "cispo", "gspo", "dro", "cross_entropy")
+CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
+CLIP_RANGES = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+"""Default `clip_low` and `clip_high` of the losses that need others than 0.2 and 0.28."""
+
+
+class LossConfig(Section):
+    """The loss of a sampled token, named as Tinker names it where both exist."""
+
+    name: str = "ppo"
+    """`ppo` and `gspo` clip the ratio of trained to sampled probability, of a token or of a row;
+    `cispo` clips the weight of the ratio; `importance_sampling` does not clip; `dro` adds a squared
+    penalty on the distance from the sampler; `cross_entropy` imitates; or your own as
+    `module:function` or `file.py:function`."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Lower clip range of the ratio, below 1; if absent 0.2, for `gspo` 3e-4, for `cispo` 1."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper clip range of the ratio, above 1; if absent 0.28, for `gspo` 4e-4, for `cispo` 4."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Ratio beyond which a token with a negative advantage has no gradient (verl's `clip_ratio_c`,
+    TRL's `delta`); for `ppo` and `gspo`."""
+    correction: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = None
+    """Correction of a sampler whose probabilities differ from the trainer's, named as in TRL:
+    truncate the importance weight of tokens or rows to `correction_max` (TIS), or drop those beyond
+    it (MIS)."""
+    correction_max: Annotated[float, Field(ge=1)] = 3.0
+    """Largest importance weight, with `correction`."""
+    correction_min: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least importance weight, with a `correction` by mask: tokens or rows below it are dropped."""
+    old_logprobs: Literal["sampler", "recomputed"] = "sampler"
+    """Probability that ratios are relative to: the sampler's, or the trainer's before the first
+    update of a step."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the squared penalty; for `dro`."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL penalty against the model before training; 0 is off."""
+    entropy: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the entropy bonus; 0 is off."""
+    normalize: Literal["token", "rollout", "constant"] = "token"
+    """`token`: every sampled token of an update weighs the same; `rollout`: every rollout does;
+    `constant`: tokens weigh the same in every update, so that longer rollouts weigh more."""
+    tokens_per_rollout: Annotated[int, Field(ge=1)] | None = None
+    """Divisor of a rollout's sum with `constant`, such as the longest answer."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The range that ratios are clipped to."""
+        low, high = CLIP_RANGES.get(self.name, (0.2, 0.28))
+        return (
+            1 - (low if self.clip_low is None else self.clip_low),
+            1 + (high if self.clip_high is None else self.clip_high),
+        )
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return ":" in self.name
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if self.name not in LOSS_NAMES and not self.is_custom:
+            raise ValueError(
+                f"unknown loss {self.name!r}: choose among {', '.join(LOSS_NAMES)}, or name your "
+                "own as module:function or file.py:function"
+            )
+        for key, field in type(self).model_fields.items():
+            unread = not self.is_custom and key not in self._read_keys()
+            if unread and getattr(self, key) != field.default:
+                raise ValueError(f"{key} has no meaning for {self.name!r}: leave it out")
+        if self.correction is None and (self.correction_max, self.correction_min) != (3.0, 0.0):
+            raise ValueError("correction_max and correction_min are given with a correction")
+        if self.correction_min and self.correction not in ("token_mask", "sequence_mask"):
+            raise ValueError("correction_min is for 'token_mask' and 'sequence_mask'")
+        in_ratio = self.old_logprobs == "sampler" and self.name in ("cispo", "gspo")
+        if in_ratio and self.correction in ("token_truncate", "sequence_truncate"):
+            raise ValueError(
+                f"{self.name!r} bounds its own ratio to the sampler: choose a correction by mask, "
+                "or old_logprobs='recomputed'"
+            )
+        if (self.tokens_per_rollout is None) == (self.normalize == "constant"):
+            raise ValueError("tokens_per_rollout and normalize='constant' are given together")
+        return self
+
+    def _read_keys(self) -> set[str]:
+        """Keys that a built-in loss reads."""
+        keys = {"name", "kl", "entropy", "normalize", "tokens_per_rollout"}
+        if self.name in CLIPPED_LOSSES:
+            keys |= {"clip_low", "clip_high"}
+        if self.name in ("ppo", "gspo"):
+            keys |= {"dual_clip"}
+        if self.name == "dro":
+            keys |= {"beta"}
+        if self.name in (*CLIPPED_LOSSES, "importance_sampling"):
+            keys |= {"correction", "correction_max", "correction_min", "old_logprobs"}
+        return keys
+
+
+class AlgorithmConfig(Section):
+    """Credit assignment from rewards. A key that the chosen algorithm does not read is an error."""
+
+    name: str = "grpo"
+    """`grpo`, `rloo`, `reinforce`, `reinforce++`, `positive`, `greedy`, `best_of_n`,
+    `distillation`, or your own as `module:Class` or `file.py:Class`."""
+    credit: Literal["attempt", "turn"] = "attempt"
+    """`attempt`: every answer is credited with the attempt's reward; `turn`: each with the rewards
+    from it on, including those of turns, calls and agents."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of a reward per turn, with `credit` by `turn`."""
+    reward_keys: tuple[str, ...] = ()
+    """Further keys of emitted rewards that are added to the reward."""
+    logged_keys: tuple[str, ...] = ()
+    """Keys of emitted rewards that are only logged; any other key is an error."""
+    divide_by_std: bool = False
+    """`grpo`: divide by the group's standard deviation, as its paper does."""
+    group_baseline: bool = False
+    """`reinforce++`: subtract each group's mean before normalizing over the step."""
+    baseline_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """`reinforce`: decay of the running mean of rewards, per step."""
+    success_threshold: float = 1.0
+    """`greedy`: the least reward of a correct answer."""
+    teacher: str | None = None
+    """`distillation`: the model to learn from, named like `model`."""
+    oversample: Annotated[int, Field(ge=1)] = 1
+    """Draw more tasks for groups without a signal, up to this many times `tasks_per_step`."""
+
+
+class FailureRewardConfig(Section):
+    """Rewards of failed rollouts by kind; without one they are retried and then left out."""
+
+    agent: float | None = None
+    """Reward of a rollout whose agent raised, with what it sampled before."""
+    context: float | None = None
+    """Reward of a rollout whose prompt outgrew the model's context."""
+    timeout: float | None = None
+    """Reward of a rollout that ran longer than `runner.timeout_s`."""
+    reward: float | None = None
+    """Reward of a rollout whose agent returned no finite number."""
+
+
+class LengthConfig(Section):
+    """Truncated answers, and penalties on the length of answers."""
+
+    truncated: Literal["train", "mask", "mask_rollout"] = "train"
+    """Answers cut off at `max_tokens` or the end of the context: `train` them like any other,
+    `mask` them out of the loss, or `mask_rollout` all answers of their rollout. Their rewards count
+    in the baseline of their group either way."""
+    soft_limit: Annotated[int, Field(ge=0)] | None = None
+    """Tokens of an answer from which its reward is reduced, linearly up to `hard_limit`, as DAPO's
+    overlong shaping does."""
+    hard_limit: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of an answer from which its reward is reduced by all of `penalty`."""
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Reduction of the reward at `hard_limit`."""
+    token_cost: Annotated[float, Field(ge=0)] = 0.0
+    """Reduction of the reward for every sampled token."""
+
+    @property
+    def shapes(self) -> bool:
+        """Whether rewards depend on the length of answers."""
+        return self.hard_limit is not None or self.token_cost > 0
+
+    def cost(self, tokens: int) -> float:
+        """Reduction of the reward by an answer of so many tokens."""
+        cost = self.token_cost * tokens
+        if self.soft_limit is not None and self.hard_limit is not None:
+            over = (tokens - self.soft_limit) / (self.hard_limit - self.soft_limit)
+            cost += self.penalty * min(1.0, max(0.0, over))
+        return cost
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if (self.soft_limit is None) != (self.hard_limit is None):
+            raise ValueError("soft_limit and hard_limit are given together")
+        if (self.soft_limit or 0) >= (self.hard_limit or 1):
+            raise ValueError(
+                f"expected soft_limit below hard_limit, found {self.soft_limit} and "
+                f"{self.hard_limit}"
+            )
+        if self.hard_limit is None and self.penalty != 1.0:
+            raise ValueError("penalty is that of hard_limit: give both limits, or token_cost")
+        return self
+
+
+class CurriculumConfig(Section):
+    """Weights of solved and hopeless tasks, judged by the mean reward of their last group."""
+
+    solved_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Probability with which a solved task is drawn when it is its turn."""
+    solved_reward: float = 1.0
+    """Least mean reward of a solved task."""
+    hopeless_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Probability with which a hopeless task is drawn when it is its turn."""
+    hopeless_reward: float = 0.0
+    """Largest mean reward of a hopeless task."""
+
+    def weigh(self, reward: float | None) -> float:
+        """Return the probability of drawing a task whose last group had this mean reward."""
+        if reward is not None and reward >= self.solved_reward:
+            return self.solved_weight
+        if reward is not None and reward <= self.hopeless_reward:
+            return self.hopeless_weight
+        return 1.0
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> Self:
+        if self.hopeless_reward >= self.solved_reward:
+            raise ValueError("expected hopeless_reward below solved_reward")
+        return self
+
+
+class LoopConfig(Section):
+    """Order of collecting rollouts and training."""
+
+    name: Literal["on_policy", "overlapped"] = "on_policy"
+    """`on_policy`: a step's rollouts are sampled by the weights it updates; `overlapped`: rollouts
+    of later steps run while a step is trained."""
+    max_staleness: Annotated[int, Field(ge=1)] = 1
+    """`overlapped`: steps that a trained token may be behind."""
+    mini_batches: Annotated[int, Field(ge=1)] = 1
+    """Parts of a step's groups, with an optimizer update on each."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over a step's groups."""
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> Self:
+        if self.name == "on_policy" and self.max_staleness != 1:
+            raise ValueError("max_staleness has no meaning on policy: leave it out")
+        return self
+
+
+class SelectionConfig(Section):
+    """Selection of the calls to train; the others stay context. An empty key selects all."""
+
+    agents: tuple[str, ...] = ()
+    """Names of agents, from the URL or a header."""
+    models: tuple[str, ...] = ()
+    """Model names in requests."""
+    system_contains: str = ""
+    """Text that the conversation's system prompt must contain."""
+    tools: tuple[str, ...] = ()
+    """Tools that the request must offer."""
+
+
+class EvaluationConfig(Section):
+    """Comparison of models on held-out tasks: before, during and after training, and by
+    `whet eval`."""
+
+    greedy: bool = True
+    """Run every task once at temperature 0."""
+    samples: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Sampled rollouts per task; pass@k is reported for k up to this."""
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Temperature of the samples."""
+    pass_threshold: float = 1.0
+    """Least reward of a sample that passes, for pass@k."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations during training; 0 evaluates before and after it only. The model
+    of a run is then that of its best evaluated step."""
+    patience: Annotated[int, Field(ge=0)] = 0
+    """Evaluations in a row without a better one after which training stops; 0 never stops it."""
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> Self:
+        if self.patience and not self.every:
+            raise ValueError("patience counts the evaluations of `every`: set it too")
+        return self
+
+
+class SupervisedConfig(Section):
+    """Imitation of dialogues and preference pairs: `whet sft` and `whet dpo`, which compute `steps`
+    from these keys and the data."""
+
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over the data."""
+    batch_size: Annotated[int, Field(ge=1)] = 16
+    """Dialogues or pairs in an optimizer step."""
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    """Share of the data to hold out, unless held-out data is given."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 20
+    """Optimizer steps between checkpoints, each with a line of progress and the held-out loss."""
+    skip_long: bool = False
+    """Leave out dialogues that do not fit into the model's context; they are an error otherwise."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """`dpo`: weight of the log-ratio to the model before training; higher stays closer to it."""

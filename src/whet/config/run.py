@@ -1,0 +1,238 @@
+"""Config of a run, and how it is read: defaults, then the TOML file, then flags; the last wins.
+
+Validators check, they never set. The resolved config is saved with the run.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self, cast
+
+from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
+
+from whet.config.engines import (
+    LocalEngineConfig,
+    LocalTrainerConfig,
+    SGLangConfig,
+    TinkerConfig,
+    VLLMConfig,
+)
+from whet.config.learning import (
+    AdamConfig,
+    AlgorithmConfig,
+    CurriculumConfig,
+    EvaluationConfig,
+    FailureRewardConfig,
+    LengthConfig,
+    LoopConfig,
+    LossConfig,
+    SelectionConfig,
+    SupervisedConfig,
+)
+from whet.config.limits import BudgetConfig, CheckpointsConfig
+from whet.config.running import GatewayConfig, RunnerConfig, TrackingConfig
+from whet.config.section import Section, changed_keys
+from whet.errors import ConfigError
+
+
+def _read_kind(section: object) -> object:
+    """Tag of a union member: `kind`, which may be left out for the first one."""
+    if isinstance(section, dict):
+        return cast(dict[str, object], section).get("kind", "local")
+    return getattr(section, "kind", None)
+
+
+EngineConfig = Annotated[
+    Annotated[LocalEngineConfig, Tag("local")]
+    | Annotated[VLLMConfig, Tag("vllm")]
+    | Annotated[SGLangConfig, Tag("sglang")],
+    Discriminator(_read_kind),
+]
+TrainerConfig = Annotated[
+    Annotated[LocalTrainerConfig, Tag("local")] | Annotated[TinkerConfig, Tag("tinker")],
+    Discriminator(_read_kind),
+]
+
+UNIONS: dict[str, tuple[type[Section], ...]] = {
+    "engine": (LocalEngineConfig, VLLMConfig, SGLangConfig),
+    "trainer": (LocalTrainerConfig, TinkerConfig),
+}
+"""Sections whose keys depend on their `kind`; the first kind is the default."""
+
+
+class RunConfig(Section):
+    """Config of a run: everything besides the agent and its tasks."""
+
+    model: str = "tiny"
+    """`tiny`, `smollm2`, a Hugging Face model folder, or a name of the Hugging Face Hub; or the
+    start of training: a run, one of its checkpoints, or a PEFT adapter."""
+    start: Path | None = None
+    """The adapter or checkpoint that training starts from, saved where `model` named one; `model`
+    is then its base."""
+    dir: Path = Path(".whet")
+    """Directory of runs: each is in `<dir>/runs/<name>`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
+    """Name of the run; made from the date if absent."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the task order and of new weights; samples are not seeded."""
+    steps: Annotated[int, Field(ge=0)] = 20
+    """Training steps."""
+    tasks_per_step: Annotated[int, Field(ge=1)] = 8
+    """Tasks in a step, each a group of rollouts."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Rollouts of each task in a step."""
+    engine: EngineConfig = LocalEngineConfig()
+    trainer: TrainerConfig = LocalTrainerConfig()
+    adam: AdamConfig = AdamConfig()
+    loss: LossConfig = LossConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    failure_reward: FailureRewardConfig = FailureRewardConfig()
+    length: LengthConfig = LengthConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    loop: LoopConfig = LoopConfig()
+    selection: SelectionConfig = SelectionConfig()
+    supervised: SupervisedConfig = SupervisedConfig()
+    runner: RunnerConfig = RunnerConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    budget: BudgetConfig = BudgetConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def trained_weights(self) -> Literal["lora", "full"]:
+        """Kind of the weights that are trained."""
+        return "lora" if self.trainer.kind == "tinker" else self.trainer.weights
+
+    @model_validator(mode="after")
+    def _check_mini_batches(self) -> Self:
+        if self.loop.mini_batches > self.tasks_per_step:
+            raise ValueError(
+                f"loop.mini_batches is {self.loop.mini_batches}, but a step has "
+                f"{self.tasks_per_step} tasks, which are not divided: raise tasks_per_step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_selection(self) -> Self:
+        endpoints = (endpoint.partition("=") for endpoint in self.gateway.endpoints)
+        upstreams = {name: url for name, _, url in endpoints}
+        for name in self.selection.models:
+            if name in upstreams:
+                raise ValueError(
+                    f"selection.models names {name!r}, which is {upstreams[name]} by "
+                    "gateway.endpoints: it answers with text, not token ids, and cannot be "
+                    "trained; leave it out there"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_start(self) -> Self:
+        if self.start is None:
+            return self
+        if self.trainer.kind == "tinker":
+            raise ValueError("a Tinker service starts from no adapter or checkpoint: leave it out")
+        if self.loss.kl > 0:
+            raise ValueError(
+                "loss.kl holds to the model before training, which must be a model folder: make "
+                "one with `whet models merge` and start from it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tinker(self) -> Self:
+        if self.trainer.kind != "tinker":
+            return self
+        other_engine = {"kind"} if self.engine.kind != "local" else set[str]()
+        unsupported = {
+            "engine": changed_keys(self.engine) | other_engine,
+            "loss": changed_keys(self.loss)
+            & {"dual_clip", "correction", "old_logprobs", "kl", "entropy"},
+        }
+        for section, keys in unsupported.items():
+            if keys:
+                raise ValueError(
+                    f"{section}.{min(keys)} has no meaning with trainer.kind 'tinker', whose "
+                    "service decides it or cannot do it: leave it out"
+                )
+        if self.loss.is_custom:
+            raise ValueError(
+                f"the loss {self.loss.name!r} needs trainer.kind 'local': a Tinker service has "
+                "losses of its own"
+            )
+        if self.loss.name == "dro":
+            raise ValueError(
+                "loss.name 'dro' of a Tinker service also pulls at tokens that were not sampled: "
+                "choose another"
+            )
+        if self.runner.temperature not in (None, 1.0):
+            raise ValueError("a Tinker service trains at runner.temperature 1 alone")
+        return self
+
+
+def merge(base: Mapping[str, JsonValue], over: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`base` with the values of `over` in their places, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = merge(below, value)
+        merged[key] = value
+    return merged
+
+
+def read_toml(path: Path) -> dict[str, JsonValue]:
+    """Read a TOML file. Raises ConfigError if it cannot be read or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
+
+
+def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
+    """Validate config values. Raises ConfigError with the first fault, in one line."""
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from error
+
+
+def explain(error: ValidationError) -> str:
+    """The first fault pydantic found, in one line that names the key."""
+    fault = error.errors()[0]
+    section, *rest = fault["loc"] or ("",)
+    if section in UNIONS and rest:  # pydantic puts the union's tag after the section
+        kind, *rest = rest
+        if fault["type"] == "extra_forbidden" and len(rest) == 1:
+            return _explain_other_kind(str(section), str(kind), str(rest[0]))
+    key = ".".join(str(part) for part in (section, *rest))
+    if fault["type"] == "union_tag_invalid":
+        kinds = [_kind_name(member) for member in UNIONS[str(section)]]
+        found = fault["input"]["kind"]
+        return f"config key '{key}.kind': expected one of {', '.join(kinds)}, found {found!r}"
+    if fault["type"] == "union_tag_not_found":
+        return f"config key {key!r}: expected a section with keys, found {fault['input']!r}"
+    if fault["type"] == "extra_forbidden":
+        return f"unknown config key {key!r}: `whet train --help-config` lists the keys"
+    if isinstance(fault["input"], dict):  # a whole section: its keys do not go together
+        why = fault["msg"].removeprefix("Value error, ")
+        return f"config section {key!r}: {why}" if key else why
+    return f"config key {key!r}: {fault['msg'].lower()}, found {fault['input']!r}"
+
+
+def _explain_other_kind(section: str, kind: str, key: str) -> str:
+    fields = {_kind_name(member): set(member.model_fields) for member in UNIONS[section]}
+    others = " and ".join(repr(name) for name, keys in fields.items() if key in keys)
+    known = f"{kind!r} has {', '.join(sorted(fields[kind] - {'kind'}))}"
+    if not others:
+        return f"unknown config key '{section}.{key}': {section}.kind {known}"
+    return (
+        f"config key '{section}.{key}' does not apply to {section}.kind {kind!r}, but to {others}: "
+        f"{known}"
+    )
+
+
+def _kind_name(member: type[Section]) -> str:
+    return str(member.model_fields["kind"].default)

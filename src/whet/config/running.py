@@ -1,0 +1,64 @@
+"""Sections of what surrounds learning: runners, gateway, trackers."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from whet.config.section import Section
+
+TracerName = Literal["otel", "openai-agents"]
+
+
+class RunnerConfig(Section):
+    """Execution of agents."""
+
+    concurrency: Annotated[int, Field(ge=1)] = 64
+    """Attempts that run at once, in all processes."""
+    processes: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Processes to run agents in; as many as `concurrency` give each attempt one of its own, and 0
+    runs all attempts in this process. If absent half the cores, at most 8, for agents that can be
+    imported by name on a machine with more than two cores."""
+    tracer: TracerName | None = None
+    """Record the spans of an agent's SDK: `otel` those of OpenTelemetry, `openai-agents` those of
+    the OpenAI Agents SDK, which are then not uploaded."""
+    lease_s: Annotated[float, Field(ge=1)] = 30.0
+    """Seconds without a heartbeat before a runner counts as dead and its attempts run again."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Time limit of one attempt in seconds."""
+    max_attempts: Annotated[int, Field(ge=1)] = 2
+    """Attempts of a rollout whose agent raises or whose worker dies."""
+    temperature: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Temperature of training rollouts; the agent's own if absent."""
+
+
+class GatewayConfig(Section):
+    """The endpoint that agents call."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on; 0 is any free one."""
+    models: tuple[str, ...] = ()
+    """Further model names for the policy."""
+    endpoints: tuple[str, ...] = ()
+    """Other models for agents, each `NAME=MODEL@URL` of an OpenAI-compatible API: text only, never
+    recorded, never trained. The key is in `WHET_NAME_KEY`, else in `OPENAI_API_KEY`."""
+    trace_header: str = "trace_id"
+    """Request header that may name the attempt, besides the URL and the API key."""
+    allow_unattributed: bool = False
+    """Serve calls that name no attempt, with the gateway's own key; they are never recorded."""
+    keep_thinking: bool = False
+    """Keep the thinking of earlier turns in the context even where the template drops it."""
+
+
+class TrackingConfig(Section):
+    """Trackers of a run's metrics, besides the terminal and the store."""
+
+    names: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...] = ("jsonl",)
+    """Any of `jsonl`, `tensorboard`, `wandb` and `mlflow`; all but the first need an extra."""
+    project: Annotated[str, Field(min_length=1)] = "whet"
+    """The project of W&B, and the experiment of MLflow."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """`offline` needs no account; W&B's own setting if absent."""
+    mlflow_uri: str | None = None
+    """MLflow's server or database; `MLFLOW_TRACKING_URI`, else `<dir>/mlflow.db`, if absent."""

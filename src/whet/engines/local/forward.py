@@ -1,0 +1,293 @@
+"""Forward passes of the local engine: new tokens of some rows in, logits out, keys and values kept.
+
+`EagerForward` runs the policy's model as it is, with attention over whole rows and a mask.
+`CudaGraphForward` is for a GPU: every pass has one of few shapes, attention reads the KV pool by
+position and length, and so each shape is captured once as a CUDA graph and replayed. A step of
+SmolLM2-135M launches 1,500 kernels; on an H200 at batch 256 it takes 17 ms eagerly, 2.7 ms as a
+graph.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from whet.engines.local import pool_attention as attention
+from whet.engines.local.batch import KVCache
+from whet.errors import ConfigError, EngineError, boundary
+from whet.models.huggingface import LocalPolicy
+
+logger = logging.getLogger(__name__)
+
+Ids = NDArray[np.int64]
+
+MIN_PREFILL_WIDTH = 16
+"""Columns of the narrowest prefill; wider ones are powers of two."""
+MAX_LOGIT_GAP = 0.5
+"""Mean difference in logits up to which two implementations agree; far above bf16 rounding."""
+COMPARED_LOGITS = 100
+"""Number of the highest logits that are compared."""
+CAPTURE_LOCK = threading.Lock()
+"""Held while a graph is captured: a capture begins by synchronizing the GPU, which is forbidden
+during another capture, and all captures of a process use one stream."""
+
+
+class Forward(Protocol):
+    """Runs the model on the rows of its cache. Used by one thread, under the policy's lock."""
+
+    cache: KVCache
+    prefill_tokens: int
+    """Maximum number of padded tokens in a prefill pass; bounds its memory."""
+
+    def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+        """Compute and cache the keys and values of each row's new tokens."""
+        ...
+
+    def step(self, token_B: Ids) -> Tensor:
+        """Append one token to every active row; returns the logits of the next token, (B, V)."""
+        ...
+
+
+class BatchLayout(NamedTuple):
+    """The tokens of a pass and their positions, in host memory."""
+
+    ids_BT: Ids
+    position_BT: Ids
+    index_BT: Ids
+    """Position of the pool that each token's keys and values are written to."""
+    base_B: Ids
+    """Position of the pool at which each row begins."""
+
+    @classmethod
+    def of_prefill(
+        cls,
+        cache: KVCache,
+        rows: Sequence[int],
+        news: Sequence[Sequence[int]],
+        shape: Sequence[int],
+    ) -> "BatchLayout":
+        """New tokens of some rows; padding is written to the padding position."""
+        ids_BT, position_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        index_BT = np.full(shape, cache.padding_position, np.int64)
+        base_B = np.full(shape[0], cache.padding_position, np.int64)
+        base_B[: len(rows)] = np.asarray(rows) * cache.capacity
+        for i, (row, new) in enumerate(zip(rows, news, strict=True)):
+            count = len(new)
+            ids_BT[i, :count] = new
+            position_BT[i, :count] = cache.length_S[row] + np.arange(count)
+            index_BT[i, :count] = base_B[i] + position_BT[i, :count]
+        return cls(ids_BT, position_BT, index_BT, base_B)
+
+    @classmethod
+    def of_step(cls, cache: KVCache, token_B: Ids, rows: int) -> "BatchLayout":
+        """One token for each active row, padded to a number of rows."""
+        active = len(token_B)
+        ids_BT, position_BT = np.zeros((rows, 1), np.int64), np.zeros((rows, 1), np.int64)
+        base_B = np.full(rows, cache.padding_position, np.int64)
+        ids_BT[:active, 0] = token_B
+        position_BT[:active, 0] = cache.length_S[:active]
+        base_B[:active] = np.arange(active) * cache.capacity
+        return cls(ids_BT, position_BT, base_B[:, None] + position_BT, base_B)
+
+
+class EagerForward(Forward):
+    """Runs the model as it is, on any device."""
+
+    prefill_tokens = 4096
+
+    def __init__(self, policy: LocalPolicy) -> None:
+        self.cache = KVCache()
+        self._policy = policy
+
+    def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+        shape = (len(rows), max(map(len, news)))
+        self._run(rows, BatchLayout.of_prefill(self.cache, rows, news, shape), keep=0)
+        self.cache.extend(rows, news)
+
+    def step(self, token_B: Ids) -> Tensor:
+        rows = slice(0, len(token_B))
+        layout = BatchLayout.of_step(self.cache, token_B, len(token_B))
+        logits_BV = self._run(rows, layout, keep=1)[:, -1]
+        self.cache.extend_active(token_B)
+        return logits_BV
+
+    def _run(self, rows: slice | Sequence[int], layout: BatchLayout, *, keep: int) -> Tensor:
+        cache, device = self.cache, self._policy.device
+        cache.read_rows, cache.read_length = rows, int(layout.position_BT.max()) + 1
+        ids_BT, position_BT, index_BT = (torch.from_numpy(a).to(device) for a in layout[:3])
+        cache.write_index_N = index_BT.flatten()
+        column_L = torch.arange(cache.read_length, device=device)
+        width = ids_BT.shape[1]
+        output = self._policy.model(
+            input_ids=ids_BT,
+            attention_mask=column_L <= position_BT[:, None, :, None],
+            position_ids=position_BT,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=torch.arange(width - keep, width, device=device),
+        )
+        return output.logits
+
+
+class CudaGraphForward(Forward):
+    """Passes of few shapes, each a CUDA graph. On a CPU they run without graphs, for tests."""
+
+    prefill_tokens = 16_384
+
+    def __init__(self, policy: LocalPolicy, positions: int) -> None:
+        self._device = policy.device
+        self._model = attention.clone_for_pool(cast(PreTrainedModel, policy.model))
+        layers = int(self._model.config.get_text_config().num_hidden_layers)
+        self.cache = KVCache(positions, layers)
+        self._graphs: dict[tuple[int, int], _CapturedGraph] = {}
+        self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        """Memory that the graphs share, since only one runs at a time."""
+
+    def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+        width = max(MIN_PREFILL_WIDTH, _power_of_two(max(map(len, news))))
+        shape = (round_rows(len(rows)), width)
+        self._run(BatchLayout.of_prefill(self.cache, rows, news, shape))
+        self.cache.extend(rows, news)
+
+    def step(self, token_B: Ids) -> Tensor:
+        active = len(token_B)
+        logits_BV = self._run(BatchLayout.of_step(self.cache, token_B, round_rows(active)))
+        self.cache.extend_active(token_B)
+        return logits_BV[:active]
+
+    def _run(self, layout: BatchLayout) -> Tensor:
+        shape = (layout.ids_BT.shape[0], layout.ids_BT.shape[1])
+        captured = self._graphs.get(shape)
+        if captured is None:
+            captured = self._graphs[shape] = _CapturedGraph(shape, self._device)
+        captured.fill(layout)
+        if self._device.type != "cuda":
+            return self._compute(captured)
+        if captured.graph is None:
+            with CAPTURE_LOCK:
+                self._capture(captured)
+        assert captured.graph is not None
+        captured.graph.replay()
+        return captured.output
+
+    def _capture(self, captured: "_CapturedGraph") -> None:
+        """Run once, so that lazy initialization is done, then capture."""
+        self._compute(captured)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may be training and allocate memory.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            captured.output = self._compute(captured)
+        captured.graph = graph
+
+    def _compute(self, captured: "_CapturedGraph") -> Tensor:
+        """Run the model: logits of a step; the result of a prefill is not used."""
+        cache, one_token = self.cache, captured.width == 1
+        cache.read_rows, cache.read_length = None, 0
+        cache.write_index_N = captured.index_N
+        run = self._model if one_token else self._model.base_model
+        output = run(
+            input_ids=captured.ids_BT,
+            # transformers passes a 4-D mask on unchanged; the attention uses `pool_rows` instead.
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device),
+            position_ids=captured.position_BT,
+            past_key_values=cache,
+            use_cache=True,
+            pool_rows=attention.PoolRows(captured.base_B, captured.position_BT),
+        )
+        return output.logits[:, -1] if one_token else output.last_hidden_state
+
+
+class _CapturedGraph:
+    """The input tensors of one shape, at fixed addresses, and their graph."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        rows, self.width = shape
+        size = rows * self.width
+        self._inputs = torch.zeros(3 * size + rows, dtype=torch.int64, device=device)
+        self.ids_BT = self._inputs[:size].view(shape)
+        self.position_BT = self._inputs[size : 2 * size].view(shape)
+        self.index_N = self._inputs[2 * size : 3 * size]
+        self.base_B = self._inputs[3 * size :]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.output = torch.empty(0)
+
+    def fill(self, layout: BatchLayout) -> None:
+        """Copy a layout to the device in one transfer."""
+        self._inputs.copy_(torch.from_numpy(np.concatenate([part.ravel() for part in layout])))
+
+
+def check_sampling(policy: LocalPolicy) -> None:
+    """Check by a tiny row that sampling with a KV cache gives the model's own logits.
+
+    Raises:
+        ConfigError: it does not, or the model has layers whose state is not kept.
+    """
+    name = policy.wrapped.config.model_type
+    advice = "sample with --engine vllm or --engine sglang"
+    if policy.partial_layers:
+        raise ConfigError(
+            "the local engine serves models with full attention in every layer; "
+            f"{name!r} has {', '.join(policy.partial_layers)}: {advice}"
+        )
+    with boundary(ConfigError, f"the local engine cannot serve {name!r}, {advice}"):
+        gap = _sampling_gap(EagerForward(policy), policy, positions=0)
+    if gap > (0.01 if policy.dtype == torch.float32 else MAX_LOGIT_GAP):
+        raise ConfigError(
+            f"the local engine cannot serve {name!r}: its logits with a KV cache differ by "
+            f"{gap:.2f} from a plain pass; {advice}"
+        )
+
+
+def build_forward(policy: LocalPolicy, positions: int) -> Forward:
+    """Choose the fastest implementation on the policy's device, with a pool of `positions`."""
+    if policy.device.type == "cpu" or not attention.has_kernel():
+        return EagerForward(policy)
+    graphs = CudaGraphForward(policy, positions)
+    if _agrees_with_model(graphs, policy):
+        return graphs
+    logger.warning("the model's attention is not supported by CUDA graphs; sampling without them")
+    return EagerForward(policy)
+
+
+def _agrees_with_model(graphs: CudaGraphForward, policy: LocalPolicy) -> bool:
+    """Whether CUDA-graph passes compute what the model computes."""
+    with suppress(EngineError):
+        gap = _sampling_gap(graphs, policy, graphs.cache.positions)
+        logger.info("CUDA graphs compared with the model logit_gap=%.4f", gap)
+        return gap < MAX_LOGIT_GAP
+    return False
+
+
+@torch.inference_mode()
+def _sampling_gap(forward: Forward, policy: LocalPolicy, positions: int) -> float:
+    """Mean difference of the highest logits after a prefill and a step to those of a plain pass."""
+    ids = np.arange(8) % policy.vocabulary
+    cache = forward.cache
+    with policy.lock:
+        plain = policy.model(input_ids=torch.tensor(ids[None], device=policy.device)).logits[0, -1]
+        cache.resize(1, positions or len(ids))
+        cache.active = 1
+        forward.prefill([0], [ids[:-1].tolist()])
+        own = forward.step(ids[-1:])[0]
+        cache.active = 0
+        cache.clear()
+    top = plain.topk(min(COMPARED_LOGITS, len(plain))).indices
+    return (plain[top] - own[top]).abs().mean().item()
+
+
+def round_rows(rows: int) -> int:
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a third of the rows is padding."""
+    power = _power_of_two(rows)
+    return 3 * power // 4 if rows <= 3 * power // 4 and power > 2 else power
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,1 @@
+"""Engines over HTTP: vLLM and SGLang servers and their replicas."""

@@ -1,0 +1,128 @@
+"""API keys of attempts, and which attempt a request belongs to.
+
+A request identifies its attempt by URL path, API key, header and W3C baggage, in any combination.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote
+
+from whet.errors import RequestError, WhetError
+from whet.types import AttemptId
+
+if TYPE_CHECKING:  # minting keys needs no HTTP framework
+    from starlette.requests import Request
+
+AGENT_HEADER = "x-whet-agent"
+BAGGAGE_KEY = "whet.attempt"
+KEY_PREFIX = "whet-"
+MAC_LENGTH = 32
+
+REWARDS = "rewards:"
+"""Scope of the keys that post rewards; ids of attempts have no colon."""
+
+ANY_ATTEMPT = AttemptId("*")
+"""Attempt of the gateway's own key: the URL, a header or baggage then names the real one."""
+
+
+class Unauthorized(WhetError):
+    """The API key is missing, invalid, or of another attempt."""
+
+
+# ------------------------------------------------------------------- keys
+
+
+def derive_secret(token: str, run: str) -> bytes:
+    """Derive the secret of a run's keys from a store's token, where processes share no more.
+
+    The token cannot be computed from a key.
+    """
+    key = hashlib.sha256(token.encode()).digest()
+    return hashlib.blake2b(run.encode(), key=key, person=b"whet gateway").digest()
+
+
+def mint_key(attempt: AttemptId, secret: bytes) -> str:
+    """Return the API key of an attempt, or with ANY_ATTEMPT of the gateway itself."""
+    return f"{KEY_PREFIX}{attempt}-{_mac(attempt, secret)}"
+
+
+def mint_reward_key(attempt: AttemptId, secret: bytes) -> str:
+    """Return the key that posts rewards of an attempt, which its API key cannot."""
+    return f"{KEY_PREFIX}{attempt}-{_mac(REWARDS + attempt, secret)}"
+
+
+def read_key(key: str, secret: bytes, scope: str = "") -> AttemptId | None:
+    """Return the attempt a key was minted for, or None if another secret or nobody minted it."""
+    body, _, mac = key.removeprefix(KEY_PREFIX).rpartition("-")
+    genuine = key.startswith(KEY_PREFIX) and hmac.compare_digest(
+        mac.encode(), _mac(scope + body, secret).encode()
+    )
+    return AttemptId(body) if genuine else None
+
+
+def _mac(attempt: str, secret: bytes) -> str:
+    return hmac.new(secret, attempt.encode(), hashlib.sha256).hexdigest()[:MAC_LENGTH]
+
+
+# ------------------------------------------------------------------- requests
+
+
+class Caller(NamedTuple):
+    """The attempt and the agent that a request comes from."""
+
+    attempt: AttemptId | None
+    agent: str
+
+
+def identify_caller(
+    request: "Request", secret: bytes, trace_header: str, scope: str = ""
+) -> Caller:
+    """Return the attempt and agent of a request, by a key of the scope.
+
+    Raises:
+        Unauthorized: the key is missing, invalid, or of another attempt.
+        RequestError: the request names two attempts.
+    """
+    headers, prefix = request.headers, request.state
+    keys = _candidate_keys(headers.get("authorization", ""), headers.get("x-api-key", ""))
+    holders = {holder for key in keys if key and (holder := read_key(key, secret, scope))}
+    if not holders:
+        name = "reward key (llm.reward_key)" if scope else "API key (llm.api_key)"
+        raise Unauthorized(f"send the attempt's {name} as `Authorization: Bearer` or `x-api-key`")
+    baggage = _read_baggage(headers.getlist("baggage"))
+    names = (prefix.attempt, *headers.getlist(trace_header), *baggage)
+    named = {AttemptId(name) for name in names if name}
+    if len(named) > 1:
+        raise RequestError(f"the request names several attempts: {', '.join(sorted(named))}")
+    own = holders - {ANY_ATTEMPT}
+    if len(own) > 1:
+        raise RequestError(f"the API keys are of several attempts: {', '.join(sorted(own))}")
+    if own and named - own:
+        raise Unauthorized(f"this API key is not of attempt {min(named)!r}")
+    agent = prefix.agent or headers.get(AGENT_HEADER, "")
+    return Caller(min(named | own, default=None), agent)
+
+
+def require_attempt(attempt: AttemptId | None) -> AttemptId:
+    """Return the attempt of a request that must name one. Raises Unauthorized."""
+    if attempt is None:
+        raise Unauthorized("the request names no attempt: use the attempt's own URL or key")
+    return attempt
+
+
+def _candidate_keys(authorization: str, api_key: str) -> list[str]:
+    """Return what may be our key: clients may send another provider's key in the other header."""
+    scheme, _, key = authorization.partition(" ")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return [bearer, api_key.strip()]
+
+
+def _read_baggage(headers: Sequence[str]) -> list[str]:
+    named: list[str] = []
+    for member in ",".join(headers).split(","):
+        name, _, value = member.partition(";")[0].partition("=")
+        if name.strip() == BAGGAGE_KEY:
+            named.append(unquote(value.strip()))
+    return named

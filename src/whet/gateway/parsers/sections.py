@@ -1,0 +1,128 @@
+"""Tool calls in a section between special tokens, as DeepSeek, Kimi and Solar write them.
+
+DeepSeek V3 and R1 (the real bars are full-width, the spaces U+2581):
+    <|tool calls begin|><|tool call begin|>function<|tool sep|>calculator
+    ```json
+    {"expression": "2 + 3"}
+    ```<|tool call end|><|tool calls end|>
+DeepSeek V3.1:
+    <|tool calls begin|><|tool call begin|>calculator<|tool sep|>{"expression": "2 + 3"}
+    <|tool call end|><|tool calls end|>
+Kimi K2:
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0
+    <|tool_call_argument_begin|>{"expression": "2 + 3"}<|tool_call_end|>
+    <|tool_calls_section_end|>
+Solar:
+    <|tool_calls|><|tool_call:begin|>a1b2c3<|tool_call:name|>calculator
+    <|tool_call:args|>{"expression": "2 + 3"}<|tool_call:end|>
+functionary 3.1:
+    <function=calculator>{"expression": "2 + 3"}</function>
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from whet.gateway.parsers.parser import (
+    ParsedOutput,
+    ToolCallFormat,
+    ToolParser,
+    match_all,
+    new_call,
+    require_all,
+)
+
+
+@dataclass
+class SectionParser(ToolParser):
+    """Parse a section of calls. Text after the section is not part of the message."""
+
+    format: ToolCallFormat
+    close: str
+    """End of the section, which starts with the format's marker; "" if the turn ends it."""
+    call: re.Pattern[str]
+    """One call, with the groups `name`, `arguments` and perhaps `id`."""
+
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        before, found, after = text.partition(self.format.markers[0])
+        if not found:
+            return None
+        section = after.partition(self.close)[0] if self.close else after
+        matches = match_all(self.call, section) or []
+        calls = require_all(
+            [
+                new_call(m["name"], _strip_fence(m["arguments"]), m.groupdict().get("id") or "")
+                for m in matches
+            ]
+        )
+        return ParsedOutput(before.rstrip(), calls) if calls else None
+
+
+def _strip_fence(arguments: str) -> str:
+    """Arguments without the code fence that DeepSeek V3 and R1 put around them."""
+    return arguments.strip().removeprefix("```json").removesuffix("```").strip()
+
+
+def _deepseek_token(words: str) -> str:
+    return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
+
+
+def _section(name: str, begin: str, *tokens: str) -> ToolCallFormat:
+    return ToolCallFormat(
+        name, template_marks=(begin,), markers=(begin,), special_tokens=(begin, *tokens)
+    )
+
+
+CALL, CALL_END, SEP = (_deepseek_token(w) for w in ("tool call begin", "tool call end", "tool sep"))
+CALLS, CALLS_END = _deepseek_token("tool calls begin"), _deepseek_token("tool calls end")
+DEEPSEEK = SectionParser(
+    _section("deepseek", CALLS, CALLS_END, CALL, CALL_END, SEP),
+    close=CALLS_END,
+    call=re.compile(
+        rf"\s*+{CALL}(?:function{SEP})?+(?P<name>[^\s<]++)(?:{SEP})?+"
+        rf"(?P<arguments>.*?){CALL_END}\s*+",
+        re.DOTALL,
+    ),
+)
+KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI = SectionParser(
+    _section(
+        "kimi",
+        KIMI_BEGIN,
+        KIMI_END,
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
+    close=KIMI_END,
+    call=re.compile(
+        r"\s*+<\|tool_call_begin\|>\s*+(?P<id>(?:functions\.)?(?P<name>[^\s<:]++)(?::\d++)?+)\s*+"
+        r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>\s*+",
+        re.DOTALL,
+    ),
+)
+SOLAR = SectionParser(
+    _section(
+        "solar",
+        "<|tool_calls|>",
+        "<|tool_call:begin|>",
+        "<|tool_call:name|>",
+        "<|tool_call:args|>",
+        "<|tool_call:end|>",
+    ),
+    close="",
+    call=re.compile(
+        r"\s*+<\|tool_call:begin\|>(?P<id>[^<]*+)<\|tool_call:name\|>(?P<name>[^\s<]++)"
+        r"<\|tool_call:args\|>(?P<arguments>.*?)<\|tool_call:end\|>\s*+",
+        re.DOTALL,
+    ),
+)
+FUNCTIONARY = SectionParser(
+    ToolCallFormat("functionary", template_marks=("<function=",), markers=("<function=",)),
+    close="",
+    call=re.compile(
+        r"\s*+(?:<function=)?+(?P<name>[^\s<>{]++)>(?P<arguments>\{.*?\})</function>\s*+", re.DOTALL
+    ),
+)

@@ -1,0 +1,1 @@
+"""Chat templates: detect their format, render prompts, verify continuations, decode output."""

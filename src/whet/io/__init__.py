@@ -1,0 +1,1 @@
+"""File, server, signal and trace formats that every part may use."""

@@ -1,0 +1,33 @@
+"""The URL of an attempt at a gateway: `<gateway>/rollout/<id>/attempt/<id>[/agent/<name>]/v1`."""
+
+import re
+from typing import NamedTuple
+
+from whet.types import Attempt
+
+ATTEMPT_PREFIX = re.compile(
+    r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)(?:/agent/(?P<agent>[^/]+))?)?"
+    r"(?:/v1){0,2}(?=/)"
+)
+"""The beginning of a request's path, before the endpoint; every group is optional. Clients that add
+`/v1` to a base URL that has it already are accepted, and so are those that leave it out."""
+
+_IDS = re.compile(r"/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/")
+
+
+class AttemptIds(NamedTuple):
+    """Ids in the URL of an attempt; empty if the URL names none."""
+
+    rollout: str
+    attempt: str
+
+
+def build_attempt_url(gateway: str, attempt: Attempt) -> str:
+    """Return the base URL that an attempt's client uses at a gateway."""
+    return f"{gateway}/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
+
+
+def parse_attempt_ids(url: str) -> AttemptIds:
+    """Read the ids back from the base URL of an attempt."""
+    found = _IDS.search(url)
+    return AttemptIds(found["rollout"], found["attempt"]) if found else AttemptIds("", "")

@@ -1,0 +1,108 @@
+"""Files that survive a kill: atomic writes of files and folders, and append-only JSON lines."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from whet.errors import ConfigError
+
+PARTIAL = ".{}.partial"
+"""Name of a file or folder while it is written, by its final name."""
+
+
+@contextmanager
+def atomic_file(file: Path) -> Generator[Path]:
+    """Yield a path to write to, which is renamed to the file at the end of the block."""
+    partial = file.with_name(PARTIAL.format(file.name))
+    partial.unlink(missing_ok=True)
+    yield partial
+    _sync(partial)
+    os.replace(partial, file)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Generator[Path]:
+    """Yield an empty folder to fill, which replaces the folder at the end of the block.
+
+    The files are on disk before the rename, so a power cut does not leave empty ones. Their modes
+    are those of new files: some writers make files that only their owner can read.
+    """
+    partial = folder.with_name(PARTIAL.format(folder.name))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    mode = partial.stat().st_mode & 0o666  # what the umask allows
+    for path in [*partial.rglob("*"), partial]:
+        if path.is_file():
+            path.chmod(mode)
+        _sync(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class JsonLines:
+    """A file of JSON objects, one a line. Several processes may append to it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError if the file cannot be opened or created."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._cut_torn_line()
+        except OSError as error:
+            raise ConfigError(f"cannot write to {str(path)!r}: {error.strerror}") from error
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Read the objects. Any: their values are the writer's.
+
+        Raises:
+            ConfigError: a line is not a JSON object.
+        """
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    value = json.loads(line)
+                except ValueError:
+                    value = None
+                if not isinstance(value, dict):
+                    raise ConfigError(
+                        f"{str(self.path)!r} line {number} is not a JSON object: "
+                        "repair or move the file"
+                    )
+                yield value
+
+    def append(self, *values: Mapping[str, object]) -> None:
+        """Append lines, all in one write."""
+        text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        with self._lock() as file:
+            file.write(text.encode())
+
+    def _cut_torn_line(self) -> None:
+        """Remove a last line without its end, which a kill or a full disk leaves."""
+        with self._lock() as file:
+            file.seek(0)
+            written = file.readall()
+            whole = written.rfind(b"\n") + 1
+            if whole < len(written):
+                file.truncate(whole)
+
+    @contextmanager
+    def _lock(self) -> Generator[FileIO]:
+        with self.path.open("a+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            yield file

@@ -1,0 +1,118 @@
+"""Long-running processes: signals, supervisors, restarts with backoff, free ports."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+
+import anyio
+from anyio import CancelScope, create_task_group
+from anyio.abc import TaskStatus
+
+SUPERVISED = "WHET_SUPERVISED"
+"""Variable that a supervisor sets; its death closes our stdin."""
+
+
+class Stop:
+    """A request to stop the process."""
+
+    def __init__(self) -> None:
+        self.requested = anyio.Event()
+        self._scopes = set[CancelScope]()
+
+    @contextmanager
+    def cancel_on_request(self) -> Generator[None]:
+        """Cancel the block, without an error, once the stop is requested."""
+        with CancelScope() as scope:
+            self._scopes.add(scope)
+            if self.requested.is_set():
+                scope.cancel()
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+
+    def request(self) -> None:
+        """Request the stop."""
+        self.requested.set()
+        for scope in self._scopes:
+            scope.cancel()
+
+
+@asynccontextmanager
+async def stoppable() -> AsyncGenerator[Stop]:
+    """Request a stop on Ctrl-C and SIGTERM; on the second signal the process exits at once."""
+    stop = Stop()
+
+    async def listen(*, task_status: TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for _ in signals:
+                if stop.requested.is_set():
+                    sys.stdout.flush()
+                    os._exit(130)
+                stop.request()
+
+    async with create_task_group() as tasks:
+        await tasks.start(listen)
+        yield stop
+        tasks.cancel_scope.cancel()
+
+
+def interrupt_on_sigterm() -> None:
+    """Treat SIGTERM as Ctrl-C, which a process started in the background may ignore."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+
+
+def follow_supervisor() -> None:
+    """End this process when the supervisor that started it is gone, even if it was killed."""
+    if os.environ.pop(SUPERVISED, None) is None:
+        return
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="whet-supervised", daemon=True).start()
+
+
+class RestartBackoff:
+    """Pauses between the restarts of a process that dies, and when to give up."""
+
+    def __init__(
+        self,
+        *,
+        first_pause_s: float = 0.5,
+        longest_pause_s: float = 30.0,
+        healthy_s: float = 60.0,
+        max_deaths: int = 6,
+    ) -> None:
+        """`healthy_s`: a process that lived longer starts the count of deaths anew.
+
+        `max_deaths` in a row: it is not restarted again.
+        """
+        self.deaths = 0
+        """In a row, each after less than `healthy_s`."""
+        self._first_pause_s = first_pause_s
+        self._longest_pause_s = longest_pause_s
+        self._healthy_s = healthy_s
+        self._max_deaths = max_deaths
+
+    def count_death(self, lived_s: float) -> float | None:
+        """Count a death; returns the pause in seconds before the restart, or None to give up."""
+        self.deaths = 1 if lived_s > self._healthy_s else self.deaths + 1
+        if self.deaths >= self._max_deaths:
+            return None
+        return min(self._first_pause_s * 2 ** (self.deaths - 1), self._longest_pause_s)
+
+
+def find_free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

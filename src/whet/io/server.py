@@ -1,0 +1,77 @@
+"""An ASGI server in its own thread, so that code which blocks its event loop cannot stop it."""
+
+import logging
+import socket
+import threading
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from whet.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 120
+"""Longer than clients keep an idle connection: if the server closed it first, a request that is on
+its way would be lost."""
+
+
+class AppServer:
+    """A running server of an ASGI app at `url`; it listens once constructed."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str = "server",
+        port_flag: str = "--port",
+    ) -> None:
+        """Port 0 chooses a free one. Raises ConfigError, which names `port_flag`, if it fails."""
+        listener = _listen(host, port, port_flag)
+        address, port = listener.getsockname()[:2]
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                http="httptools",
+                ws="none",
+                # Nothing reads the client's address or the server's name.
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._server.run,
+            kwargs={"sockets": [listener]},
+            name=f"whet-{name}",
+            daemon=True,
+        )
+        self._thread.start()
+        logger.info("%s listens url=%s", name, self.url)
+
+    def close(self) -> None:
+        """Finish the requests in progress, then stop. Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(timeout=10)
+
+
+def _listen(host: str, port: int, port_flag: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; "
+            f"choose another with {port_flag}, or 0 for any free one"
+        ) from error
+    return listener

@@ -1,0 +1,88 @@
+"""Event loops and threads: run async work from sync code, and call into loops from anywhere."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+
+import anyio
+from anyio.from_thread import start_blocking_portal
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+Resolution = tuple[asyncio.Future[Any], Any]
+"""A future and its result; an exception is raised for the task that awaits it."""
+
+
+def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
+    """Run async work to its end. An error is raised without the group of its task group.
+
+    Inside a running event loop, as in a notebook, the work gets a thread with a loop of its own.
+    """
+    try:
+        if not _is_in_loop():
+            return anyio.run(work, *args)
+        with start_blocking_portal() as portal:
+            future = portal.start_task_soon(work, *args)
+            try:
+                return future.result()
+            except KeyboardInterrupt:
+                future.cancel()
+                raise
+    except ExceptionGroup as group:
+        raise unwrap_group(group) from group
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def unwrap_group(group: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error of a group that is not a group itself."""
+    error = group.exceptions[0]
+    if isinstance(error, ExceptionGroup):
+        return unwrap_group(cast(ExceptionGroup[Exception], error))
+    return error
+
+
+def call_in_loop(
+    loop: asyncio.AbstractEventLoop,
+    callback: Callable[[Unpack[Args]], object],
+    *args: *Args,
+) -> bool:
+    """Schedule a callback in an event loop, from any thread.
+
+    Returns False if the loop is closed: its tasks are gone, and nothing waits for the callback.
+    """
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:  # asyncio's answer for a closed loop
+        return False
+    return True
+
+
+def resolve_all(resolutions: Iterable[Resolution]) -> None:
+    """Resolve futures of any event loops, from any thread.
+
+    Each loop is woken once for all of its futures: waking a loop costs more than a future.
+    """
+    by_loop = defaultdict[asyncio.AbstractEventLoop, list[Resolution]](list)
+    for future, result in resolutions:
+        by_loop[future.get_loop()].append((future, result))
+    for loop, mine in by_loop.items():
+        call_in_loop(loop, _resolve, mine)
+
+
+def _resolve(resolutions: Iterable[Resolution]) -> None:
+    for future, result in resolutions:
+        if future.done():  # cancelled meanwhile
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

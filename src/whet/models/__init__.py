@@ -1,0 +1,1 @@
+"""Model weights: a Hugging Face model in this process, or a model at a Tinker service."""

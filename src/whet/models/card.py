@@ -1,0 +1,94 @@
+"""Model cards: a README.md in the folder of a trained model that says what it was trained on."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from whet.config import RunConfig
+from whet.io.files import atomic_file
+
+CARD = """---
+base_model: {base}
+library_name: {library}
+pipeline_tag: text-generation
+tags: [whet, {kind}]
+---
+
+# {name}
+
+{summary}
+
+{results}
+## Use
+
+```sh
+whet chat {run}
+whet serve --model {run}
+```
+
+`whet models merge {run} FOLDER` writes an adapter and its base model as one folder.
+
+## Settings
+
+```json
+{settings}
+```
+"""
+
+KINDS = {
+    "sft": "imitation of dialogues or rollouts",
+    "dpo": "preference pairs (DPO)",
+}
+
+
+def write_card(
+    folder: Path, run: Path, kind: str, config: RunConfig, report: Mapping[str, object]
+) -> None:
+    """Write the card of the model in a folder, from the config and the final numbers of its run."""
+    library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
+    changed = config.model_dump(mode="json", exclude_defaults=True, exclude={"dir", "name"})
+    text = CARD.format(
+        base=config.model,
+        library=library,
+        kind=kind,
+        name=run.name,
+        run=run,
+        summary=_summarize(kind, config, report),
+        results=_describe_results(report),
+        settings=json.dumps(changed, indent=2),
+    )
+    with atomic_file(folder / "README.md") as file:
+        file.write_text(text)
+
+
+def _summarize(kind: str, config: RunConfig, report: Mapping[str, object]) -> str:
+    what = "an adapter of" if config.trainer.kind == "tinker" else "full weights of"
+    if config.trainer.kind == "local" and config.trainer.weights == "lora":
+        what = "a LoRA adapter of"
+    how = KINDS.get(kind)
+    if how is None:
+        rollouts, tasks = report.get("rollouts", 0), report.get("tasks", 0)
+        how = f"reinforcement learning ({config.algorithm.name}, loss {config.loss.name}"
+        how += f", {rollouts:,} rollouts; {tasks} held-out tasks)"
+    return (
+        f"Trained with [whet](https://pypi.org/project/whet): {what} `{config.model}` after "
+        f"{report.get('steps', 0)} steps of {how}."
+    )
+
+
+def _describe_results(report: Mapping[str, object]) -> str:
+    """A table of the measures before and after training; nothing was measured without held-out."""
+    before, after = (cast(dict[str, float] | None, report.get(k)) for k in ("before", "after"))
+    if not before or not after:
+        return ""
+    rows = [
+        f"| {name} | {before[name]:.4g} | {value:.4g} |"
+        for name, value in after.items()
+        if name in before
+    ]
+    lines = ["| held out | before | after |", "|---|---|---|", *rows, ""]
+    if interval := cast(list[float] | None, report.get("gain_ci95")):
+        low, high = interval
+        lines += [f"Gain of the first measure, 95 % interval: {low:+.3f} to {high:+.3f}.", ""]
+    return "\n".join(lines)

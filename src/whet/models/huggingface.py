@@ -1,0 +1,412 @@
+"""A Hugging Face model in this process: one copy of weights for the sampler and the trainer.
+
+In bf16 the weights that are run are rounded copies of what the trainer keeps in fp32; sampler and
+trainer run the same ones, so that their log-probabilities differ only by the order of sums.
+"""
+
+import logging
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, cast
+
+import torch
+import torch.utils.checkpoint
+from anyio import to_thread
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import torch as safetensors
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from whet.config import LocalTrainerConfig
+from whet.errors import ConfigError, EngineError, TrainerError, boundary
+from whet.io.files import atomic_file
+from whet.models import tree_attention as attention
+from whet.models.layers import LMHead, fuse_norms, fuse_rotary
+
+logger = logging.getLogger(__name__)
+
+
+class FairLock:
+    """A lock that its holder cannot take again before a thread that already waits for it.
+
+    The engine releases it only to take it at once for its next pass; with a plain lock a trainer
+    would wait until the engine is idle.
+    """
+
+    def __init__(self) -> None:
+        self._entry = threading.Lock()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._entry:
+            self._lock.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+
+class LocalPolicy:
+    """The model shared by engine and trainer, and the version of its weights.
+
+    The model is never put in training mode: dropout would make the trainer's log-probabilities
+    differ from the sampler's. Weights are changed inside `update`; the engine holds `lock` for
+    each pass, so that every token is sampled from one version.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: LocalTrainerConfig,
+        *,
+        device: str,
+        seed: int,
+        adapter: Path | None = None,
+        base: "LocalPolicy | None" = None,
+        keep_reference: bool = False,
+    ) -> None:
+        """Load the model in `folder`, for sampling with the LoRA `adapter` if there is one.
+
+        With a `base`, which has no adapter and is not trained, its weights are shared.
+        `keep_reference` keeps a copy of full weights before training, for `loss.kl`.
+        """
+        self.folder = folder
+        self.config = config
+        self.device = torch.device(_pick_device(device))
+        self.dtype = _pick_dtype(config.precision, self.device)
+        """Precision of forward passes."""
+        self.version = 0
+        """Number of optimizer steps behind the weights; `restore` may lower it."""
+        self.revision = 0
+        """Number of times this object's weights changed; never goes back. A KV cache of another
+        revision is stale."""
+        self.lock = FairLock()
+        disable_progress_bar()  # progress is displayed in app/ only
+        with boundary(ConfigError, f"cannot load the model in {str(folder)!r}"):
+            hf_config = _read_config(folder)
+            attention.register()
+            model = clone_modules(cast(PreTrainedModel, base.model)) if base else self._load()
+            self.context_length = int(hf_config.max_position_embeddings)
+            self.vocabulary = int(hf_config.vocab_size)
+        self.partial_layers = _find_partial_layers(hf_config)
+        """Kinds of layers that do not attend to the whole context, such as sliding windows."""
+        self.model = cast(nn.Module, model)
+        """The model that is run; with LoRA its linear layers are replaced in place."""
+        self.wrapped = _with_adapters(model, config, seed, adapter)
+        """The model that is saved: the PEFT model, or the model itself for full training."""
+        self.model.to(self.device).eval()
+        if not config.compile:  # the compiler fuses more than these
+            fuse_norms(self.model)
+            fuse_rotary(self.model)
+        self.body = model.base_model
+        """The model without its LM head; returns hidden states."""
+        self.packs_rows = True
+        """Whether rows that share prefixes are trained as one tree, or else one by one."""
+        self._check_rows(hf_config, base)
+        self.head = LMHead(cast(nn.Linear, model.get_output_embeddings()), hf_config)
+        self._check_head()
+        if config.gradient_checkpointing or config.compile:
+            _wrap_layers_for_training(self.body, config)
+        self._base: Mapping[str, Tensor] = {}
+        """A copy of the initial weights, with `keep_reference` and full training."""
+        if keep_reference and config.weights == "full":
+            self._base = {n: p.detach().clone() for n, p in self.trainable().items()}
+
+    def _load(self) -> PreTrainedModel:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=self.dtype, attn_implementation=attention.NAME
+        )
+        return cast(PreTrainedModel, loaded)
+
+    @contextmanager
+    def update(self, version: int) -> Generator[None]:
+        """Context in which weights may be changed; they are of this version afterwards."""
+        with self.lock:
+            self.revision += 1
+            yield
+            self.version = version
+
+    @contextmanager
+    def use_reference(self) -> Generator[None]:
+        """Context in which the model has its initial weights; sampling waits meanwhile.
+
+        With LoRA the adapter is disabled, and no second copy is needed.
+        """
+        if isinstance(self.wrapped, PeftModel):
+            with self.lock, self.wrapped.disable_adapter():
+                yield
+            return
+        if not self._base:
+            raise TrainerError(
+                "loss.kl needs the weights as they were before training, and this policy was "
+                "opened without keep_reference"
+            )
+        with self.lock:
+            trained = {name: parameter.data for name, parameter in self.trainable().items()}
+            try:
+                self._swap_in(self._base)
+                yield
+            finally:
+                self._swap_in(trained)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name."""
+        return {n: p for n, p in self.wrapped.named_parameters() if p.requires_grad}
+
+    async def export_weights(self, file: Path) -> str:
+        """Write the trainable weights for engines of other processes; returns the file's path."""
+        await to_thread.run_sync(self.write_weights, file)
+        return str(file)
+
+    def write_weights(self, file: Path) -> None:
+        """Write the trainable weights, for a policy in another process. The write is atomic."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(file) as to:
+            safetensors.save_file({n: p.detach() for n, p in self.trainable().items()}, to)
+
+    def load_weights(self, file: Path, version: int) -> None:
+        """Load what `write_weights` wrote, bit for bit.
+
+        Raises:
+            EngineError: the file cannot be read or is of another model; nothing was changed.
+        """
+        parameters = self.trainable()
+        with boundary(EngineError, f"cannot load the weights {str(file)!r}"):
+            weights = safetensors.load_file(file)
+        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in parameters.items()}:
+            raise EngineError(f"the weights {str(file)!r} are of another model or other settings")
+        with self.update(version), torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+
+    def write_model(self, folder: Path) -> None:
+        """Write a PEFT adapter folder, or with full weights a Hugging Face model folder."""
+        with self.lock:
+            self.wrapped.save_pretrained(str(folder))
+        for file in self.folder.iterdir():
+            if file.name.startswith(("tokenizer", "chat_template", "additional_chat", "special")):
+                copy = shutil.copytree if file.is_dir() else shutil.copy2
+                copy(file, folder / file.name)
+
+    def merge(self) -> None:
+        """Merge the LoRA adapter into the weights it adapts."""
+        if isinstance(self.wrapped, PeftModel):
+            with self.update(self.version):
+                merged = self.wrapped.merge_and_unload()
+                self.wrapped = cast(PreTrainedModel, merged)
+
+    def micro_batch_tokens(self) -> int:
+        """Default number of tokens of a training pass, from the device's memory."""
+        if self.device.type == "cpu":
+            return 2048
+        config = cast(dict[str, int], self.wrapped.config.get_text_config().to_dict())
+        # Numbers a layer saves per token for the backward pass, measured.
+        kept = 10 * config["hidden_size"] + 5 * config["intermediate_size"]
+        if self.config.gradient_checkpointing:
+            kept = config["hidden_size"]
+        _, total = torch.cuda.mem_get_info(self.device)
+        tokens = total // (2 * kept * config["num_hidden_layers"] * self.dtype.itemsize)
+        return max(2048, min(65_536, tokens))
+
+    def _swap_in(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.trainable().items():
+            parameter.data = weights[name]
+
+    def _check_head(self) -> None:
+        """Check that `head` of `body`, which the trainer runs, gives the model's logits."""
+        ids_1T = torch.tensor([[0, 1]], device=self.device)
+        with torch.inference_mode():
+            whole = self.model(input_ids=ids_1T, use_cache=False).logits
+            parts = self.head(self.body(input_ids=ids_1T, use_cache=False).last_hidden_state)
+        if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
+            raise ConfigError(
+                f"the model in {str(self.folder)!r} post-processes its logits in a way the local "
+                "trainer does not support"
+            )
+
+    def _check_rows(self, config: PretrainedConfig, base: "LocalPolicy | None") -> None:
+        """Find out how rows of this model can be trained, by tiny passes, unless a base did so.
+
+        Raises:
+            ConfigError: what a token's position means depends on how long its row gets.
+        """
+        if base is not None:
+            self.packs_rows, self.context_length = base.packs_rows, base.context_length
+            return
+        model = cast(PreTrainedModel, self.model)
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        with self.lock, boundary(ConfigError, f"cannot run the model in {str(self.folder)!r}"):
+            probe = attention.RowProbe(model, self.body, self.vocabulary, self.device, self.dtype)
+            self.packs_rows = not self.partial_layers and probe.tree_gap() < tolerance
+            if not self.packs_rows:
+                logger.warning("the layers of %r are trained row by row", config.model_type)
+                if probe.row_gap() > tolerance:  # the attention has more than sdpa computes
+                    model.set_attn_implementation("eager")
+            lengths = [self.context_length, *_original_lengths(config.to_dict())]
+            stable = [n for n in lengths if probe.length_gap(n) < tolerance]
+        if not stable:
+            raise ConfigError(
+                f"the model in {str(self.folder)!r} encodes positions by the length of the whole "
+                "row: tokens sampled in a short row cannot be trained in a longer one"
+            )
+        if stable[0] < self.context_length:
+            self.context_length = stable[0]
+            logger.warning(
+                "%r encodes positions otherwise beyond %d tokens: the context is limited to them",
+                config.model_type,
+                stable[0],
+            )
+
+
+def clone_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules around the same parameters, so that modules can be replaced."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return deepcopy(model, shared)
+
+
+_GLOBAL_STATE = threading.Lock()
+"""The CPU's random generator and the filters of warnings belong to the whole process."""
+
+
+def _with_adapters(
+    model: PreTrainedModel, config: LocalTrainerConfig, seed: int, adapter: Path | None
+) -> PreTrainedModel | PeftModel:
+    if adapter is not None:
+        return _with_adapter(model, adapter)
+    return _with_lora(model, config, seed) if config.weights == "lora" else model
+
+
+def _with_lora(model: PreTrainedModel, config: LocalTrainerConfig, seed: int) -> PeftModel:
+    experts = find_experts(model)
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=_target_modules(model, config.lora_layers, bool(experts)),
+        target_parameters=experts if "mlp" in config.lora_layers else None,
+        task_type="CAUSAL_LM",
+    )
+    with _GLOBAL_STATE, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # The adapter is on the head only; the embedding it may be tied to is not changed.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        torch.manual_seed(seed)
+        return get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+
+def find_experts(model: nn.Module) -> list[str]:
+    """Names of the weights of a mixture of experts, each of which holds all experts of a layer."""
+    return [name for name, weight in model.named_parameters() if weight.ndim == 3]
+
+
+def _target_modules(
+    model: PreTrainedModel, layers: Sequence[str], has_experts: bool
+) -> str | list[str]:
+    # With experts "all-linear" has an adapter on the router, which changes the experts of a token.
+    if set(layers) == {"attention", "mlp"} and not has_experts:
+        return "all-linear"
+    head = cast(nn.Module, model.get_output_embeddings())
+    modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+    kinds = {name: _kind(name, m is head) for name, m in modules if isinstance(m, nn.Linear)}
+    return [name for name, kind in kinds.items() if kind in layers]
+
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of linear layers that choose experts."""
+
+
+def _kind(name: str, is_head: bool) -> str:
+    if is_head:
+        return "head"
+    if name.rpartition(".")[2] in ROUTERS:
+        return "router"
+    return "attention" if "attn" in name or "attention" in name else "mlp"
+
+
+def _wrap_layers_for_training(body: nn.Module, config: LocalTrainerConfig) -> None:
+    """Compile or checkpoint each layer in passes with a gradient.
+
+    Not by transformers' own switches: they need training mode and disable the sampler's KV cache.
+    """
+    for layer in cast(nn.ModuleList, body.layers):
+        plain = trained = cast(Callable[..., Tensor], layer.forward)
+        if config.compile:
+            trained = torch.compile(trained, dynamic=True)
+        if config.gradient_checkpointing:
+            trained = partial(_checkpoint, trained)
+        layer.forward = partial(_dispatch, plain, trained)
+
+
+def _dispatch(
+    plain: Callable[..., Tensor], trained: Callable[..., Tensor], *args: object, **settings: object
+) -> Tensor:
+    return (trained if torch.is_grad_enabled() else plain)(*args, **settings)
+
+
+def _checkpoint(forward: Callable[..., Tensor], *args: object, **settings: object) -> Tensor:
+    checkpoint = cast(Callable[..., Tensor], torch.utils.checkpoint.checkpoint)
+    return checkpoint(
+        partial(forward, **settings), *args, use_reentrant=False, preserve_rng_state=False
+    )
+
+
+def _pick_dtype(precision: str, device: torch.device) -> torch.dtype:
+    if precision == "auto":
+        precision = "fp32" if device.type == "cpu" else "bf16"
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
+    # Not merged: the arithmetic stays that of the run which trained it.
+    with boundary(ConfigError, f"the adapter {str(adapter)!r} does not fit the model"):
+        return PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
+
+
+def _pick_device(device: str) -> Literal["cpu", "cuda"]:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device is 'cuda' but torch finds no GPU: use 'cpu' or 'auto'")
+    return "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    """The config of a model's text part: of a composite one, such as for images, or all of it."""
+    config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder))
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"the model in {str(folder)!r} is of kind {config.model_type!r}: expected one that "
+            "transformers loads as a causal language model"
+        )
+    return config.get_text_config()
+
+
+def _find_partial_layers(config: PretrainedConfig) -> tuple[str, ...]:
+    """Kinds of layers other than full attention, by the model's config."""
+    settings = config.to_dict()
+    plain = "sliding_attention" if settings.get("sliding_window") else "full_attention"
+    kinds = set(settings.get("layer_types") or [plain])
+    return tuple(sorted(kinds - {"full_attention"}))
+
+
+def _original_lengths(settings: Mapping[str, object]) -> Iterable[int]:
+    """Context lengths before an extension by scaled positions, anywhere in a config."""
+    for key, value in settings.items():
+        if key == "original_max_position_embeddings" and isinstance(value, int):
+            yield value
+        elif isinstance(value, dict):
+            yield from _original_lengths(cast(dict[str, object], value))

@@ -1,1 +1,0 @@
-"""OpenTelemetry's protocol for traces, as far as it is received: see `take`."""

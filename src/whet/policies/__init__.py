@@ -1,1 +1,0 @@
-"""Policies: the weights that the local engine samples from and the local trainer changes."""

@@ -1,0 +1,1 @@
+"""Ways to execute an agent: in process, process pool, command, HTTP service."""

@@ -1,0 +1,294 @@
+"""A pool of processes for agents, each with one or many attempts at once."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+import anyio
+from anyio import CancelScope, fail_after, move_on_after
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+from pydantic import JsonValue
+
+from whet.config import TracerName
+from whet.errors import AgentFailed, AttemptError, AttemptTimeout, BadReward, ConfigError
+from whet.runners.context import AttemptContext
+from whet.runners.executors.executor import Evicted, Executor
+from whet.types import AttemptId, Reward, Span
+
+logger = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 64 * 2**20
+START_TIMEOUT_S = 60.0
+"""Seconds that a process may take to import the agent."""
+REPORT_GRACE_S = 5.0
+"""Seconds beyond its limit that a process has to report the timeout of an attempt among others."""
+
+Message = dict[str, JsonValue]
+
+FAILURES: dict[str, type[AttemptError | Evicted]] = {
+    "agent": AgentFailed,
+    "reward": BadReward,
+    "timeout": AttemptTimeout,
+    "evicted": Evicted,
+}
+
+
+class ProcessPool(Executor):
+    """A number of processes, each with up to a number of attempts at once.
+
+    Requests and responses are lines of JSON on stdin and stdout; nothing is unpickled. A process
+    with an attempt that exceeded its limit or was canceled is killed: at once if the attempt was
+    alone in it, else after the others, which it gets no more of.
+
+    A process that dies fails an attempt that was alone in it. If there were several, one of them is
+    at fault: each of them runs again, alone.
+    """
+
+    def __init__(
+        self, spec: str, processes: int, attempts_each: int, tracer: TracerName | None
+    ) -> None:
+        self._spec = spec
+        self._processes = processes
+        self._attempts_each = attempts_each
+        self._tracer: TracerName | None = tracer
+        self._workers: list[_Worker] = []
+        self._slots = anyio.CapacityLimiter(processes * attempts_each)
+        self._choosing = anyio.Lock()
+        self._suspects = set[str]()
+        """Rollouts with an attempt in a process that died while others were in it."""
+
+    @classmethod
+    async def start(
+        cls, spec: str, processes: int, attempts_each: int, tracer: TracerName | None
+    ) -> "ProcessPool":
+        """Start one process, the others on demand. `spec` names the agent.
+
+        Raises:
+            ConfigError: the agent cannot be loaded in a process.
+        """
+        pool = cls(spec, processes, attempts_each, tracer)
+        pool._workers.append(await _Worker.start(spec, attempts_each, tracer))
+        return pool
+
+    async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
+        attempt = context.attempt
+        is_alone = self._attempts_each == 1 or attempt.rollout.id in self._suspects
+        async with self._slots:
+            worker = await self._reserve(attempt.id, is_alone=is_alone)
+            has_ended = False
+            try:
+                # Among others, the process itself cancels an attempt at its limit.
+                with move_on_after(attempt.rollout.timeout_s + REPORT_GRACE_S * (not is_alone)):
+                    try:
+                        return await worker.run(context, resources)
+                    finally:
+                        has_ended = worker.has_reported(attempt.id)
+            except _ProcessDied as died:
+                if died.attempts == 1:
+                    raise AgentFailed(str(died)) from died
+                self._suspects.add(attempt.rollout.id)
+                raise Evicted(f"{died}, with {died.attempts} attempts in it") from died
+            except AttemptTimeout:
+                has_ended = False  # a plain function runs on in its thread
+                raise
+            finally:
+                context.has_ended = True
+                if is_alone:
+                    self._suspects.discard(attempt.rollout.id)
+                with CancelScope(shield=True):
+                    await self._release(worker, attempt.id, retire=not has_ended, kill=is_alone)
+        raise AttemptTimeout(f"the attempt ran longer than {attempt.rollout.timeout_s:g} s")
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            await worker.kill()
+
+    async def _reserve(self, attempt: AttemptId, *, is_alone: bool) -> "_Worker":
+        """Choose the process with the fewest attempts, or start one."""
+        async with self._choosing:
+            usable = [worker for worker in self._workers if worker.is_usable]
+            best = min(usable, key=lambda worker: len(worker.running), default=None)
+            # A suspect may need a process beyond their number.
+            may_start = is_alone or len(usable) < self._processes
+            if best is None or (best.running and may_start):
+                try:
+                    best = await _Worker.start(self._spec, self._attempts_each, self._tracer)
+                except ConfigError as error:
+                    raise AgentFailed(str(error)) from error
+                self._workers.append(best)
+            best.reserve(attempt, is_alone=is_alone)
+            return best
+
+    async def _release(
+        self, worker: "_Worker", attempt: AttemptId, *, retire: bool, kill: bool
+    ) -> None:
+        worker.release(attempt)
+        worker.is_retired |= retire
+        usable = sum(other.is_usable for other in self._workers)
+        if (retire and kill) or (
+            not worker.running and (not worker.is_usable or usable > self._processes)
+        ):
+            with suppress(ValueError):  # another attempt of a dead process was faster
+                self._workers.remove(worker)
+            await worker.kill()
+
+
+class _ProcessDied(Exception):
+    """The process of an attempt ended before the attempt did."""
+
+    def __init__(self, reason: str, attempts: int) -> None:
+        super().__init__(reason)
+        self.attempts = attempts
+        """How many were in the process."""
+
+
+class _Worker:
+    """One process of the pool."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        assert process.stdout is not None
+        self._responses = BufferedByteReceiveStream(process.stdout)
+        self._reader: asyncio.Task[None] | None = None
+        self._reported = set[AttemptId]()
+        self._is_exclusive = False
+        self.running: dict[AttemptId, asyncio.Queue[Message]] = {}
+        """Messages of each attempt that were not read yet."""
+        self.is_retired = False
+
+    @classmethod
+    async def start(cls, spec: str, attempts: int, tracer: TracerName | None) -> "_Worker":
+        process = await anyio.open_process(
+            [sys.executable, "-m", "whet.runners.executors.pool_worker"],
+            stdout=-1,
+            stderr=None,
+            start_new_session=True,
+        )
+        worker = cls(process)
+        settings: Message = {"spec": spec, "tracer": tracer, "attempts": attempts}
+        try:
+            with fail_after(START_TIMEOUT_S):
+                await worker._send({**settings, "path": list(sys.path)})
+                response = await worker._receive()
+        except (TimeoutError, _ProcessDied, AgentFailed) as error:
+            await worker.kill()
+            raise ConfigError(f"cannot start a process for the agent {spec!r}: {error}") from error
+        except BaseException:
+            with CancelScope(shield=True):
+                await worker.kill()
+            raise
+        if "error" in response:
+            await worker.kill()
+            raise ConfigError(str(response["error"]))
+        worker._reader = asyncio.create_task(worker._read())
+        return worker
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes further attempts."""
+        return not (self.is_retired or self._is_exclusive or self._process.returncode is not None)
+
+    def reserve(self, attempt: AttemptId, *, is_alone: bool) -> None:
+        self._is_exclusive = is_alone
+        self.running[attempt] = asyncio.Queue()
+
+    def release(self, attempt: AttemptId) -> None:
+        self._is_exclusive = False
+        self._reported.discard(attempt)
+        del self.running[attempt]
+
+    def has_reported(self, attempt: AttemptId) -> bool:
+        """Whether the process has reported the end of the attempt."""
+        return attempt in self._reported
+
+    async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
+        """Run a reserved attempt; canceling this call cancels the attempt in the process."""
+        attempt = context.attempt
+        await self._send(
+            {
+                "attempt": attempt.model_dump(mode="json"),
+                "llm": context.llm.model_dump(mode="json"),
+                "resources": dict(resources),
+                "is_alone": self._is_exclusive,
+            }
+        )
+        messages = self.running[attempt.id]
+        try:
+            while True:
+                match await messages.get():
+                    case {"emitted": dict(reward)}:
+                        context.add_reward(Reward.model_validate(reward))
+                    case {"span": dict(span)}:
+                        context.add_span(Span.model_validate(span))
+                    case {"failed": str(kind), "reason": str(reason), **rest}:
+                        self._reported.add(attempt.id)
+                        failed = FAILURES[kind](reason)
+                        if isinstance(failed, AttemptError):
+                            failed.traceback = str(rest.get("traceback", ""))
+                        raise failed
+                    case {"result": float(reward)}:
+                        self._reported.add(attempt.id)
+                        return reward
+                    case {"died": str(reason), "attempts": int(attempts)}:
+                        raise _ProcessDied(reason, attempts)
+                    case other:
+                        raise AgentFailed(
+                            f"unexpected message from the agent process: {other!r:.80}"
+                        )
+        except asyncio.CancelledError:
+            if not self._is_exclusive:  # else the process is killed
+                with CancelScope(shield=True), suppress(_ProcessDied):
+                    await self._send({"cancel": attempt.id})
+            raise
+
+    async def kill(self) -> None:
+        """Kill the process and all processes it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._reader is not None:
+            self._reader.cancel()
+        await self._process.aclose()
+        self._report_death("the agent process was killed")
+
+    async def _read(self) -> None:
+        """Hand messages to their attempts until the process ends."""
+        try:
+            while True:
+                message = await self._receive()
+                queue = self.running.get(AttemptId(str(message.pop("id", ""))))
+                if queue is not None:  # else it was given up
+                    queue.put_nowait(message)
+        except (_ProcessDied, AgentFailed) as error:
+            self._report_death(str(error))
+
+    def _report_death(self, reason: str) -> None:
+        self.is_retired = True
+        for queue in self.running.values():
+            queue.put_nowait({"died": reason, "attempts": len(self.running)})
+
+    async def _send(self, message: Message) -> None:
+        assert self._process.stdin is not None
+        try:
+            await self._process.stdin.send(json.dumps(message).encode() + b"\n")
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            raise _ProcessDied(await self._explain_exit(), len(self.running)) from None
+
+    async def _receive(self) -> Message:
+        try:
+            return json.loads(await self._responses.receive_until(b"\n", MAX_LINE_BYTES))
+        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.ClosedResourceError):
+            raise _ProcessDied(await self._explain_exit(), len(self.running)) from None
+        except (ValueError, anyio.DelimiterNotFound) as error:
+            raise AgentFailed(f"invalid JSON from the agent process: {error}") from error
+
+    async def _explain_exit(self) -> str:
+        code = await self._process.wait()
+        if code < 0:
+            return f"the agent process was killed by {signal.Signals(-code).name}"
+        return f"the agent process exited with code {code}"

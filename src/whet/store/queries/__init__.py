@@ -1,0 +1,1 @@
+"""SQL of the store, one file a subject; shared by SQLite and PostgreSQL."""

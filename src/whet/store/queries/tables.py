@@ -1,0 +1,111 @@
+"""Shared access to the tables: find runs and attempts by their names, insert many rows."""
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+from whet.errors import LeaseLost, NotFound, StoreError
+from whet.store.codec import to_json
+from whet.store.database import Column, Db
+from whet.types import AttemptId, Status
+
+MAX_ROWS = 64
+"""Rows that one statement inserts at most."""
+
+NO_RUN = -1
+"""The row of a run that nothing was written to yet."""
+
+OF_RUN = "(SELECT seq FROM run WHERE name = ?)"
+
+ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {OF_RUN} AND id = ?"
+
+ATTEMPTS = f"""
+SELECT id, seq, status FROM attempt
+WHERE run = {OF_RUN} AND id IN (SELECT value FROM json_each(?) AS wanted)
+ORDER BY seq /* SHARE */
+"""
+
+
+def find_run(db: Db, name: str) -> int:
+    """Return the row of a run, or `NO_RUN`."""
+    row = db.execute("SELECT seq FROM run WHERE name = ?", (name,)).fetchone()
+    return NO_RUN if row is None else row[0]
+
+
+def make_run(db: Db, name: str, now: float) -> int:
+    """Return the row of a run; creates it."""
+    run = find_run(db, name)
+    if run == NO_RUN:
+        db.execute(
+            "INSERT INTO run (name, created) VALUES (?, ?) ON CONFLICT (name) DO NOTHING",
+            (name, now),
+        )
+        run = find_run(db, name)
+    return run
+
+
+def find_attempt(db: Db, run: str, attempt: AttemptId) -> tuple[int, Status]:
+    """Return the row of an attempt and its status. Raises NotFound."""
+    row = db.execute(ATTEMPT, (run, attempt)).fetchone()
+    if row is None:
+        raise _unknown(attempt)
+    return row[0], Status(row[1])
+
+
+def find_running_attempts(
+    db: Db, run: str, attempts: Sequence[AttemptId]
+) -> tuple[dict[AttemptId, int], dict[AttemptId, StoreError]]:
+    """Return the rows of running attempts, locked until the commit, and errors for the others."""
+    rows: dict[AttemptId, int] = {}
+    ended: dict[AttemptId, StoreError] = {}
+    wanted = list(dict.fromkeys(attempts))
+    for id_, seq, status in db.execute(ATTEMPTS, (run, to_json(wanted))):
+        if status == Status.RUNNING:
+            rows[id_] = seq
+        else:
+            ended[id_] = _ended(id_, status)
+    refused = {id_: ended.get(id_) or _unknown(id_) for id_ in wanted if id_ not in rows}
+    return rows, refused
+
+
+def not_running(db: Db, run: str, attempt: AttemptId) -> StoreError:
+    """The error for a change to an attempt that does not run: LeaseLost or NotFound."""
+    try:
+        return _ended(attempt, find_attempt(db, run, attempt)[1])
+    except NotFound as error:
+        return error
+
+
+def _unknown(attempt: AttemptId) -> NotFound:
+    return NotFound(f"there is no attempt {attempt!r}")
+
+
+def _ended(attempt: AttemptId, status: str) -> LeaseLost:
+    return LeaseLost(f"attempt {attempt!r} has ended: {status}")
+
+
+def insert(db: Db, sql: str, rows: Sequence[tuple[Column, ...]]) -> list[Any]:  # Any: see Cursor
+    """Insert rows by an INSERT of one row, and return its RETURNING rows.
+
+    Statements insert 1, 2, 4 ... rows each, so that few different ones have to be prepared.
+    """
+    returned: list[Any] = []
+    first = 0
+    while first < len(rows):
+        count = min(MAX_ROWS, 1 << (len(rows) - first).bit_length() - 1)
+        values = list(chain.from_iterable(rows[first : first + count]))
+        result = db.execute(_for_rows(sql, count), values)
+        if "RETURNING" in sql:
+            returned += result.fetchall()
+        first += count
+    return returned
+
+
+@lru_cache(256)
+def _for_rows(sql: str, count: int) -> str:
+    """Rewrite an INSERT of one row as one of several."""
+    return re.sub(
+        r"VALUES (\([^)]*\))", lambda row: "VALUES " + ", ".join([row[1]] * count), sql, count=1
+    )

@@ -1,0 +1,362 @@
+"""The store on any SQL database: each method is one change or one read."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Self, TypeVar
+
+import anyio
+from anyio import to_thread
+from pydantic import JsonValue, TypeAdapter
+
+from whet.errors import LeaseLost, StoreClosed, StoreError, WhetError, boundary
+from whet.protocols import Store
+from whet.store.codec import pack_call, to_json
+from whet.store.database import Database, Db, WorkItem, no_change
+from whet.store.notify import ALL, end_key, work_key
+from whet.store.queries import archive, calls, listing, resources, retention, steps
+from whet.store.queries.idempotency import idempotent
+from whet.store.queries.queue import Claim, OutcomeReport, Queue, pack_rollout, unfinished
+from whet.store.queries.spans import insert_spans, read_owners, read_spans
+from whet.store.queries.tables import find_attempt
+from whet.types import (
+    Attempt,
+    AttemptId,
+    AttemptRecord,
+    Call,
+    Mode,
+    Name,
+    Outcome,
+    Resource,
+    Reward,
+    Rollout,
+    RolloutRecord,
+    RunSize,
+    Span,
+    Status,
+    StepRecord,
+    Trajectory,
+    WorkerRecord,
+)
+
+A = TypeVar("A")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_NAME = TypeAdapter[str](Name)
+
+
+class SQLStore(Store):
+    """One run of a database, usable from several event loops and threads at once.
+
+    A write is durable when its method returns, and every read begun after that sees it.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        queue: Queue,
+        run: str,
+        *,
+        owns: bool = True,
+        key: str | None = None,
+    ) -> None:
+        """Use a run of a database; `close` closes a database that the store `owns`."""
+        with boundary(StoreError, "run"):
+            self.run = _NAME.validate_python(run)
+        self._database = database
+        self._queue = queue
+        self._owns = owns
+        self._key = key
+
+    def for_run(self, run: str) -> "SQLStore":
+        return SQLStore(self._database, self._queue, run, owns=False)
+
+    def idempotent(self, key: str) -> "SQLStore":
+        """The same run, for one change that is executed once for an idempotency key.
+
+        A claim with a key that claimed before returns the same attempt; it raises LeaseLost if
+        that attempt has ended or was given back.
+        """
+        return SQLStore(self._database, self._queue, self.run, owns=False, key=key)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._owns:
+            with anyio.CancelScope(shield=True):
+                await to_thread.run_sync(self._database.close)
+
+    # ------------------------------------------------------------------ the queue
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
+        with boundary(StoreError, "rollouts cannot be stored"):
+            packed = [pack_rollout(rollout) for rollout in rollouts]
+        await self._write(self._in_run(self._queue.enqueue, rollouts=packed))
+
+    async def claim(self, worker: str, *, lease_s: float, wait_s: float) -> Attempt | None:
+        attempt = await self._claim_now(worker, lease_s, wait_s)
+        if attempt is not None or wait_s <= 0:
+            return attempt
+        deadline = anyio.current_time() + wait_s
+        with self._database.notifier.subscribe([work_key(self.run)]) as changes:
+            while True:
+                left_s = max(deadline - anyio.current_time(), 0.0)
+                attempt = await self._claim_now(worker, lease_s, left_s)
+                if attempt is not None:
+                    return attempt
+                with anyio.move_on_after(deadline - anyio.current_time()) as scope:
+                    await changes.wait()
+                if scope.cancelled_caught:
+                    return None
+
+    async def heartbeat(self, attempt: AttemptId, *, lease_s: float) -> None:
+        change = self._in_run(self._queue.heartbeat, attempt=attempt, lease_s=lease_s)
+        if not await self._write(change):
+            raise LeaseLost(f"attempt {attempt!r} has ended: it exceeded its time limit")
+
+    async def finish(self, attempt: AttemptId, outcome: Outcome) -> None:
+        try:
+            await self._write_batched(self._queue.finish, OutcomeReport(attempt, outcome))
+        except LeaseLost:
+            late = self._in_run(self._queue.keep_late, attempt=attempt, outcome=outcome)
+            await self._write(late)
+            raise
+
+    async def wait(self, rollouts: Sequence[str]) -> None:
+        keys = {end_key(self.run, rollout): rollout for rollout in rollouts}
+        with self._database.notifier.subscribe(keys) as changes:
+            await self._submit(no_change())  # expires leases that ended since the last write
+            pending = set(rollouts)
+            changed = pending
+            while True:
+                unended = await self._read(self._in_run(unfinished, rollouts=list(changed)))
+                pending -= changed - set(unended)
+                if not pending:
+                    return
+                received = await changes.wait()
+                changed = pending if ALL in received else {keys[key] for key in received}
+
+    async def cancel(self, rollouts: Sequence[str]) -> int:
+        return await self._write(self._in_run(self._queue.cancel, rollouts=rollouts))
+
+    async def ended(self, attempt: AttemptId) -> Status:
+        with self._database.notifier.subscribe([end_key(self.run, attempt)]) as changes:
+            while True:
+                _, status = await self._read(self._in_run(find_attempt, attempt=attempt))
+                if status is not Status.RUNNING:
+                    return status
+                await changes.wait()
+
+    async def give_back(self, key: str) -> None:
+        """Undo the claim of an idempotency key whose caller is gone, even if it arrives later.
+
+        Raises:
+            StoreError: the attempt has begun.
+        """
+        await self._write(self._in_run(self._queue.give_back, key=key))
+
+    async def release_workers(self) -> int:
+        return await self._write(self._in_run(self._queue.release))
+
+    # ------------------------------------------------------------------ calls, rewards, spans
+
+    async def attempt(self, attempt: AttemptId) -> Attempt:
+        return await self._read(self._in_run(calls.read_attempt, attempt=attempt))
+
+    async def append(self, call: Call) -> None:
+        await self._write_batched(calls.append, pack_call(call))
+
+    async def emit(self, attempt: AttemptId, reward: Reward) -> None:
+        await self._write(self._in_run(calls.emit, attempt=attempt, reward=reward))
+
+    async def rewards(self, attempt: AttemptId) -> list[Reward]:
+        return await self._read(self._in_run(calls.read_rewards, attempt=attempt))
+
+    async def calls(self, attempt: AttemptId) -> list[Call]:
+        return await self._read(self._in_run(calls.read_calls, attempt=attempt))
+
+    async def trajectories(
+        self, rollouts: Sequence[str], *, failed: bool = False
+    ) -> list[Trajectory]:
+        return await self._read(
+            self._in_run(calls.read_trajectories, rollouts=rollouts, failed=failed)
+        )
+
+    async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
+        return await self._read(self._in_run(calls.read_failures, rollouts=rollouts))
+
+    async def record(self, attempt: AttemptId, spans: Sequence[Span]) -> None:
+        await self._write(self._in_run(insert_spans, attempt=attempt, spans=spans))
+
+    async def spans(self, attempt: AttemptId) -> list[Span]:
+        return await self._read(self._in_run(read_spans, attempt=attempt))
+
+    async def owners(self, ids: Sequence[str]) -> dict[str, AttemptId]:
+        """Read the attempt of each trace that has spans of exactly one attempt."""
+        return await self._read(self._in_run(read_owners, ids=ids))
+
+    # ------------------------------------------------------------------ training steps
+
+    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
+        now = self._queue.clock()
+        await self._write(self._in_run(steps.commit, record=record, now=now, epoch=epoch))
+
+    async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
+        return await self._read(self._in_run(steps.read_steps, after=after, limit=limit))
+
+    # ------------------------------------------------------------------ resources
+
+    async def publish(self, name: str, value: JsonValue, *, epoch: int | None = None) -> int:
+        with boundary(StoreError, "the resource cannot be stored"):
+            packed, name = to_json(value), _NAME.validate_python(name)
+        now = self._queue.clock()
+        change = self._in_run(resources.publish, name=name, value=packed, now=now, epoch=epoch)
+        return await self._write(change)
+
+    async def get(self, name: str, version: int) -> Resource:
+        return await self._read(self._in_run(resources.read_resource, name=name, version=version))
+
+    async def latest(self, name: str) -> Resource:
+        return await self._read(self._in_run(resources.read_resource, name=name, version=None))
+
+    async def resources(self) -> list[Resource]:
+        return await self._read(self._in_run(resources.read_resources))
+
+    # ------------------------------------------------------------------ listings
+
+    async def rollouts(
+        self,
+        *,
+        status: Status | None = None,
+        mode: Mode | None = None,
+        group: str | None = None,
+        after: str | None = None,
+        limit: int = 100,
+    ) -> list[RolloutRecord]:
+        page = self._in_run(
+            listing.read_rollouts,
+            status=status,
+            mode=mode,
+            group=group,
+            after=after,
+            limit=limit,
+        )
+        return await self._read(page)
+
+    async def attempts(self, rollout: str) -> list[AttemptRecord]:
+        return await self._read(self._in_run(listing.read_attempts, rollout=rollout))
+
+    async def workers(self) -> list[WorkerRecord]:
+        return await self._read(self._in_run(listing.read_workers))
+
+    async def counts(self) -> dict[str, int]:
+        return await self._read(self._in_run(listing.read_counts))
+
+    async def overview(self) -> listing.Overview:
+        """Count rollouts and workers of all runs of the database."""
+        now = self._queue.clock()
+        return await self._read(lambda db: listing.read_overview(db, now), is_long=True)
+
+    @property
+    def expired_leases(self) -> int:
+        """Leases that expired and ended their attempts, since this process started."""
+        return self._queue.expired
+
+    # ------------------------------------------------------------------ retention
+
+    async def size(self) -> dict[str, RunSize]:
+        return await self._read(retention.read_sizes, is_long=True)
+
+    async def prune(self, before: float) -> int:
+        return await self._write(self._in_run(retention.prune, before=before))
+
+    async def drop(self) -> None:
+        await self._write(self._in_run(retention.drop))
+
+    async def vacuum(self) -> None:
+        await self._submit(WorkItem(self._vacuum, in_transaction=False))
+
+    def _vacuum(self, db: Db, _: object) -> list[None]:
+        for statement in self._database.vacuum:
+            db.execute(statement)
+        return [None]
+
+    async def export(self, file: Path) -> None:
+        read = self._in_run(archive.export_run, file=file)
+        await self._read(read, is_long=True)
+
+    async def load(self, file: Path) -> None:
+        now = self._queue.clock()
+        await self._write(self._in_run(archive.load_run, file=file, now=now))
+
+    # ------------------------------------------------------------------ changes and reads
+
+    def _in_run(
+        self, query: Callable[Concatenate[Db, str, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[Db], T]:
+        """Bind a query to this run; the connection comes later."""
+        return lambda db: query(db, self.run, *args, **kwargs)
+
+    async def _write(self, change: Callable[[Db], T]) -> T:
+        if self._key is not None:
+            change = idempotent(change, self.run, self._key, self._queue.clock())
+        return await self._submit(WorkItem(lambda db, _: [change(db)]))
+
+    async def _write_batched(
+        self, change: Callable[[Db, str, Sequence[A]], Sequence[T | WhetError]], argument: A
+    ) -> T:
+        """Apply a change that is idempotent without a key, in a batch with others of its kind."""
+        return await self._submit(self._batched(change, argument))
+
+    def _batched(
+        self, change: Callable[[Db, str, Sequence[A]], Sequence[T | WhetError]], argument: A
+    ) -> WorkItem[T]:
+        run = self.run
+        return WorkItem(
+            lambda db, arguments: change(db, run, arguments), argument, kind=(change, run)
+        )
+
+    def _submit(self, item: WorkItem[T]) -> asyncio.Future[T]:
+        item.future = asyncio.get_running_loop().create_future()
+        self._database.submit(item)
+        return item.future
+
+    async def _read(self, read: Callable[[Db], T], *, is_long: bool = False) -> T:
+        start = self._database.read_long if is_long else self._database.read
+        try:
+            result = start(read)
+        except RuntimeError as error:
+            raise StoreClosed("the store is closed") from error
+        return await asyncio.wrap_future(result)
+
+    async def _claim_now(self, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
+        claim = Claim(worker, lease_s, wait_s, self._key)
+        claimed = self._submit(self._batched(self._queue.claim, claim))
+        try:
+            return await asyncio.shield(claimed)
+        except asyncio.CancelledError:
+            # The commit may be under way: an attempt without a worker would block its rollout
+            # until its lease expired, and use up one of its attempts.
+            claimed.add_done_callback(self._unclaim)
+            raise
+
+    def _unclaim(self, claimed: asyncio.Future[Attempt | None]) -> None:
+        if claimed.cancelled() or claimed.exception() is not None:
+            return
+        attempt = claimed.result()
+        if attempt is not None:
+            with suppress(StoreError):  # the store is closed: the lease will expire
+                unclaim = self._in_run(self._queue.unclaim, attempt=attempt.id, key=self._key)
+                self._database.submit(WorkItem(lambda db, _: [unclaim(db)]))

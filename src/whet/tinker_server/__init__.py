@@ -1,1 +1,0 @@
-"""A server that speaks the wire of the `tinker` client, whoever trains and samples behind it."""

@@ -1,0 +1,1 @@
+"""The training loops: collect rollouts, assign credit, build rows, update the policy."""

@@ -1,0 +1,69 @@
+"""Select the generations to train by agent, model name, system prompt or tools.
+
+An attempt may contain calls that should not be trained: a chat title, a summary, a simulated user.
+Generations that are not selected stay in the rows as context.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from whet.config import SelectionConfig
+from whet.types import Call, Credit, GenerationId
+
+
+def select(credits: Sequence[Credit], config: SelectionConfig) -> list[Credit]:
+    """Return the credits with only the selected generations."""
+    if config == SelectionConfig():
+        return list(credits)
+    return [_select(credit, config) for credit in credits]
+
+
+def explain_exclusions(calls: Sequence[Call], config: SelectionConfig) -> dict[GenerationId, str]:
+    """Return the first reason for every generation that is not selected."""
+    first = _first_calls(calls)
+    reasons: dict[GenerationId, str] = {}
+    for call in calls:
+        reason = _reason(call, _system(first[call.id]), config)
+        if reason:
+            reasons |= {call.generation_id(i): reason for i in range(len(call.generations))}
+    return reasons
+
+
+def count_reasons(reasons: Mapping[GenerationId, str]) -> dict[str, int]:
+    """Count the generations that each reason excludes."""
+    return dict(Counter(reasons.values()))
+
+
+def _select(credit: Credit, config: SelectionConfig) -> Credit:
+    excluded = explain_exclusions(credit.trajectory.calls, config)
+    kept = {id: value for id, value in credit.advantages.items() if id not in excluded}
+    return replace(credit, advantages=kept)
+
+
+def _reason(call: Call, system: str, config: SelectionConfig) -> str | None:
+    origin = call.origin
+    if config.agents and origin.agent not in config.agents:
+        return f"agent {origin.agent!r} is not among selection.agents"
+    if config.models and origin.model not in config.models:
+        return f"model {origin.model!r} is not among selection.models"
+    if config.system_contains and config.system_contains not in system:
+        return "the system prompt lacks selection.system_contains"
+    if set(config.tools) - set(origin.tools):
+        return "a tool of selection.tools was not offered"
+    return None
+
+
+def _first_calls(calls: Sequence[Call]) -> dict[str, Call]:
+    """Map each call id to the first call of its conversation."""
+    by_generation = {c.generation_id(i): c for c in calls for i in range(len(c.generations))}
+    first: dict[str, Call] = {}
+    for call in calls:
+        parent = by_generation.get(call.parent) if call.parent else None
+        first[call.id] = first[parent.id] if parent else call
+    return first
+
+
+def _system(call: Call) -> str:
+    texts = [str(m["content"]) for m in call.messages if m["role"] == "system"]
+    return "\n".join(texts)

@@ -1,0 +1,322 @@
+"""The phases of a training step, shared by both loops: collect, credit, rows, update, metrics."""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean, pstdev
+
+from whet.config import RunConfig
+from whet.errors import ConfigError, NonFiniteUpdate, boundary
+from whet.protocols import Algorithm, Collector, TrainingBackend
+from whet.training.diagnosis import (
+    cause_metrics,
+    count_causes,
+    explain_causes,
+    explain_metrics,
+    find_equal_answers,
+)
+from whet.training.rows import Rows, build_rows, normalize
+from whet.training.selection import select
+from whet.training.shaping import add_length_penalties, find_truncated, mask_truncated
+from whet.training.stopping import is_evaluated
+from whet.types import (
+    LENGTH_PENALTY,
+    Credit,
+    Group,
+    Metrics,
+    Rollout,
+    Row,
+    StepRecord,
+    Trajectory,
+)
+
+logger = logging.getLogger(__name__)
+
+Plan = Callable[[int], Sequence[Rollout]]
+"""Maps the index of a group within the run to its `group_size` rollouts."""
+
+Evaluate = Callable[[int], Awaitable[Metrics]]
+"""Evaluates the weights after this many steps on the held-out tasks."""
+
+
+PHASES = ("collect", "credit", "train", "publish", "save", "sampler_wait", "evaluate")
+"""Timed in every step; a phase that was not entered counts 0 seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Groups of one step with their credit."""
+
+    rollouts: tuple[Rollout, ...]
+    groups: tuple[Group, ...]
+    credits: tuple[Credit, ...]
+    zero_signal: tuple[Group, ...]
+    """Groups without credit, such as those whose rewards are all equal."""
+
+
+class Stopwatch:
+    """Seconds spent in each phase of a step."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds = {f"{name}_seconds": 0.0 for name in PHASES}
+
+    def read(self) -> dict[str, float]:
+        """Seconds of every phase, and of the step so far."""
+        return {**self.seconds, "step_seconds": time.monotonic() - self._began}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Add the time spent inside to a phase."""
+        began = time.monotonic()
+        yield
+        self.seconds[f"{name}_seconds"] += time.monotonic() - began
+
+
+def first_group(done: Sequence[StepRecord], config: RunConfig) -> int:
+    """Return the index of the next step's first group: one after the last consumed."""
+    return sum(len(record.consumed) for record in done) // config.group_size
+
+
+def version_after(done: Sequence[StepRecord]) -> int:
+    """Return the policy version after these steps."""
+    return done[-1].version if done else 0
+
+
+async def collect_step(
+    plan: Plan,
+    done: Sequence[StepRecord],
+    config: RunConfig,
+    watch: Stopwatch,
+    *,
+    collector: Collector,
+    algorithm: Algorithm,
+) -> StepBatch:
+    """Collect groups in plan order until `tasks_per_step` of them have a learning signal.
+
+    At most `oversample` times as many groups are collected. Outcomes are durable and the plan is a
+    pure function, so a step that is repeated after a crash collects the same groups.
+    """
+    first = first_group(done, config)
+    rollouts: list[Rollout] = []
+    groups: list[Group] = []
+    credits: list[Credit] = []
+    credited = set[str]()
+    left = config.tasks_per_step * config.algorithm.oversample
+    while (more := min(config.tasks_per_step - len(credited), left)) > 0:
+        wanted = [r for n in range(more) for r in plan(first + len(groups) + n)]
+        left -= more
+        rollouts += wanted
+        with watch.phase("collect"):
+            groups += add_length_penalties(await collector.collect(wanted), config)
+        with watch.phase("credit"):
+            credits = await _credit(algorithm, groups, done)
+        credited = {credit.trajectory.attempt.rollout.group for credit in credits}
+    names = dict.fromkeys(rollout.group for rollout in rollouts)
+    silent = [g for name, g in zip(names, groups, strict=True) if name not in credited]
+    return StepBatch(tuple(rollouts), tuple(groups), tuple(credits), tuple(silent))
+
+
+async def update_policy(
+    batch: StepBatch,
+    done: Sequence[StepRecord],
+    config: RunConfig,
+    watch: Stopwatch,
+    trainer: TrainingBackend,
+) -> dict[str, float]:
+    """Run the optimizer updates of a step on the collected groups; return its metrics."""
+    selected = select(batch.credits, config.selection)
+    built = build_rows(mask_truncated(selected, config.length))
+    metrics: dict[str, float] = {}
+    if built.rows:
+        with watch.phase("train"):
+            metrics |= await _run_updates(built.rows, len(done), config, trainer)
+    metrics |= _reward_metrics(batch, config)
+    metrics |= _row_metrics(built, version_after(done))
+    metrics |= _selection_metrics(batch.credits, selected)
+    metrics |= cause_metrics(count_causes(batch.zero_signal, config.group_size))
+    if built.rows:
+        _warn_of_equal_answers(batch.groups)
+    else:
+        logger.warning("step %d trained nothing: %s", len(done) + 1, explain_metrics([metrics]))
+    return metrics
+
+
+def _selection_metrics(credits: Sequence[Credit], selected: Sequence[Credit]) -> dict[str, float]:
+    total, kept = (sum(len(c.advantages) for c in each) for each in (credits, selected))
+    return {"unselected_generations": total - kept}
+
+
+def _warn_of_equal_answers(groups: Sequence[Group]) -> None:
+    """Warn if half of the groups are one answer many times."""
+    equal = Counter(cause for group in groups if (cause := find_equal_answers(group)))
+    if 2 * equal.total() >= len(groups):
+        reasons = "; ".join(explain_causes(equal))
+        logger.warning("%d of %d groups are one answer: %s", equal.total(), len(groups), reasons)
+
+
+async def evaluate_step(
+    step: int, config: RunConfig, watch: Stopwatch, evaluate: Evaluate | None
+) -> Metrics:
+    """Evaluate the published weights on the held-out tasks, if it is due after this step."""
+    if evaluate is None or not is_evaluated(step, config):
+        return {}
+    with watch.phase("evaluate"):
+        return await evaluate(step + 1)
+
+
+async def _run_updates(
+    rows: Sequence[Row], step: int, config: RunConfig, trainer: TrainingBackend
+) -> dict[str, float]:
+    """Update the weights on each mini-batch in turn; one that is not finite is skipped."""
+    several = config.loop.mini_batches * config.loop.epochs > 1
+    if several and config.loss.old_logprobs == "recomputed":
+        rows = await trainer.recompute_logprobs(rows)
+    adam = config.adam.at(step, config.steps, config.trained_weights)
+    rollouts = config.tasks_per_step * config.group_size / config.loop.mini_batches
+    updates: list[dict[str, float]] = []
+    skipped = 0
+    for mini_batch in split_updates(rows, step, config):
+        weighted = normalize(mini_batch, config.loss, rollouts=rollouts)
+        try:
+            metrics = await trainer.forward_backward(weighted, config.loss)
+            updates.append({**metrics, **await trainer.optim_step(adam)})
+        except NonFiniteUpdate as error:
+            # Not the end of the run: a resumed one would meet the same rollouts again.
+            logger.warning("update skipped step=%d rows=%d: %s", step, len(mini_batch), error)
+            skipped += 1
+    return {**_combine(updates), "updates": len(updates), "skipped_updates": skipped}
+
+
+def split_updates(rows: Sequence[Row], step: int, config: RunConfig) -> list[list[Row]]:
+    """Return the rows of each update of a step: whole groups, each once per epoch.
+
+    A pure function, so that a step that is repeated after a crash makes the same updates.
+    """
+    groups = list(dict.fromkeys(row.group for row in rows))
+    parts = config.loop.mini_batches
+    updates: list[list[Row]] = []
+    for epoch in range(config.loop.epochs):
+        Random(f"{config.seed} {step} {epoch}").shuffle(groups)
+        chosen = [set(groups[part::parts]) for part in range(parts)]
+        updates += [[row for row in rows if row.group in names] for names in chosen if names]
+    return updates
+
+
+def _combine(updates: Sequence[Metrics]) -> Metrics:
+    """Metrics of a step from those of its updates: counts are added, others are means by token."""
+    if len(updates) < 2:
+        return updates[0] if updates else {}
+    tokens = [update["trained_tokens"] for update in updates]
+    combined = {
+        name: sum(u[name] * n for u, n in zip(updates, tokens, strict=True)) / sum(tokens)
+        for name in updates[0]
+    }
+    counts = {"trained_tokens", "computed_tokens"} & set(combined)
+    return {**combined, **{name: sum(u[name] for u in updates) for name in counts}}
+
+
+async def _credit(
+    algorithm: Algorithm, groups: Sequence[Group], done: Sequence[StepRecord]
+) -> list[Credit]:
+    name = type(algorithm).__name__
+    with boundary(ConfigError, f"the algorithm {name} raised"):
+        credits = await algorithm.credit(groups, done)
+    known = {t.attempt.id: t for group in groups for t in group}
+    for credit in credits:
+        rollout = credit.trajectory.attempt.rollout.id
+        if credit.trajectory.attempt.id not in known:
+            raise ConfigError(f"the algorithm {name} gave credit to {rollout!r}, not of this step")
+        _check_credit(credit, name)
+    if len({credit.trajectory.attempt.id for credit in credits}) < len(credits):
+        raise ConfigError(f"the algorithm {name} gave credit to one trajectory twice")
+    return credits
+
+
+def _check_credit(credit: Credit, name: str) -> None:
+    lengths = {
+        call.generation_id(index): len(generation.tokens)
+        for call in credit.trajectory.calls
+        for index, generation in enumerate(call.generations)
+    }
+    for id, advantage in credit.advantages.items():
+        values = advantage if isinstance(advantage, tuple) else (advantage,)
+        found = None
+        if id not in lengths:
+            found = "which is not one of its generations"
+        elif isinstance(advantage, tuple) and len(advantage) != lengths[id]:
+            found = f"{len(advantage)} numbers for {lengths[id]} tokens"
+        elif not all(map(math.isfinite, values)):
+            found = f"a number that is not finite: {advantage!r:.80}"
+        if found:
+            rollout = credit.trajectory.attempt.rollout.id
+            raise ConfigError(
+                f"the algorithm {name} credits generation {id!r} of rollout {rollout!r}, {found}"
+            )
+
+
+def _reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
+    trajectories = [trajectory for group in batch.groups for trajectory in group]
+    without = [t.attempt.rollout.id for t in trajectories if not t.calls]
+    if without:
+        logger.warning(
+            "%d of %d rollouts made no model call, such as %s: is something cached, or the agent's "
+            "base URL another one?",
+            len(without),
+            len(trajectories),
+            without[0],
+        )
+    succeeded = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    truncated = [bool(find_truncated(trajectory)) for trajectory in trajectories]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    keys = (*config.algorithm.reward_keys, *config.algorithm.logged_keys)
+    if config.length.shapes:
+        keys += (LENGTH_PENALTY,)
+    known = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
+    return {
+        **known,
+        **{f"reward/{key}": _mean(_emitted(t, key) for t in trajectories) for key in keys},
+        "groups": len(batch.groups),
+        "zero_signal_groups": len(batch.zero_signal) / len(batch.groups),
+        "rollouts": len(batch.rollouts),
+        "failed_rollouts": len(batch.rollouts) - len(succeeded),
+        "rollouts_without_calls": len(without),
+        "truncated_rollouts": _mean(truncated),
+        "calls": sum(len(trajectory.calls) for trajectory in trajectories),
+        "sampled_tokens": sum(_sampled_tokens(trajectory) for trajectory in trajectories),
+    }
+
+
+def _row_metrics(built: Rows, version: int) -> dict[str, float]:
+    segments = [segment for row in built.rows for segment in row.segments]
+    ages = [version - sampled for segment in segments for sampled in segment.versions]
+    return {
+        "rows": len(built.rows),
+        "trained_rollouts": len({row.rollout for row in built.rows}),
+        "unproven_rows": len(built.unproven),
+        "constrained_generations": len(built.constrained),
+        "row_tokens": sum(len(row.tokens) for row in built.rows),
+        "merge_ratio": len(segments) / len(built.rows) if built.rows else 0.0,
+        "staleness": _mean(ages),
+        "staleness_max": max(ages, default=0),
+        "off_policy_tokens": _mean(age > 0 for age in ages),
+    }
+
+
+def _sampled_tokens(trajectory: Trajectory) -> int:
+    generations = [generation for call in trajectory.calls for generation in call.generations]
+    return sum(len(generation.tokens) for generation in generations)
+
+
+def _emitted(trajectory: Trajectory, key: str) -> float:
+    return sum(r.value for r in trajectory.rewards if r.key == key)
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return fmean(known) if known else 0.0
