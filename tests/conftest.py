@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from clock import Clock
+from support.clock import Clock
 
 if TYPE_CHECKING:
-    from tinker_serving import Server
+    from support.tinker_serving import Server
 
 settings.register_profile("whet", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("whet")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def few_cores() -> Generator[None]:
+    """Agents run in the test's process unless a test chooses otherwise, on any machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("whet.runners.attempt.FEW_CORES", 10_000)
+        yield
 
 
 @pytest.fixture
@@ -40,7 +48,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder made once; nobody writes to it."""
-    from tiny_llama import make_model
+    from support.tiny_llama import make_model
 
     return make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
 
@@ -48,7 +56,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def postgres_url() -> Generator[str]:
     """A PostgreSQL server for the whole session; each test has a schema of its own."""
-    from postgres_server import postgres_server
+    from support.postgres_server import postgres_server
 
     with postgres_server() as url:
         yield url
@@ -65,8 +73,8 @@ def tinker(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Gener
     import os
     import shutil
 
-    from tinker_serving import KEY, Server
-    from whet.policies.catalogue import TINY
+    from support.tinker_serving import KEY, Server
+    from whet.models.catalog import TINY
 
     folder = tmp_path_factory.mktemp("tinker")
     model = folder / "model"

@@ -22,15 +22,14 @@ pytestmark = pytest.mark.slow
                 "0.2",
                 "--rounds",
                 "1",
-                "--pairs",
-                "2",
                 "--concurrency",
                 "1",
             ),
             "calls recorded",
         ),
+        (("path.py", "--rollouts", "32", "--steps", "1", "--agent", "shared_client"), "idle"),
     ],
-    ids=["merge", "gateway"],
+    ids=["merge", "gateway", "path"],
 )
 def test_a_benchmark_runs(arguments: tuple[str, ...], says: str) -> None:
     program, *options = arguments

@@ -7,26 +7,26 @@ import anyio
 import pytest
 import torch
 
-from whet.config import EngineConfig, GatewayConfig, RunnerConfig, TrainerConfig
+from whet.config import GatewayConfig, LocalEngineConfig, LocalTrainerConfig, RunnerConfig
 from whet.demos.arithmetic import solve
 from whet.demos.problems import problems
-from whet.engines.local import LocalEngine
-from whet.gateway import keys
+from whet.engines.local.engine import LocalEngine
+from whet.gateway import auth
 from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
-from whet.gateway.template import ChatTemplate
-from whet.policies.catalogue import resolve_model
-from whet.policies.distribution import Shaping, log_probs
-from whet.policies.local import LocalPolicy
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
+from whet.io.server import AppServer
+from whet.models.catalog import resolve_model
+from whet.models.distribution import Shaping, log_probs
+from whet.models.huggingface import LocalPolicy
 from whet.protocols import Engine
-from whet.rows import build_rows
-from whet.runners.collect import QueueCollector
-from whet.runners.gateways import OwnGateway
-from whet.runners.local import LocalRunner
-from whet.serving import AppServer
+from whet.runners.collector import QueueCollector
+from whet.runners.endpoints import FixedEndpoint
+from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, Credit, Endpoint, Piece, Rollout, Row, Sampling
+from whet.training.rows import build_rows
+from whet.types import Attempt, Credit, Endpoint, Group, Rollout, Row, Sampling, TokenChunk
 
 SECRET = b"secret"
 
@@ -45,7 +45,7 @@ class Witness(Engine):
         *,
         stream: bool = False,
         affinity: str = "",
-    ) -> AsyncGenerator[Piece]:
+    ) -> AsyncGenerator[TokenChunk]:
         async for piece in self._engine.generate(prompt, sampling, stream=stream):
             assert piece.stop  # the agent does not stream: one piece is all of it
             self.seen.append((tuple(prompt), piece.tokens, piece.logprobs))
@@ -58,21 +58,24 @@ class Witness(Engine):
 async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[Row], int]:
     """Rows of 24 rollouts of the demo's agent; the third is how many calls they made."""
     template = ChatTemplate(policy.folder)
-    engine = Witness(LocalEngine(policy, EngineConfig(), template.decode, threads=1))
+    engine = Witness(LocalEngine(policy, LocalEngineConfig(), template.decode, threads=1))
     async with SQLiteStore(folder / "store.db") as store:
-        service = Service(engine=engine, log=store, renderer=Renderer(template), models=("policy",))
-        server = AppServer(build_app(service, SECRET, GatewayConfig()))
+        pipeline = CallPipeline(
+            engine=engine, log=store, renderer=Renderer(template), models=("policy",)
+        )
+        server = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
 
         def endpoint(attempt: Attempt) -> Endpoint:
             path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
-            key = keys.mint(attempt.id, SECRET)
+            key = auth.mint_key(attempt.id, SECRET)
             return Endpoint(base_url=server.url + path, api_key=key, model="policy")
 
-        runner = LocalRunner(solve, RunnerConfig(), store=store, gateways=OwnGateway(endpoint))
+        runner = Runner(solve, RunnerConfig(), store=store, endpoints=FixedEndpoint(endpoint))
         rollouts = [
             Rollout(id=f"r{i}", group="g", task=task)
             for i, task in enumerate(problems("train", 24, 0))
         ]
+        groups: list[Group] = []
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runner.run)
             groups = await QueueCollector(queue=store, log=store).collect(rollouts)
@@ -91,7 +94,8 @@ async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[
 async def test_every_trained_token_is_one_the_engine_sampled_in_that_very_context(
     tmp_path: Path,
 ) -> None:
-    policy = LocalPolicy(resolve_model("tiny"), TrainerConfig(weights="full"), device="cpu", seed=0)
+    config = LocalTrainerConfig(weights="full")
+    policy = LocalPolicy(resolve_model("tiny"), config, device="cpu", seed=0)
     with anyio.fail_after(120):
         witness, rows, calls = await sample_rows(policy, tmp_path)
 
@@ -99,14 +103,14 @@ async def test_every_trained_token_is_one_the_engine_sampled_in_that_very_contex
     trained = [
         (row.tokens[: span.start], row.tokens[span.start : span.end], span.logprobs)
         for row in rows
-        for span in row.spans
+        for span in row.segments
     ]
     assert sorted(trained) == sorted(witness.seen)
 
     for row in rows:
         with torch.inference_mode():
             logits_LV = policy.model(torch.tensor([row.tokens])).logits[0]
-        for span in row.spans:
+        for span in row.segments:
             shaping = Shaping.of([(span.temperature, span.top_p, span.top_k)], "cpu")
             fresh_NV = log_probs(logits_LV[span.start - 1 : span.end - 1], shaping)
             target_N1 = torch.tensor(row.tokens[span.start : span.end])[:, None]

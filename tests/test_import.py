@@ -43,16 +43,16 @@ def test_the_demo_agents_helpers_are_light_too() -> None:
 def test_help_takes_less_than_a_second_and_no_torch() -> None:
     # Of the processor: on a busy machine the clock tells of others.
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = run("-c", "from whet.app.cli import main; main(['--help'])")
+    done = run("-c", "from whet.app.cli.main import main; main(['--help'])")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
     assert "demo" in done.stdout
     assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) < 1.0
-    quiet = "import contextlib, whet.app.cli as c\nwith contextlib.suppress(SystemExit):"
+    quiet = "import contextlib, whet.app.cli.main as c\nwith contextlib.suppress(SystemExit):"
     assert run("-c", f"{quiet} c.main(['demo', '--help'])\n{LOADED}").stderr == ""
 
 
 def test_listing_models_needs_no_torch() -> None:
-    done = run("-c", f"import whet.app.cli as c; c.main(['models']); {LOADED}")
+    done = run("-c", f"import whet.app.cli.main as c; c.main(['models']); {LOADED}")
     assert done.stderr == ""
     assert "smollm2" in done.stdout

@@ -6,9 +6,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
-from steps import advantages
 
 import whet
+from support.steps import advantages
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from whet.algorithms.rloo import RLOO
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 REWARDS = [(1.0, 0.0, 0.0, 0.5), (0.25, 2.0, -1.0, 0.75)]
 FLAT = [reward for group in REWARDS for reward in group]
 LEFT = [reward - fmean(group) for group in REWARDS for reward in group]
-TINY = Path(whet.__file__).parent / "tiny"
+TINY = Path(whet.__file__).parent / "demos" / "tiny"
 TRL_EPSILON = 1e-4
 """Beside TRL's standard deviations; ours is smaller."""
 

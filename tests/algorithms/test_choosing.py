@@ -19,7 +19,7 @@ def test_a_name_gives_its_algorithm(name: str) -> None:
 
 def test_every_key_is_read_by_somebody() -> None:
     read = {key for keys in READ_BY.values() for key in keys}
-    assert read | {"name", "refill", "reward_keys", "logged_keys"} == set(
+    assert read | {"name", "oversample", "reward_keys", "logged_keys"} == set(
         AlgorithmConfig.model_fields
     )
 
@@ -27,9 +27,13 @@ def test_every_key_is_read_by_somebody() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "values", "message"),
     [
-        ({"name": "gpro"}, {}, "no algorithm 'gpro', perhaps 'grpo'"),
+        ({"name": "gpro"}, {}, "unknown algorithm 'gpro', perhaps 'grpo'"),
         ({"name": "rloo", "divide_by_std": True}, {}, "'rloo' does not read .*divide_by_std"),
-        ({"name": "mine.py:Mine", "success": 0.5}, {}, "does not read algorithm.success"),
+        (
+            {"name": "mine.py:Mine", "success_threshold": 0.5},
+            {},
+            "does not read algorithm.success_threshold",
+        ),
         ({"name": "positive", "credit": "turn"}, {}, "'positive' does not read algorithm.credit"),
         ({"name": "reinforce", "credit": "turn"}, {}, "does not read algorithm.credit"),
         ({"discount": 0.9}, {}, "with algorithm.credit 'turn' alone"),

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from trajectories import Conversation, generation
+from support.trajectories import Conversation, generation
 from whet.algorithms.distillation import Distillation
 from whet.config import AlgorithmConfig
 from whet.errors import ConfigError
 from whet.protocols import Scorer
-from whet.rows import build_rows
+from whet.training.rows import build_rows
 from whet.types import Sampling
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ async def test_the_advantage_of_a_token_is_the_difference_of_its_log_probabiliti
     # The tokens stand at 2, 3 and 5.
     assert credit.advantages == {first: (-2 + 0.5, -3 + 0.25), second: (-5 + 1.0,)}
     [row] = build_rows([credit]).rows
-    assert [span.advantages for span in row.spans] == [(-1.5, -2.75), (-4.0,)]
+    assert [segment.advantages for segment in row.segments] == [(-1.5, -2.75), (-4.0,)]
 
 
 async def test_the_same_model_as_teacher_teaches_nothing() -> None:

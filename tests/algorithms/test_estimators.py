@@ -1,9 +1,9 @@
 """Every estimator against arithmetic done by hand."""
 
 import pytest
-from steps import advantages, past_of, step_of
 
-from trajectories import Conversation, generation, single
+from support.steps import advantages, past_of, step_of
+from support.trajectories import Conversation, generation, single
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.greedy import GreedyOutputs
 from whet.algorithms.grpo import GRPO
@@ -12,6 +12,7 @@ from whet.algorithms.reinforce import Reinforce
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from whet.algorithms.rloo import RLOO
 from whet.config import AlgorithmConfig
+from whet.types import StepRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -85,7 +86,7 @@ async def test_positive_only_is_the_reward_where_it_is_above_zero() -> None:
 
 async def test_greedy_reinforces_what_is_right() -> None:
     assert await advantages(GreedyOutputs(CONFIG), [(1,), (0.9,), (2,)]) == [[1], [], [1]]
-    easy = GreedyOutputs(AlgorithmConfig(success=0.5))
+    easy = GreedyOutputs(AlgorithmConfig(success_threshold=0.5))
     assert await advantages(easy, [(1,), (0.9,), (0.4,)]) == [[1], [1], []]
 
 
@@ -105,3 +106,18 @@ async def test_every_answer_of_a_rollout_gets_its_advantage_and_the_mean_is_over
     assert of_long.trajectory is long
     assert of_long.advantages == dict.fromkeys([first, *more], 0.5)
     assert list(of_short.advantages.values()) == [-0.5]
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, RLOO, ReinforcePlusPlus, BestOfN])
+async def test_rewards_that_differ_by_rounding_alone_are_no_signal(
+    algorithm: type[GRPO | RLOO | ReinforcePlusPlus | BestOfN],
+) -> None:
+    assert await advantages(algorithm(CONFIG), [(0.1 + 0.2, 0.3)]) == [[]]
+
+
+async def test_a_reward_key_added_on_resume_counts_as_zero_in_earlier_steps() -> None:
+    config = AlgorithmConfig(reward_keys=("bonus",))
+    metrics = {"rollouts": 2.0, "failed_rollouts": 0.0, "reward": 0.5}
+    past = [StepRecord(step=0, version=1, checkpoint="c", consumed=(), metrics=metrics)]
+    credits = await Reinforce(config).credit(step_of([(1.0, 0.0)]), past)
+    assert [list(credit.advantages.values()) for credit in credits] == [[0.5], [-0.5]]

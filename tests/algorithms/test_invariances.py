@@ -6,8 +6,8 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import advantages
 
+from support.steps import advantages
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from whet.algorithms.rloo import RLOO

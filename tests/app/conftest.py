@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from whet.policies.catalogue import TINY
+from whet.models.catalog import TINY
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 

@@ -4,20 +4,20 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import pytest
 from starlette.applications import Starlette
 
-from inference_server import ServerState, serve, sglang_app, vllm_app
-from tinker_serving import MARKS, Server, open_tinker
-from tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
-from whet.config import EngineConfig
+from support.inference_server import ServerState, serve, sglang_app, vllm_app
+from support.tinker_serving import MARKS, Server, open_tinker
+from support.tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
+from whet.config import LocalEngineConfig
 from whet.engines.fake import FakeEngine
-from whet.engines.forward import Static
-from whet.engines.joining import join_servers
-from whet.engines.local import LocalEngine
+from whet.engines.local.engine import LocalEngine
+from whet.engines.local.forward import CudaGraphForward
+from whet.engines.remote.connect import connect_servers
 from whet.errors import EngineError, PromptTooLong, RequestError
 from whet.protocols import Engine
 from whet.types import Sampling
@@ -28,13 +28,13 @@ PROMPT = prompt_of(20)
 
 
 def local(folder: Path) -> Engine:
-    return LocalEngine(load(folder), EngineConfig(kv_tokens=4096), decode, threads=1)
+    return LocalEngine(load(folder), LocalEngineConfig(kv_tokens=4096), decode, threads=1)
 
 
 def static(folder: Path) -> Engine:
     """As on a GPU, but without its kernels and graphs."""
-    config = EngineConfig(kv_tokens=4096)
-    return LocalEngine(load(folder), config, decode, threads=1, forward=Static)
+    config = LocalEngineConfig(kv_tokens=4096)
+    return LocalEngine(load(folder), config, decode, threads=1, forward=CudaGraphForward)
 
 
 def fake(folder: Path) -> Engine:
@@ -43,12 +43,12 @@ def fake(folder: Path) -> Engine:
 
 @asynccontextmanager
 async def served(
-    kind: Literal["vllm", "sglang"], app: Callable[[ServerState], Starlette], **settings: bool
+    kind: Literal["vllm", "sglang"], app: Callable[[ServerState], Starlette], **settings: Any
 ) -> AsyncGenerator[Engine]:
     """A small server that speaks the wire of a large one."""
     state = ServerState(decode, VOCABULARY, CONTEXT, pause_s=0.001, **settings)
     server = serve(app, state)
-    yield await join_servers(kind, [server.url], decode, context_length=CONTEXT, say=print)
+    yield await connect_servers(kind, [server.url], decode, context_length=CONTEXT, progress=print)
     server.close()
 
 
@@ -86,7 +86,7 @@ def gives_all_at_once(engine: Engine) -> bool:
     return type(engine).__name__ == "TinkerEngine"  # which may not be installed
 
 
-async def together(engine: Engine, count: int, **sampling: object) -> list[Answer]:
+async def together(engine: Engine, count: int, **sampling: Any) -> list[Answer]:
     answers: dict[int, Answer] = {}
 
     async def one(index: int) -> None:
@@ -108,11 +108,11 @@ async def test_each_token_has_a_logprob_and_a_version(engine: Engine) -> None:
     assert answer.top == ()
 
 
-async def test_it_is_one_piece_unless_a_stream_is_asked_for(engine: Engine) -> None:
+async def test_it_is_one_chunk_unless_streamed(engine: Engine) -> None:
     whole = await ask(engine, PROMPT, seed=1, max_tokens=50)
     streamed = await ask(engine, PROMPT, seed=1, max_tokens=50, stream=True)
-    assert whole.pieces == 1
-    assert (1 if gives_all_at_once(engine) else 2) <= streamed.pieces <= 50
+    assert whole.chunks == 1
+    assert (1 if gives_all_at_once(engine) else 2) <= streamed.chunks <= 50
     assert streamed.tokens == whole.tokens
     assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
 
@@ -134,7 +134,7 @@ async def test_a_seed_reproduces_alone_and_among_others(engine: Engine) -> None:
 
 
 async def test_without_a_seed_equal_requests_differ(engine: Engine) -> None:
-    answers = await together(engine, 4, max_tokens=12)
+    answers = await together(engine, 4, max_tokens=12, seed=None)
     assert len({answer.tokens for answer in answers}) == 4
 
 
@@ -189,7 +189,9 @@ async def test_a_prompt_without_room_is_refused(engine: Engine, length: int) -> 
 
 
 @pytest.mark.parametrize("token", [-1, VOCABULARY])
-async def test_an_unknown_id_is_refused_and_harms_nobody_else(engine: Engine, token: int) -> None:
+async def test_an_unknown_id_is_refused_without_affecting_others(
+    engine: Engine, token: int
+) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(together, engine, 2, max_tokens=20))
         with pytest.raises(RequestError):
@@ -205,19 +207,19 @@ async def test_closing_the_generator_stops_that_request_alone(engine: Engine) ->
     left = engine.generate(PROMPT, Sampling(), stream=True)
     await anext(left)
     other = engine.generate(PROMPT, Sampling(max_tokens=30), stream=True)
-    pieces = [await anext(other)]
+    chunks = [await anext(other)]
     await left.aclose()
-    pieces += [piece async for piece in other]
-    assert sum(len(piece.tokens) for piece in pieces) == 30
-    assert pieces[-1].stop == "length"
+    chunks += [chunk async for chunk in other]
+    assert sum(len(chunk.tokens) for chunk in chunks) == 30
+    assert chunks[-1].stop == "length"
 
 
 async def test_the_prompt_is_read_when_the_sampling_begins(engine: Engine) -> None:
     prompt = list(PROMPT)
-    pieces = engine.generate(prompt, Sampling(temperature=0, max_tokens=4), stream=True)
-    first = await anext(pieces)
+    chunks = engine.generate(prompt, Sampling(temperature=0, max_tokens=4), stream=True)
+    first = await anext(chunks)
     prompt[:] = prompt_of(20, seed=9)
-    tokens = first.tokens + tuple([t async for piece in pieces for t in piece.tokens])
+    tokens = first.tokens + tuple([t async for chunk in chunks for t in chunk.tokens])
     assert tokens == (await ask(engine, PROMPT, temperature=0, max_tokens=4)).tokens
 
 
@@ -229,12 +231,12 @@ async def test_a_closed_engine_refuses_and_closes_again(engine: Engine) -> None:
 
 
 async def test_closing_the_engine_fails_what_is_in_flight(engine: Engine) -> None:
-    pieces = engine.generate(PROMPT, Sampling(), stream=True)
-    first = await anext(pieces)
+    chunks = engine.generate(PROMPT, Sampling(), stream=True)
+    first = await anext(chunks)
     assert bool(first.stop) == gives_all_at_once(engine)
     await engine.close()
     if first.stop:
         return  # nothing is
     with pytest.raises(EngineError):
-        async for _ in pieces:
+        async for _ in chunks:
             pass

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tinker_serving import MARKS, open_tinker
-from tiny_llama import load, row_of
-from whet.config import AdamConfig, LossConfig
+from support.tinker_serving import MARKS, open_tinker
+from support.tiny_llama import load, row_of
+from whet.config import AdamStep, LossConfig
 from whet.errors import TrainerError
-from whet.protocols import Trainer
+from whet.protocols import TrainingBackend
 from whet.trainers.fake import FakeTrainer
 from whet.trainers.local import LocalTrainer
 from whet.types import Row
@@ -18,23 +18,23 @@ from whet.types import Row
 pytestmark = pytest.mark.anyio
 
 LOSS = LossConfig()
-ADAM = AdamConfig(lr=1e-2)
+ADAM = AdamStep(lr=1e-2)
 
 
-def local(folder: Path) -> Trainer:
+def local(folder: Path) -> TrainingBackend:
     return LocalTrainer(load(folder), threads=1)
 
 
-def fake(folder: Path) -> Trainer:
+def fake(folder: Path) -> TrainingBackend:
     return FakeTrainer()
 
 
-Build = Callable[[], Awaitable[Trainer]]
+Build = Callable[[], Awaitable[TrainingBackend]]
 
 
 @pytest.fixture(params=[local, fake, pytest.param("tinker", marks=MARKS)])
 def build(request: pytest.FixtureRequest, tiny_folder: Path) -> Build:
-    async def made() -> Trainer:
+    async def made() -> TrainingBackend:
         if request.param == "tinker":
             from whet.trainers.tinker import TinkerTrainer
 
@@ -45,7 +45,7 @@ def build(request: pytest.FixtureRequest, tiny_folder: Path) -> Build:
 
 
 @pytest.fixture
-async def trainer(build: Build) -> Trainer:
+async def trainer(build: Build) -> TrainingBackend:
     return await build()
 
 
@@ -58,7 +58,7 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-async def test_a_step_raises_the_version(trainer: Trainer) -> None:
+async def test_a_step_raises_the_version(trainer: TrainingBackend) -> None:
     assert await trainer.publish() == 0
     await trainer.forward_backward(rows(), LOSS)
     await trainer.forward_backward(rows(-1.0), LOSS)
@@ -68,7 +68,7 @@ async def test_a_step_raises_the_version(trainer: Trainer) -> None:
     assert await trainer.publish() == 1
 
 
-async def test_metrics_are_finite_and_count_what_is_trained(trainer: Trainer) -> None:
+async def test_metrics_are_finite_and_count_what_is_trained(trainer: TrainingBackend) -> None:
     metrics = {
         **await trainer.forward_backward(rows(), LOSS),
         **await trainer.optim_step(ADAM),
@@ -78,7 +78,7 @@ async def test_metrics_are_finite_and_count_what_is_trained(trainer: Trainer) ->
     assert all(map(math.isfinite, metrics.values()))
 
 
-async def test_no_rows_are_no_gradient(trainer: Trainer) -> None:
+async def test_no_rows_are_no_gradient(trainer: TrainingBackend) -> None:
     metrics = await trainer.forward_backward([], LOSS)
     assert metrics["trained_tokens"] == metrics["loss"] == 0
     assert all(map(math.isfinite, metrics.values()))
@@ -94,13 +94,15 @@ async def test_no_rows_are_no_gradient(trainer: Trainer) -> None:
     ],
     ids=str,
 )
-async def test_numbers_that_are_none_are_refused(trainer: Trainer, bad: dict[str, float]) -> None:
+async def test_numbers_that_are_none_are_refused(
+    trainer: TrainingBackend, bad: dict[str, float]
+) -> None:
     with pytest.raises(TrainerError, match="finite"):
         await trainer.forward_backward([*rows(), *rows(**bad)], LOSS)
     assert await trainer.publish() == 0
 
 
-async def test_what_is_saved_is_restored(build: Build, tmp_path: Path) -> None:
+async def test_a_checkpoint_is_restored(build: Build, tmp_path: Path) -> None:
     first, second = await build(), await build()
     await first.forward_backward(rows(), LOSS)
     await first.optim_step(ADAM)
@@ -122,7 +124,7 @@ async def test_a_folder_is_saved_over(build: Build, tmp_path: Path) -> None:
     assert await other.publish() == 1
 
 
-async def test_restoring_goes_back(trainer: Trainer, tmp_path: Path) -> None:
+async def test_restoring_goes_back(trainer: TrainingBackend, tmp_path: Path) -> None:
     await trainer.save(tmp_path / "one")
     await trainer.forward_backward(rows(), LOSS)
     await trainer.optim_step(ADAM)
@@ -130,7 +132,7 @@ async def test_restoring_goes_back(trainer: Trainer, tmp_path: Path) -> None:
     assert await trainer.publish() == 0
 
 
-async def test_what_is_no_checkpoint_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+async def test_an_invalid_checkpoint_is_refused(trainer: TrainingBackend, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="missing"):
         await trainer.restore(tmp_path / "missing")
     await trainer.save(tmp_path / "broken")
@@ -141,7 +143,9 @@ async def test_what_is_no_checkpoint_is_refused(trainer: Trainer, tmp_path: Path
     assert await trainer.publish() == 0
 
 
-async def test_an_export_is_a_folder_with_something_in_it(trainer: Trainer, tmp_path: Path) -> None:
+async def test_an_export_is_a_folder_with_something_in_it(
+    trainer: TrainingBackend, tmp_path: Path
+) -> None:
     await trainer.export(tmp_path / "model")
     assert names(tmp_path / "model")
     assert names(tmp_path) == ["model"]

@@ -12,19 +12,20 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from four_processes import RUN, Killer, four_processes
 from pydantic import JsonValue
 
-from whet import loop
+from support.four_processes import RUN, Killer, four_processes
 from whet.algorithms import build_algorithm
-from whet.app.folder import RunFolder
-from whet.app.tasks import training_plan
-from whet.policies.catalogue import resolve_model
-from whet.policies.local import LocalPolicy
+from whet.app.inputs import plan_rollouts
+from whet.app.run_folder import RunFolder
+from whet.config import LocalTrainerConfig
+from whet.models.catalog import resolve_model
+from whet.models.huggingface import LocalPolicy
 from whet.protocols import StepLog
-from whet.runners.collect import QueueCollector
+from whet.runners.collector import QueueCollector
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
+from whet.training import loop
 from whet.types import TERMINAL, AttemptId, Call, StepRecord, digest_tokens
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ async def check(folder: RunFolder, diaries: Path) -> None:
 async def check_rollouts(store: SQLiteStore, folder: RunFolder) -> None:
     """All have ended, and each was trained in the step that was to train it, and in no other."""
     config = folder.config()
-    plan = training_plan(TASKS, config)
+    plan = plan_rollouts(TASKS, config)
     steps = await store.steps()
     assert [step.step for step in steps] == list(range(config.steps))
     groups = range(config.steps * config.tasks_per_step)
@@ -116,7 +117,7 @@ class Steps(StepLog):
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
-    async def commit(self, record: StepRecord) -> None:
+    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
         self.records.append(record)
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
@@ -130,6 +131,7 @@ async def check_weights(store: SQLiteStore, folder: RunFolder) -> None:
 
     def trainer() -> tuple[LocalPolicy, LocalTrainer]:
         model = resolve_model(config.model)
+        assert isinstance(config.trainer, LocalTrainerConfig)
         policy = LocalPolicy(model, config.trainer, device="cpu", seed=config.seed)
         return policy, LocalTrainer(policy, threads=os.cpu_count())
 
@@ -138,7 +140,7 @@ async def check_weights(store: SQLiteStore, folder: RunFolder) -> None:
     fresh, trains_again = trainer()
     replayed = Steps()
     records = loop.train(
-        training_plan(TASKS, config),
+        plan_rollouts(TASKS, config),
         config,
         checkpoints=folder.path / "replay",
         collector=QueueCollector(queue=store, log=store),

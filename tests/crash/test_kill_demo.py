@@ -13,10 +13,10 @@ from pathlib import Path
 
 import anyio
 import pytest
-from ledger import audit
 
-from whet.app.demo import DEMOS
-from whet.app.folder import RunFolder
+from support.ledger import audit
+from whet.app.cli.demo import DEMOS
+from whet.app.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ SMALL = [f"--steps={STEPS}", f"--tasks-per-step={TASKS_PER_STEP}", f"--group-siz
 def start(directory: Path, *arguments: str) -> Generator[subprocess.Popen[str]]:
     """`whet demo` at work; killed at the end of the block if it still is."""
     run = subprocess.Popen(
-        [sys.executable, "-m", "whet.app.cli", "demo", "--dir", str(directory), *arguments],
+        [sys.executable, "-m", "whet", "demo", "--dir", str(directory), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -105,14 +105,13 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, rollouts: in
     with start(tmp_path, "--name", "stopped", *SMALL) as run:
         wait_for(run, folder.store, rollouts)
         assert run.stdout
-        assert "whet demo arithmetic" in run.stdout.readline()
+        assert f"run {folder.path}" in run.stdout.readline()
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=60)
 
     assert run.returncode == 130
     assert err == (
-        "whet: stopped, nothing is lost; continue with: "
-        f"whet demo arithmetic --resume stopped --dir {tmp_path}\n"
+        f"whet: stopped; continue with: whet demo arithmetic --resume stopped --dir {tmp_path}\n"
     )
     assert "Traceback" not in out
     with folder.owned():

@@ -6,11 +6,13 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from ledger import audit
 from pydantic import JsonValue
 
-from whet.app.folder import RunFolder
-from whet.app.training import Display, Result, run_training
+from support.ledger import audit
+from whet.app.cli.display import Display
+from whet.app.experiment import Result
+from whet.app.run_folder import RunFolder
+from whet.app.train import run_training
 from whet.config import RunConfig
 from whet.errors import ConfigError, TrainerError
 from whet.types import Endpoint, StepRecord
@@ -71,7 +73,7 @@ async def ask(task: str, llm: Endpoint) -> float:
     return len(reply.json()["choices"][0]["message"]["content"] or "") / 40
 
 
-def new_run(directory: Path, loop: str = "on_policy") -> RunFolder:
+def new_run(directory: Path, loop: str = "on_policy", **updates: int) -> RunFolder:
     settings = {
         "dir": directory,
         "steps": 3,
@@ -80,7 +82,7 @@ def new_run(directory: Path, loop: str = "on_policy") -> RunFolder:
         "trainer": {"weights": "full"},
         "adam": {"lr": 1e-4},
         "runner": {"concurrency": 3},
-        "loop": {"name": loop},
+        "loop": {"name": loop, **updates},
     }
     return RunFolder.create(RunConfig.model_validate(settings), "test")
 
@@ -114,6 +116,18 @@ def test_nothing_is_lost_or_trained_twice(
     assert result.total("rollouts") == 3 * STEP
     assert folder.report.exists()
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000002"]
+
+
+@pytest.mark.parametrize("loop", ["on_policy", "overlapped"])
+def test_several_updates_a_step_are_all_done_again_or_not_at_all(tmp_path: Path, loop: str) -> None:
+    folder = new_run(tmp_path, loop, mini_batches=2, epochs=2)
+    with pytest.raises(Stop):
+        go(folder, Breaking(lambda phase, step, done: step >= 1 and done >= 2))
+
+    go(RunFolder(folder.path), Breaking())
+
+    steps = anyio.run(audit, folder, TASKS, HELD_OUT)
+    assert steps[-1].version == sum(record.metrics.get("updates", 0) for record in steps)
 
 
 @pytest.mark.parametrize(

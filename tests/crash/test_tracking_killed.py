@@ -34,7 +34,7 @@ STEPS = 8
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     line = ["train", "agent.py:solve", "--tasks", "tasks.jsonl", "--quiet", *arguments]
     return subprocess.Popen(
-        [sys.executable, "-m", "whet.app.cli", *line],
+        [sys.executable, "-m", "whet", *line],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,

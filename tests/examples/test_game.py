@@ -3,7 +3,8 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from commands import EXAMPLES
+
+from support.commands import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES / "twenty_questions"))
 
@@ -16,10 +17,10 @@ from game import (
     LocalHelper,
     among,
     attribute_of,
-    earned,
     load_things,
     read_line,
     score,
+    turn_rewards,
 )
 
 FOLDER = EXAMPLES / "twenty_questions"
@@ -102,7 +103,7 @@ async def test_a_turn_earns_what_it_rules_out_or_finds_and_nothing_for_chatter()
     game = await said("owl", [*lines, "Search.", "Guess cow.", "Guess 99.", "Is it?"])
     assert game.over
     assert not game.won
-    chatter, alive, again, vain, fly, found, *rest = earned(game, TEST)
+    chatter, alive, again, vain, fly, found, *rest = turn_rewards(game, TEST)
     assert chatter == again == vain == sum(rest) == 0.0
     assert 0.0 < alive < NARROWING
     assert 0.0 < fly < NARROWING

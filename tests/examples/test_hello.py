@@ -5,9 +5,9 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from commands import at_work, free_store, report, run
 
-from tinker_serving import KEY, Server
+from support.commands import at_work, free_store, report, run
+from support.tinker_serving import KEY, Server
 from whet.demos.hello import identities
 
 GOAL = 0.95
@@ -26,7 +26,7 @@ def test_no_identity_is_both_trained_and_held_out(tiny: bool) -> None:
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What training in one process came to."""
     folder = tmp_path_factory.mktemp("local")
-    run("hello.py", "oneclick", "--dir", str(folder), "--name", "local")
+    run("hello/train.py", "oneclick", "--dir", str(folder), "--name", "local")
     return report(folder, "local")
 
 
@@ -51,7 +51,17 @@ def test_the_tiny_model_learns_to_answer_with_its_identity(local: dict[str, Any]
 def test_a_tinker_service_gives_the_same_curve_within_noise(
     local: dict[str, Any], at_tinker: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run("hello.py", "oneclick", "--dir", str(tmp_path), "--name", "at", "--steps", "8", *at_tinker)
+    run(
+        "hello/train.py",
+        "oneclick",
+        "--dir",
+        str(tmp_path),
+        "--name",
+        "at",
+        "--steps",
+        "8",
+        *at_tinker,
+    )
     there = report(tmp_path, "at")
     assert there["before"]["greedy"] == pytest.approx(local["before"]["greedy"], abs=0.02)
     assert there["after"]["greedy"] >= GOAL
@@ -83,9 +93,9 @@ def test_a_tinker_service_trains_in_four_processes(
 def in_four_processes(folder: Path, *flags: str) -> dict[str, Any]:
     place = ("--dir", str(folder), "--store", free_store(), *flags)
     with (
-        at_work("hello.py", "store", *place, log=folder / "store.log"),
-        at_work("hello.py", "serve", *place, log=folder / "serve.log"),
-        at_work("hello.py", "runner", *place, log=folder / "runner.log"),
+        at_work("hello/train.py", "store", *place, log=folder / "store.log"),
+        at_work("hello/train.py", "serve", *place, log=folder / "serve.log"),
+        at_work("hello/train.py", "runner", *place, log=folder / "runner.log"),
     ):
-        run("hello.py", "algo", *place)
+        run("hello/train.py", "algo", *place)
     return report(folder, "hello")

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -11,13 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from commands import EXAMPLES, ROOT, at_work, environment, free_store, report, run
 
-sys.path.insert(0, str(ROOT / "tests" / "sdks"))
-
-from environments import python_of
-
-from whet.app.sources import read_models
+from sdks.environments import python_of
+from support.commands import EXAMPLES, at_work, environment, free_store, report, run
+from whet.app.evaluation.models import LocalModel, read_models
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +30,10 @@ def crewai() -> Path:
 @pytest.fixture(scope="module")
 def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has seen a few games: it talks, and does not play well."""
-    model = tmp_path_factory.mktemp("models") / "player"
-    run(TRAIN, "warmup", "--model", str(model), "--games", "320")
-    return model
+    folder = tmp_path_factory.mktemp("warmup")
+    said = run(TRAIN, "warmup", "--dir", str(folder), "--games", "320")
+    assert "held-out loss" in said
+    return folder / "runs" / "twenty-questions-warmup" / "model"
 
 
 def test_a_dry_run_shows_games_from_their_recorded_tokens(player: Path, crewai: Path) -> None:
@@ -62,6 +59,7 @@ def test_a_runner_with_crewai_feeds_a_step_of_training(
     assert learned["rows"] == learned["trained_rollouts"]  # a game is one row
     run_folder = tmp_path / "runs" / "twenty-questions"
     [found] = read_models([f"player={run_folder}"], None, print)  # though its store is elsewhere
+    assert isinstance(found, LocalModel)
     assert found.folder == run_folder / "model"
 
 
@@ -121,7 +119,7 @@ def test_any_endpoint_may_answer_and_search(crewai: Path) -> None:
             self.end_headers()
             self.wfile.write(reply)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Oracle) as server:

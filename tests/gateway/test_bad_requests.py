@@ -3,7 +3,7 @@
 import json
 import random
 import socket
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -14,16 +14,24 @@ from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import CALLING, CHAT_TOOL, CLAUDE_TOOL, FLAT_TOOL, Gateway, Json, NewGateway
+from support.scripted_gateway import (
+    CALLING,
+    CHAT_TOOL,
+    CLAUDE_TOOL,
+    FLAT_TOOL,
+    Gateway,
+    Json,
+    NewGateway,
+)
 from whet.errors import NotFound, RequestError
-from whet.gateway import asgi
+from whet.gateway import http
+from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
 from whet.gateway.dialects.dialect import Dialect
-from whet.gateway.dialects.messages import MessagesDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.graph import Graph
-from whet.serving import AppServer
+from whet.io.server import AppServer
 
 pytestmark = pytest.mark.anyio
 
@@ -120,7 +128,7 @@ DIALECTS: list[Dialect] = [
     ChatDialect(),
     CompletionsDialect(),
     ResponsesDialect(),
-    MessagesDialect(),
+    AnthropicDialect(),
 ]
 
 
@@ -167,11 +175,11 @@ async def test_the_body_may_be_large_but_not_larger_than_the_limit(gateway: Gate
     response = await gateway.send("POST", "/v1/chat/completions", body)
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
-    huge = b" " * (asgi.BODY_LIMIT + 1)
+    huge = b" " * (http.MAX_BODY_BYTES + 1)
     assert (await gateway.send("POST", "/v1/chat/completions", huge)).status_code == 413
 
-    async def chunks() -> Any:
-        for _ in range(asgi.BODY_LIMIT // 2**20 + 1):
+    async def chunks() -> AsyncGenerator[bytes]:
+        for _ in range(http.MAX_BODY_BYTES // 2**20 + 1):
             yield b" " * 2**20
 
     headers = {"authorization": f"Bearer {gateway.key}"}
@@ -232,8 +240,8 @@ async def test_arguments_no_template_could_print_are_taken_as_they_are(gateway: 
         call = {"id": "c", "type": "function"}
         function = {"name": "calculator", "arguments": arguments}
         turn = {"role": "assistant", "tool_calls": [call | {"function": function}]}
-        said = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b"}]
-        body = {"model": "policy", "messages": said}
+        messages = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b"}]
+        body = {"model": "policy", "messages": messages}
         response = await gateway.send("POST", "/v1/chat/completions", body)
         assert response.status_code == 200, response.text
 
@@ -267,9 +275,9 @@ def served(gateway: Gateway) -> Generator[str]:
 async def test_a_body_that_never_ends_is_given_up(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asgi, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http, "BODY_TIMEOUT_S", 0.05)
 
-    async def drip() -> Any:
+    async def drip() -> AsyncGenerator[bytes]:
         yield b"{"
         await anyio.sleep_forever()
 
@@ -387,7 +395,7 @@ async def test_no_mutated_body_is_more_than_refused_by_its_dialect(cases: int) -
             at = dice.randrange(len(body))
             body = body[:at] + bytes([dice.randrange(256)]) + body[at + 1 :]
         with suppress(RequestError, NotFound):
-            dialect.parse(body).ask(graph)
+            dialect.parse(body).to_model_request(graph)
             taken += 1
     assert cases / 10 < taken < cases
 

@@ -2,8 +2,16 @@
 
 import pytest
 
-from conftest import ARGUMENTS, CALLING, CHAT_TOOL, TWO_CALLS, Gateway, Json, NewGateway
-from whet.types import Fork
+from support.scripted_gateway import (
+    ARGUMENTS,
+    CALLING,
+    CHAT_TOOL,
+    TWO_CALLS,
+    Gateway,
+    Json,
+    NewGateway,
+)
+from whet.types import Fork, Mode
 
 pytestmark = pytest.mark.anyio
 
@@ -39,12 +47,12 @@ async def test_a_stream_reads_like_the_whole_reply(new_gateway: NewGateway) -> N
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_usage_comes_with_a_stream_only_if_asked(gateway: Gateway) -> None:
+async def test_a_stream_has_usage_only_on_request(gateway: Gateway) -> None:
     plain = await gateway.events(PATH, ask())
-    asked = await gateway.events(PATH, ask(stream_options={"include_usage": True}))
+    with_usage = await gateway.events(PATH, ask(stream_options={"include_usage": True}))
     assert not any(event.get("usage") for event in plain)
-    assert asked[-1]["choices"] == []
-    assert asked[-1]["usage"]["completion_tokens"] > 0
+    assert with_usage[-1]["choices"] == []
+    assert with_usage[-1]["usage"]["completion_tokens"] > 0
 
 
 async def test_token_ids_come_as_vllm_gives_them(gateway: Gateway) -> None:
@@ -233,15 +241,47 @@ async def test_bookkeeping_and_nulls_are_taken(gateway: Gateway) -> None:
 
 async def test_limits_and_stops_reach_the_engine(gateway: Gateway) -> None:
     await gateway.post(
-        PATH, ask(max_completion_tokens=2, max_tokens=9, stop=["x", ""], seed=7, temperature=0)
+        PATH, ask(max_completion_tokens=2, max_tokens=9, stop=["x", ""], temperature=0)
     )
     [sampling] = gateway.engine.samplings
     assert sampling.max_tokens == 2
     assert sampling.stop == ("x",)
-    assert sampling.seed == 7
+    assert sampling.seed is None
     assert sampling.temperature == 0
     [call] = await gateway.calls()
     assert call.generations[0].stop == "length"
+
+
+@pytest.mark.parametrize("mode", [Mode.VAL, Mode.TEST])
+async def test_an_evaluation_samples_with_the_seed_of_the_agent(
+    new_gateway: NewGateway, mode: Mode
+) -> None:
+    gateway = await new_gateway(mode=mode)
+    await gateway.post(PATH, ask(seed=7))
+    [sampling] = gateway.engine.samplings
+    assert sampling.seed == 7
+
+
+async def test_each_choice_has_a_seed_of_its_own(new_gateway: NewGateway) -> None:
+    gateway = await new_gateway(mode=Mode.VAL)
+    await gateway.post(PATH, ask(seed=7, n=3))
+    assert sorted(sampling.seed or 0 for sampling in gateway.engine.samplings) == [7, 8, 9]
+    [call] = await gateway.calls()
+    assert [generation.sampling.seed for generation in call.generations] == [7, 8, 9]
+
+
+async def test_rollouts_of_a_group_differ_though_their_agents_send_one_seed(
+    new_gateway: NewGateway,
+) -> None:
+    first, second = await new_gateway(), await new_gateway()
+    for gateway, seed in ((first, 7), (first, 7), (second, 7), (first, 8)):
+        await gateway.post(PATH, ask(seed=seed))
+    one, again, after = [sampling.seed for sampling in first.engine.samplings]
+    [other] = [sampling.seed for sampling in second.engine.samplings]
+    assert one == again
+    assert len({one, other, after}) == 3
+    await first.post(PATH, ask(seed=-(2**63)))
+    assert 0 <= (first.engine.samplings[-1].seed or -1) < 2**63
 
 
 async def test_an_unknown_model_is_not_found_and_the_known_are_listed(gateway: Gateway) -> None:
@@ -254,7 +294,7 @@ async def test_an_unknown_model_is_not_found_and_the_known_are_listed(gateway: G
     assert (await gateway.send("GET", "/v1/models/other")).status_code == 404
 
 
-async def test_a_prompt_that_is_too_long_is_told_by_the_code_agents_look_for(
+async def test_a_prompt_that_is_too_long_has_the_error_code_agents_look_for(
     gateway: Gateway,
 ) -> None:
     response = await gateway.send("POST", PATH, ask({"role": "user", "content": "many " * 9000}))

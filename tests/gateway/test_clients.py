@@ -14,17 +14,17 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from pydantic import BaseModel
 
-from conftest import CLAUDE_TOOL, MODEL, SECRET, TINY
-from whet.config import EngineConfig, GatewayConfig, TrainerConfig
+from support.scripted_gateway import CLAUDE_TOOL, MODEL, SECRET, TINY
+from whet.config import GatewayConfig, LocalEngineConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, EXAMPLE, SYSTEM
-from whet.engines.grammar import Grammars
-from whet.engines.local import LocalEngine
-from whet.gateway import keys
+from whet.engines.local.engine import LocalEngine
+from whet.engines.local.grammar import Grammars
+from whet.gateway import auth
 from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
-from whet.policies.local import LocalPolicy
-from whet.serving import AppServer
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.renderer import Renderer
+from whet.io.server import AppServer
+from whet.models.huggingface import LocalPolicy
 from whet.store.sqlite import SQLiteStore
 from whet.types import AttemptId, Call, Rollout
 
@@ -51,7 +51,7 @@ class Served:
 
     @property
     def key(self) -> str:
-        return keys.mint(self.attempt, SECRET)
+        return auth.mint_key(self.attempt, SECRET)
 
     @property
     def openai(self) -> dict[str, Any]:
@@ -67,10 +67,11 @@ class Served:
 
 @pytest.fixture(scope="module")
 def engine(renderer: Renderer) -> Iterator[LocalEngine]:
-    policy = LocalPolicy(TINY, TrainerConfig(), device="cpu", seed=0)
+    policy = LocalPolicy(TINY, LocalTrainerConfig(), device="cpu", seed=0)
     grammars = Grammars(TINY, renderer.stop_ids)
     decode = renderer.template.decode
-    engine = LocalEngine(policy, EngineConfig(kv_tokens=8192), decode, grammars=grammars, threads=1)
+    config = LocalEngineConfig(kv_tokens=8192)
+    engine = LocalEngine(policy, config, decode, grammars=grammars, threads=1)
     yield engine
     anyio.run(engine.close)
 
@@ -86,14 +87,14 @@ def served(tmp_path: Path, renderer: Renderer, engine: LocalEngine) -> Iterator[
             assert attempt is not None
             return attempt.id
 
-        service = Service(
+        pipeline = CallPipeline(
             engine=engine,
             log=store,
             renderer=renderer,
             models=(MODEL,),
             context_length=engine.context_length,
         )
-        app = build_app(service, SECRET, GatewayConfig())
+        app = build_app(pipeline, SECRET, GatewayConfig())
         server = AppServer(app)
         try:
             yield Served(server.url, portal.call(claim), store)
@@ -129,12 +130,12 @@ def test_chat_completions(served: Served) -> None:
         message = reply.choices[0].message
         assert reply.usage is not None
         assert reply.choices[0].logprobs is not None
-        said: list[Any] = [*CHAT, message]
+        messages: list[Any] = [*CHAT, message]
         for call in message.tool_calls or []:
-            said.append({"role": "tool", "tool_call_id": call.id, "content": "42"})
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "42"})
         if not message.tool_calls:
-            said.append({"role": "user", "content": "again"})
-        validated(client.chat.completions.create(model=MODEL, messages=said, tools=[TOOL]))
+            messages.append({"role": "user", "content": "again"})
+        validated(client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL]))
     check_continues(served)
 
 
@@ -164,7 +165,7 @@ def test_chat_completions_streamed_and_accumulated(served: Served) -> None:
     assert final.choices[0].finish_reason in ("stop", "tool_calls")
 
 
-def test_raw_responses_give_the_token_ids_that_were_asked_for(served: Served) -> None:
+def test_raw_responses_have_the_requested_token_ids(served: Served) -> None:
     with openai.OpenAI(**served.openai) as client:
         reply = client.chat.completions.create(
             model=MODEL, messages=CHAT, extra_body={"return_token_ids": True}
@@ -279,10 +280,10 @@ def test_responses_with_state_kept_by_the_gateway(served: Served) -> None:
 
 def test_responses_echoed_in_full(served: Served) -> None:
     with openai.OpenAI(**served.openai) as client:
-        said: list[Any] = [{"role": "user", "content": QUESTION}]
-        first = client.responses.create(model=MODEL, input=said, tools=[FLAT], store=False)
-        said += [*first.output, *outputs_for(first, "42")]
-        client.responses.create(model=MODEL, input=said, tools=[FLAT], store=False)
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        first = client.responses.create(model=MODEL, input=messages, tools=[FLAT], store=False)
+        messages += [*first.output, *outputs_for(first, "42")]
+        client.responses.create(model=MODEL, input=messages, tools=[FLAT], store=False)
     check_continues(served)
 
 
@@ -321,22 +322,22 @@ async def test_the_async_responses_client(served: Served) -> None:
 
 def test_messages(served: Served) -> None:
     with anthropic.Anthropic(**served.anthropic) as client:
-        said: list[Any] = [{"role": "user", "content": QUESTION}]
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
         first = client.messages.create(
-            model=MODEL, max_tokens=64, system=SYSTEM, messages=said, tools=[CLAUDE]
+            model=MODEL, max_tokens=64, system=SYSTEM, messages=messages, tools=[CLAUDE]
         )
         validated(first)
         used = [block for block in first.content if block.type == "tool_use"]
         results: list[Any] = [
             {"type": "tool_result", "tool_use_id": block.id, "content": "42"} for block in used
         ]
-        said.append({"role": "assistant", "content": first.content})
-        said.append({"role": "user", "content": results or "again"})
+        messages.append({"role": "assistant", "content": first.content})
+        messages.append({"role": "user", "content": results or "again"})
         counted = client.messages.count_tokens(
-            model=MODEL, system=SYSTEM, messages=said, tools=[CLAUDE]
+            model=MODEL, system=SYSTEM, messages=messages, tools=[CLAUDE]
         )
         second = client.messages.create(
-            model=MODEL, max_tokens=64, system=SYSTEM, messages=said, tools=[CLAUDE]
+            model=MODEL, max_tokens=64, system=SYSTEM, messages=messages, tools=[CLAUDE]
         )
         validated(second)
         assert counted.input_tokens == second.usage.input_tokens
@@ -345,11 +346,11 @@ def test_messages(served: Served) -> None:
 
 
 def test_messages_streamed_and_accumulated(served: Served) -> None:
-    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with (
         anthropic.Anthropic(**served.anthropic) as client,
         client.messages.stream(
-            model=MODEL, max_tokens=64, system=SYSTEM, messages=said, tools=[CLAUDE]
+            model=MODEL, max_tokens=64, system=SYSTEM, messages=messages, tools=[CLAUDE]
         ) as stream,
     ):
         text = "".join(stream.text_stream)
@@ -362,21 +363,21 @@ def test_messages_streamed_and_accumulated(served: Served) -> None:
 
 async def test_the_async_messages_client(served: Served) -> None:
     async with anthropic.AsyncAnthropic(**served.anthropic) as client:
-        said: list[Any] = [{"role": "user", "content": "hi"}]
-        reply = await client.messages.create(model=MODEL, max_tokens=4, messages=said)
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        reply = await client.messages.create(model=MODEL, max_tokens=4, messages=messages)
         validated(reply)
-        async with client.messages.stream(model=MODEL, max_tokens=4, messages=said) as stream:
+        async with client.messages.stream(model=MODEL, max_tokens=4, messages=messages) as stream:
             await stream.get_final_message()
 
 
 def test_messages_held_to_a_schema(served: Served) -> None:
-    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with (
         anthropic.Anthropic(**served.anthropic) as client,
         client.messages.stream(
             model=MODEL,
             max_tokens=200,
-            messages=said,
+            messages=messages,
             output_format=Answer,
             extra_body={"temperature": 0},
         ) as stream,
@@ -392,10 +393,10 @@ def test_the_tool_runner_falls_back_from_threads_to_the_whole_history(served: Se
         """Evaluate an expression."""
         return f"{expression} = 42"
 
-    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
     with anthropic.Anthropic(**served.anthropic) as client:
         runner = client.beta.messages.tool_runner(
-            model=MODEL, max_tokens=64, system=SYSTEM, messages=said, tools=[calculator]
+            model=MODEL, max_tokens=64, system=SYSTEM, messages=messages, tools=[calculator]
         )
         messages = [message for _, message in zip(range(3), runner, strict=False)]
     assert messages
@@ -405,15 +406,15 @@ def test_the_tool_runner_falls_back_from_threads_to_the_whole_history(served: Se
 
 
 def test_anthropic_errors_are_the_clients_own(served: Served) -> None:
-    said: list[Any] = [{"role": "user", "content": "hi"}]
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
     with anthropic.Anthropic(**served.anthropic) as client:
         with pytest.raises(anthropic.NotFoundError):
-            client.messages.create(model="claude", max_tokens=4, messages=said)
+            client.messages.create(model="claude", max_tokens=4, messages=messages)
         with pytest.raises(anthropic.BadRequestError, match="container"):
             client.messages.create(
-                model=MODEL, max_tokens=4, messages=said, extra_body={"container": "x"}
+                model=MODEL, max_tokens=4, messages=messages, extra_body={"container": "x"}
             )
         with pytest.raises(anthropic.AuthenticationError):
             client.with_options(api_key="other").messages.create(
-                model=MODEL, max_tokens=4, messages=said
+                model=MODEL, max_tokens=4, messages=messages
             )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conftest import Gateway, Json, NewGateway
+from support.scripted_gateway import Gateway, Json, NewGateway
 from whet.types import Fork
 
 pytestmark = pytest.mark.anyio
@@ -89,11 +89,11 @@ async def test_ids_go_on_from_a_turn_of_any_format(gateway: Gateway) -> None:
 
 async def test_a_chat_does_not_go_on_from_a_raw_prompt(gateway: Gateway) -> None:
     await gateway.post(PATH, ask("hi"))
-    said: list[Json] = [
+    messages: list[Json] = [
         {"role": "assistant", "content": "hello there"},
         {"role": "user", "content": "hi"},
     ]
-    await gateway.post("/v1/chat/completions", {"model": "policy", "messages": said})
+    await gateway.post("/v1/chat/completions", {"model": "policy", "messages": messages})
     [_, chat] = await gateway.calls()
     assert chat.parent is None
     assert chat.origin.fork is Fork.NEW_CONVERSATION

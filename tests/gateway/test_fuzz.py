@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 
 from whet.errors import WhetError
+from whet.gateway.dialects.anthropic import AnthropicDialect
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
 from whet.gateway.dialects.dialect import Dialect
-from whet.gateway.dialects.messages import MessagesDialect
 from whet.gateway.dialects.responses import ResponsesDialect
 from whet.gateway.graph import Graph
-from whet.gateway.parsers import PARSERS
+from whet.gateway.parsers.formats import PARSERS
 
 RECORDINGS = Path(__file__).parent.parent / "recordings"
 DIALECTS: tuple[Dialect, ...] = (
     ChatDialect(),
     CompletionsDialect(),
     ResponsesDialect(),
-    MessagesDialect(),
+    AnthropicDialect(),
 )
 CASES = 2_000
 MANY_CASES = 110_000
@@ -119,7 +119,7 @@ def fuzz_dialects(cases: int) -> int:
         body = json.dumps(mutated(seed, random) if case % 3 else seed).encode()
         body = spoilt(body, random) if case % 3 == 0 else body
         with suppress(WhetError):
-            dialect.parse(body).ask(Graph())
+            dialect.parse(body).to_model_request(Graph())
             understood += 1
     return understood
 
@@ -127,8 +127,7 @@ def fuzz_dialects(cases: int) -> int:
 DEEPSEEK = (
     "<|tool calls begin|><|tool call begin|>function<|tool sep|>f\n```json\n"
     '{"a":1}\n```<|tool call end|><|tool calls end|>'
-)
-DEEPSEEK = DEEPSEEK.replace("|", "\uff5c").replace(" ", "\u2581")
+).translate({ord("|"): "\uff5c", ord(" "): "\u2581"})
 """Its bars are full-width, and its gaps no spaces."""
 TEXTS = (
     '<tool_call>\n{"name": "f", "arguments": {"a": [1, "é"], "b": {"c": null}}}\n</tool_call>',

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from conftest import CALLING, CHAT_TOOL, CLAUDE_TOOL, FLAT_TOOL, Json, NewGateway
+from support.scripted_gateway import CALLING, CHAT_TOOL, CLAUDE_TOOL, FLAT_TOOL, Json, NewGateway
 
 pytestmark = pytest.mark.anyio
 

@@ -44,7 +44,7 @@ def deepest(graph: Graph, root: str, messages: Sequence[Message]) -> int:
     """Messages of the longest stored conversation that these continue, by looking at each."""
     known = (graph.messages(id) for id, call in graph.calls.items() if call.root == root)
     return max(
-        (len(said) for said in known if all_same(said, messages[: len(said)])),
+        (len(each) for each in known if all_same(each, messages[: len(each)])),
         default=0,
     )
 
@@ -57,8 +57,8 @@ def test_a_request_continues_the_deepest_turn_that_it_repeats(
     graph = Graph()
     for number in range(data.draw(st.integers(1, 8))):
         root = data.draw(st.sampled_from(ROOTS))
-        told = [m for id in graph.calls for m in [graph.messages(id)]]
-        history = data.draw(st.sampled_from([[], *told]))
+        conversations = [m for id in graph.calls for m in [graph.messages(id)]]
+        history = data.draw(st.sampled_from([[], *conversations]))
         request = (*history, *data.draw(st.lists(st.sampled_from(USERS), min_size=1, max_size=2)))
         found = graph.find(root, request)
         depth = len(request) - len(found.rest)

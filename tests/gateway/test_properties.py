@@ -1,7 +1,7 @@
 """Whatever agents do, over any wire format: what is trained is what was sampled, where it was.
 
 Random agents talk to a gateway over a real store. Every token their engine sampled must then stand
-in the rows exactly once, behind exactly the prompt the engine was given.
+in the rows exactly once, after exactly the prompt that the engine received.
 """
 
 import tempfile
@@ -14,17 +14,17 @@ from typing import cast
 import anyio
 import httpx
 import pytest
-from agents import FORMATS, TOOL_SETS, Item, Result, Style, System, User
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wire import Json, Said, read_events, read_reply
-from witness import Answer, WitnessEngine, prove
 
+from support.agents import FORMATS, TOOL_SETS, Item, Result, Style, System, User
+from support.wire import Json, WireTurn, read_events, read_reply
+from support.witness import Answer, WitnessEngine, prove
 from whet.config import GatewayConfig
-from whet.gateway import keys
+from whet.gateway import auth
 from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.renderer import Renderer
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, Call, Outcome, Rollout
 
@@ -54,8 +54,8 @@ broken = st.sampled_from(
 
 
 @dataclass(frozen=True)
-class Speech:
-    """What the engine says next."""
+class EngineOutput:
+    """Output of the engine for one choice."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
@@ -64,8 +64,8 @@ class Speech:
     piece: int = 1
 
 
-speeches = st.builds(
-    Speech,
+outputs = st.builds(
+    EngineOutput,
     text=st.one_of(
         texts,
         st.builds("{}{}".format, texts, calls),
@@ -90,9 +90,11 @@ styles = st.builds(
 )
 
 
-DOES = ["begin", "branch", "edit", "resample", "retry", "restart", "retool", "at-once"]
-DOES += ["sum-up", "complete"]
-DOES += ["go on"] * 4
+DOES = (
+    *("begin", "branch", "edit", "resample", "retry", "restart", "retool", "at-once"),
+    *("sum-up", "complete"),
+    *("go on",) * 4,
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Step:
     at: int
     """Where in the conversation, for what changes it."""
     text: str
-    speech: tuple[Speech, ...]
+    output: tuple[EngineOutput, ...]
     style: Style
     format: str | None
     """None for the one it used before."""
@@ -120,7 +122,7 @@ steps = st.builds(
     which=st.integers(0, 3),
     at=st.integers(0, 7),
     text=texts,
-    speech=st.lists(speeches, min_size=3, max_size=3).map(tuple),
+    output=st.lists(outputs, min_size=3, max_size=3).map(tuple),
     style=styles,
     format=st.sampled_from([None, None, None, *FORMATS]),
     n=st.sampled_from([1, 1, 1, 2, 3]),
@@ -158,19 +160,19 @@ class World:
         self._store = store
         self._renderer = renderer
         self._attempt = attempt
-        self._script: Iterator[Speech] = iter(())
+        self._script: Iterator[EngineOutput] = iter(())
         self.engine = WitnessEngine(lambda: self._answer(next(self._script)))
         self._agents: list[Agent] = []
         self._raw = Raw()
-        self._last: tuple[str, Json, list[Said]] | None = None
+        self._last: tuple[str, Json, list[WireTurn]] | None = None
         self.restart()
 
     def restart(self) -> None:
         """All that was in memory is gone."""
-        service = Service(
+        pipeline = CallPipeline(
             engine=self.engine, log=self._store, renderer=self._renderer, models=(MODEL,)
         )
-        app = build_app(service, SECRET, GatewayConfig())
+        app = build_app(pipeline, SECRET, GatewayConfig())
         self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g")
 
     async def do(self, step: Step) -> None:
@@ -200,7 +202,7 @@ class World:
         if step.does == "retool":
             agent.tools = (agent.tools + 1) % len(TOOL_SETS)
         elif step.does == "branch":
-            turns = [at for at, item in enumerate(agent.items) if isinstance(item, Said)]
+            turns = [at for at, item in enumerate(agent.items) if isinstance(item, WireTurn)]
             agent.items = agent.items[: turns[step.at % len(turns)] + 1]
         elif step.does == "edit":
             self._edit(agent, step)
@@ -219,13 +221,13 @@ class World:
         await self._ask(agent, step, honest=step.does == "go on" and agent.steady)
 
     def _asked(self, agent: Agent) -> list[Item]:
-        """What was asked for the last turn."""
-        turns = [at for at, item in enumerate(agent.items) if isinstance(item, Said)]
+        """The request of the last turn."""
+        turns = [at for at, item in enumerate(agent.items) if isinstance(item, WireTurn)]
         return agent.items[: turns[-1]]
 
     def _answer_calls(self, agent: Agent, step: Step) -> None:
         last = agent.items[-1]
-        if isinstance(last, Said):
+        if isinstance(last, WireTurn):
             agent.items += [
                 Result(call.id, f"{step.text} {at}") for at, call in enumerate(last.calls)
             ]
@@ -234,8 +236,8 @@ class World:
         at = step.at % len(agent.items)
         item = agent.items[at]
         match item:
-            case Said():
-                agent.items[at] = Said(text=item.text + "!", calls=item.calls)
+            case WireTurn():
+                agent.items[at] = WireTurn(text=item.text + "!", calls=item.calls)
             case Result(call, _):
                 agent.items[at] = Result(call, "edited")
             case System() | User():
@@ -252,13 +254,13 @@ class World:
             key = "max_output_tokens" if agent.format == "/v1/responses" else "max_tokens"
             body[key] = step.limit
         before = len(await self._store.calls(self._attempt.id))
-        said = await self._send(agent.format, body, step)
+        turns = await self._send(agent.format, body, step)
         new = (await self._store.calls(self._attempt.id))[before:]
         if len(new) == 1:
-            check_shown(new[0], said)
+            check_shown(new[0], turns)
         if honest:
             check_merged(new[0], agent)
-        agent.items = [*agent.items, said[step.at % len(said)]]
+        agent.items = [*agent.items, turns[step.at % len(turns)]]
 
     async def _complete(self, step: Step) -> None:
         """Raw prompts, as text or as ids, that go on with what was sampled."""
@@ -268,45 +270,47 @@ class World:
         prompt = self._raw.ids if as_ids else self._raw.text
         body: Json = {"model": MODEL, "prompt": prompt, "n": step.n, "max_tokens": 64}
         before = len(self.engine.samples)
-        said = await self._send(COMPLETIONS, body, step)
+        turns = await self._send(COMPLETIONS, body, step)
         if as_ids:
-            self._raw.ids = [*prompt, *self.engine.samples[before].tokens]
+            self._raw.ids = [*self._raw.ids, *self.engine.samples[before].tokens]
         else:
-            self._raw.text += said[step.at % len(said)].text
+            self._raw.text += turns[step.at % len(turns)].text
 
     async def _retry(self, step: Step) -> None:
         """The client did not hear the answer, and asks again: it gets the same."""
         if self._last is None:
             return
-        path, body, said = self._last
+        path, body, turns = self._last
         sampled = len(self.engine.samples)
         again = await self._send(path, body, step, retry=True)
-        assert again == said
+        assert again == turns
         assert len(self.engine.samples) == sampled
 
-    async def _send(self, path: str, body: Json, step: Step, *, retry: bool = False) -> list[Said]:
-        self._script = iter(step.speech * 2)
+    async def _send(
+        self, path: str, body: Json, step: Step, *, retry: bool = False
+    ) -> list[WireTurn]:
+        self._script = iter(step.output * 2)
         headers = {
-            "authorization": f"Bearer {keys.mint(self._attempt.id, SECRET)}",
+            "authorization": f"Bearer {auth.mint_key(self._attempt.id, SECRET)}",
             "x-stainless-retry-count": "1" if retry else "0",
         }
         reply = await self._client.post(path, json=body, headers=headers)
         assert reply.status_code == 200, reply.text
         events = read_events(reply.text) if body.get("stream") else reply.json()
-        said = read_reply(path, events)
-        self._last = path, body, said
-        return said
+        turns = read_reply(path, events)
+        self._last = path, body, turns
+        return turns
 
-    def _answer(self, speech: Speech) -> Answer:
-        ids = [*self._renderer.template.encode(speech.text), *speech.ids]
-        closing = [self._renderer.close_id] if speech.closes or not ids else []
+    def _answer(self, output: EngineOutput) -> Answer:
+        ids = [*self._renderer.template.encode(output.text), *output.ids]
+        closing = [self._renderer.end_of_turn_id] if output.closes or not ids else []
         tokens = [id for id in [*ids, *closing] if id is not None]
-        return Answer(tuple(tokens), "stop" if speech.closes else "length", piece=speech.piece)
+        return Answer(tuple(tokens), "stop" if output.closes else "length", piece=output.piece)
 
 
-def check_shown(call: Call, said: Sequence[Said]) -> None:
+def check_shown(call: Call, turns: Sequence[WireTurn]) -> None:
     """Whole or streamed, a client reads the turn that is recorded."""
-    for turn, generation in zip(said, call.generations, strict=True):
+    for turn, generation in zip(turns, call.generations, strict=True):
         message = generation.message
         assert turn.text == message["content"]
         made = cast(list[dict[str, str]], message.get("tool_calls", []))
@@ -315,7 +319,7 @@ def check_shown(call: Call, said: Sequence[Said]) -> None:
 
 def check_merged(call: Call, agent: Agent) -> None:
     """A conversation that simply goes on is served from what was sampled."""
-    turn = next(item for item in reversed(agent.items) if isinstance(item, Said))
+    turn = next(item for item in reversed(agent.items) if isinstance(item, WireTurn))
     if turn.text or turn.calls:  # else there may be nothing to echo
         assert call.parent is not None, call.origin.fork
 

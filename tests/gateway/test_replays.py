@@ -16,20 +16,20 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from wire import Called, Json, Said, read_events, read_reply
-from witness import Answer, WitnessEngine, prove
 
+from support.wire import Called, Json, WireTurn, read_events, read_reply
+from support.witness import Answer, WitnessEngine, prove
 from whet.config import GatewayConfig
 from whet.errors import EngineError
-from whet.gateway import keys
+from whet.gateway import auth
 from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.renderer import Renderer
 from whet.store.sqlite import SQLiteStore
 from whet.types import Call, Fork, Outcome, Rollout
 
 RECORDINGS = Path(__file__).parent.parent / "recordings"
-TABLE = Path(__file__).parent.parent.parent / "docs" / "exactness.md"
+TABLE = Path(__file__).parent.parent.parent / "docs" / "internals" / "exactness.md"
 MODEL = "policy"
 SECRET = b"replay"
 
@@ -69,18 +69,18 @@ class Replayed:
     lossy: int = 0
 
 
-def sampled_text(said: Json) -> str:
+def sampled_text(recorded: Json) -> str:
     """The turn as the model would have written it."""
-    text = f"<think>{said['reasoning']}</think>\n\n" if "reasoning" in said else ""
-    text += said.get("text", "")
-    for call in said.get("calls", ()):
+    text = f"<think>{recorded['reasoning']}</think>\n\n" if "reasoning" in recorded else ""
+    text += recorded.get("text", "")
+    for call in recorded.get("calls", ()):
         arguments = call["arguments"] or "{}"
         if json_or_none(arguments) == json.loads(ODD):
             arguments = ODD
         text += (
             f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {arguments}}}\n</tool_call>\n'
         )
-    return text.rstrip("\n") if said.get("calls") else text
+    return text.rstrip("\n") if recorded.get("calls") else text
 
 
 def json_or_none(text: str) -> Any:
@@ -97,7 +97,7 @@ class Replacement:
         self._ids: dict[str, str] = {}
         self._texts: dict[str, str] = {}
 
-    def learn(self, theirs: Said, ours: Said) -> None:
+    def learn(self, theirs: WireTurn, ours: WireTurn) -> None:
         self._ids |= {t: o for t, o in zip(theirs.ids(), ours.ids(), strict=False) if t and o}
         for text, mine in ((theirs.text, ours.text), (theirs.reasoning, ours.reasoning)):
             if text.strip():
@@ -127,10 +127,10 @@ class Replay:
         self._start()
 
     def _start(self) -> None:
-        service = Service(
+        pipeline = CallPipeline(
             engine=self.engine, log=self._store, renderer=self._renderer, models=(MODEL,)
         )
-        app = build_app(service, SECRET, GatewayConfig())
+        app = build_app(pipeline, SECRET, GatewayConfig())
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://gateway"
         )
@@ -139,7 +139,7 @@ class Replay:
         await self._store.enqueue([Rollout(id=rollout, task=None, group="g")])
         attempt = await self._store.claim("replay", lease_s=600, wait_s=0)
         assert attempt is not None
-        key = keys.mint(attempt.id, SECRET)
+        key = auth.mint_key(attempt.id, SECRET)
         replayed, known = Replayed(), Replacement()
         for record in run.records:
             if not await self._one(record, key, known, replayed):
@@ -182,16 +182,16 @@ class Replay:
         streamed = reply.headers["content-type"].startswith("text/event-stream")
         ours = read_reply(record["path"], read_events(reply.text) if streamed else reply.json())[0]
         wrote = [Called(**call) for call in theirs.get("calls", ())]
-        known.learn(Said(**(theirs | {"calls": tuple(wrote)})), ours)
+        known.learn(WireTurn(**(theirs | {"calls": tuple(wrote)})), ours)
         # A call that cannot be read comes back as text, and the agent would have gone another way.
         return len(ours.calls) == len(wrote)
 
-    def _sampled(self, said: Json) -> Answer:
-        ids = tuple(self._renderer.template.encode(sampled_text(said)))
-        if said["stop"] in ("length", "max_tokens", "incomplete"):
+    def _sampled(self, recorded: Json) -> Answer:
+        ids = tuple(self._renderer.template.encode(sampled_text(recorded)))
+        if recorded["stop"] in ("length", "max_tokens", "incomplete"):
             return Answer(ids, "length", piece=3, whole=True)
-        assert self._renderer.close_id is not None
-        return Answer((*ids, self._renderer.close_id), piece=3, whole=True)
+        assert self._renderer.end_of_turn_id is not None
+        return Answer((*ids, self._renderer.end_of_turn_id), piece=3, whole=True)
 
 
 def refusal(reply: httpx.Response) -> str:
@@ -202,11 +202,11 @@ def refusal(reply: httpx.Response) -> str:
 def echoes(body: Json) -> bool:
     if body.get("previous_response_id"):
         return True
-    said = body.get("messages") or body.get("input")
-    if not isinstance(said, list):
+    items = body.get("messages") or body.get("input")
+    if not isinstance(items, list):
         return False
     kinds = ("function_call", "reasoning", "item_reference")
-    return any(m.get("role") == "assistant" or m.get("type") in kinds for m in said)
+    return any(m.get("role") == "assistant" or m.get("type") in kinds for m in items)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ DOCUMENTED = {
         Fork.NEW_CONVERSATION,
     ),
     ("openai-agents", "default-env"): known(
-        "a second agent, with the same system prompt, is asked something else",
+        "a second agent, with the same system prompt, gets another question",
         Fork.NEW_CONVERSATION,
     ),
     ("pydantic-ai", "env"): known(TWO_CLIENTS, Fork.RESAMPLED),

@@ -1,4 +1,4 @@
-"""Responses on the wire: items, state kept here, events."""
+"""Responses on the wire: items, state kept by the server, events."""
 
 from typing import cast
 
@@ -6,8 +6,16 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from conftest import ARGUMENTS, CALLING, CHAT_TOOL, FLAT_TOOL, Gateway, Json, NewGateway
-from whet.rows import build_rows
+from support.scripted_gateway import (
+    ARGUMENTS,
+    CALLING,
+    CHAT_TOOL,
+    FLAT_TOOL,
+    Gateway,
+    Json,
+    NewGateway,
+)
+from whet.training.rows import build_rows
 from whet.types import Credit, Fork, Outcome
 
 pytestmark = pytest.mark.anyio
@@ -76,12 +84,12 @@ async def test_items_may_be_named_instead_of_sent(new_gateway: NewGateway) -> No
     gateway = await new_gateway(f"let me see\n{CALLING}", "it is 5")
     first = await gateway.post(PATH, ask("what is 2 + 3?", tools=[FLAT_TOOL]))
     gateway.restart()
-    [said] = outputs(first, "message")
+    [message] = outputs(first, "message")
     [made] = outputs(first, "function_call")
     # As Vercel's SDK does: the message by reference, the call in full and re-ordered.
     history = [
         {"role": "user", "content": [{"type": "input_text", "text": "what is 2 + 3?"}]},
-        {"type": "item_reference", "id": said["id"]},
+        {"type": "item_reference", "id": message["id"]},
         {"type": "function_call", "name": "calculator", "call_id": made["call_id"]}
         | {"arguments": '{"expression":"2 + 3"}'},
         {"type": "function_call_output", "call_id": made["call_id"], "output": "5"},
@@ -158,7 +166,7 @@ async def test_a_response_is_its_attempts_own(new_gateway: NewGateway) -> None:
     assert (await other.send("GET", f"{PATH}/{reply['id']}")).status_code == 404
 
 
-async def test_what_was_asked_can_be_listed(new_gateway: NewGateway) -> None:
+async def test_input_items_can_be_listed(new_gateway: NewGateway) -> None:
     gateway = await new_gateway(CALLING, "it is 5")
     _, second = await two_turns(gateway, instructions="be brief")
     page = (await gateway.send("GET", f"{PATH}/{second['id']}/input_items?order=asc")).json()
@@ -241,7 +249,7 @@ async def test_the_same_tools_render_alike_in_every_format(gateway: Gateway) -> 
         ("prompt", {"id": "pmpt_1"}),
         ("truncation", "auto"),
         ("context_management", [{"type": "compaction"}]),
-        ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": "custom", "name": "apply_patch"}]),
         ("tools", [{"type": "file_search", "vector_store_ids": []}]),
         ("tools", [{"type": "mcp", "server_label": "x"}]),
         ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),

@@ -1,15 +1,17 @@
 """The same request again: a retry is answered with what was sampled, another sample is not."""
 
+from typing import Any
+
 import anyio
 import pytest
 from anyio.abc import TaskGroup
-from asgi_client import BODY, PATH, Client, until
 
-from conftest import FAILS, Gateway, Json, NewGateway
+from support.asgi_client import BODY, PATH, Client, until
+from support.scripted_gateway import FAILS, Gateway, Json, NewGateway
 
 pytestmark = pytest.mark.anyio
 
-RETRY = {"x_stainless_retry_count": "1"}
+RETRY: Any = {"x_stainless_retry_count": "1"}
 
 
 def start(tasks: TaskGroup, gateway: Gateway, body: Json = BODY, **headers: str) -> Client:
@@ -54,7 +56,7 @@ async def test_a_retry_waits_for_the_first_while_it_runs(gateway: Gateway) -> No
         gateway.engine.gate.set()
         await first.done.wait()
         await second.done.wait()
-    assert first.sent[1]["body"] == second.sent[1]["body"]
+        assert first.sent[1]["body"] == second.sent[1]["body"]
     assert len(await gateway.calls()) == 1
 
 

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "gateway"))
+sys.path.insert(0, str(HERE.parent))
 
-from wire import Json, read_reply  # noqa: E402
+from support.wire import Json, read_reply  # noqa: E402
 
 KEPT = ("anthropic-version", "anthropic-beta", "x-stainless-retry-count", "accept")
 KEYS = ("authorization", "x-api-key")

@@ -1,4 +1,4 @@
-"""Agents that are commands: what they are told, what they may say, and that nothing stays."""
+"""Agents that are commands: their environment, their output, and that no process is left."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, BadReward, ConfigError
-from whet.runners.command import RewardBy, command
+from whet.runners.executors.command import RewardBy, command
 from whet.types import Endpoint
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +24,7 @@ POSTED: dict[str, list[JsonValue]] = {}
 
 
 class Gateway(BaseHTTPRequestHandler):
-    """Says what was posted, as a gateway does."""
+    """Stores and lists posted rewards, as a gateway does."""
 
     def do_GET(self) -> None:
         body = json.dumps({"rewards": POSTED.get(self.path, [])}).encode()
@@ -33,7 +33,7 @@ class Gateway(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        assert self.headers["authorization"] == "Bearer key"
+        assert self.headers["authorization"] == "Bearer reward key"
         body = self.rfile.read(int(self.headers["content-length"]))
         POSTED.setdefault(self.path, []).append(json.loads(body))
         self.send_response(200)
@@ -50,7 +50,7 @@ def llm() -> Generator[Endpoint]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}/rollout/r/attempt/r.1/v1"
-    yield Endpoint(base_url=url, api_key="key", model="policy")
+    yield Endpoint(base_url=url, api_key="key", model="policy", reward_key="reward key")
     server.shutdown()
     thread.join()
     server.server_close()
@@ -67,22 +67,27 @@ async def why(code: str, llm: Endpoint, task: JsonValue = None) -> str:
     return str(error.value)
 
 
-async def test_it_is_told_its_task_its_model_and_its_attempt(
+async def test_it_finds_its_task_its_model_and_its_attempt(
     llm: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WHET_STORE_TOKEN", "secret")
-    told = tmp_path / "told.json"
+    seen = tmp_path / "seen.json"
     code = (
         "import json, os, sys\n"
         "file = os.environ['WHET_TASK_FILE']\n"
-        "told = dict(os.environ, task=json.load(sys.stdin), file=json.load(open(file)))\n"
-        f"json.dump(told, open({str(told)!r}, 'w'))\n"
+        "seen = dict(os.environ, stdin=sys.stdin.read(), file=json.load(open(file)))\n"
+        f"json.dump(seen, open({str(seen)!r}, 'w'))\n"
         "print(1)"
     )
-    task = {"question": "größe \ud83d"}
+    task: JsonValue = {"question": "größe \ud83d"}
+    assert await command([sys.executable, "-c", code], stdin=True)(task, llm) == 1.0
+    assert json.loads(json.loads(seen.read_text())["stdin"]) == task
     assert await run(code, llm, task) == 1.0
-    found = json.loads(told.read_text())
-    assert found["task"] == found["file"] == task
+    found = json.loads(seen.read_text())
+    assert found["stdin"] == "", "coding agents append it to the prompt, with the answer"
+    assert found["file"] == task
+    assert not [name for name in found if name.startswith("WHET_REWARD")]
+    assert "reward key" not in found.values()
     assert found["OPENAI_BASE_URL"] == llm.base_url
     assert found["OPENAI_API_KEY"] == found["ANTHROPIC_API_KEY"] == "key"
     assert found["ANTHROPIC_BASE_URL"] == llm.base_url.removesuffix("/v1")
@@ -116,27 +121,30 @@ async def test_a_reward_may_be_posted(llm: Endpoint) -> None:
         "for value in (0.1, 0.75):\n"
         "    body = json.dumps({'value': value}).encode()\n"
         "    ask = r.Request(os.environ['WHET_REWARD_URL'], body,\n"
-        "        {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})\n"
+        "        {'authorization': 'Bearer ' + os.environ['WHET_REWARD_KEY']})\n"
         "    r.urlopen(ask)\n"
-        "print('done')"
+        "print(99)"
     )
-    assert await run(code, llm) == 0.75
+    assert await run(code, llm, by="post") == 0.75
+    POSTED.clear()
+    with pytest.raises(BadReward, match="post it to WHET_REWARD_URL with WHET_REWARD_KEY"):
+        await run("print(99)", llm, by="post")
 
 
 async def test_the_exit_code_may_be_the_reward(llm: Endpoint) -> None:
     assert await run("print('ok')", llm, by="exit") == 1.0
     assert await run("raise SystemExit(1)", llm, by="exit") == 0.0
-    with pytest.raises(AgentFailed, match="exit code 2"):
+    with pytest.raises(AgentFailed, match="exited with code 2"):
         await run("raise SystemExit(2)", llm, by="exit")
 
 
-async def test_what_went_wrong_is_said_in_one_line(llm: Endpoint) -> None:
-    assert "exit code 3; it said: a b" in await why(
+async def test_an_error_is_reported_in_one_line(llm: Endpoint) -> None:
+    assert "exited with code 3; last output: a b" in await why(
         "import sys; print('a\\nb', file=sys.stderr); sys.exit(3)", llm
     )
-    assert "was ended by SIGKILL" in await why("import os; os.kill(os.getpid(), 9)", llm)
+    assert "was killed by SIGKILL" in await why("import os; os.kill(os.getpid(), 9)", llm)
     assert "no reward: end stdout" in await why("print('done')", llm)
-    assert "it said nothing" in await why("raise SystemExit(4)", llm)
+    assert "it printed nothing" in await why("raise SystemExit(4)", llm)
     assert "finite" in await why("print('NaN')", llm)
     assert "a reward is a number" in await why('print(\'{"reward": "much"}\')', llm)
     long = await why("import sys; print('x' * 10**6, file=sys.stderr); sys.exit(1)", llm)
@@ -181,7 +189,7 @@ async def test_a_child_that_outlives_it_is_ended_with_it(llm: Endpoint, tmp_path
     assert has_ended(int(file.read_text()))
 
 
-async def test_when_it_is_cancelled_nothing_of_it_stays(llm: Endpoint, tmp_path: Path) -> None:
+async def test_a_cancelled_command_leaves_no_process(llm: Endpoint, tmp_path: Path) -> None:
     file, own = tmp_path / "pid", tmp_path / "own"
     code = f"import os; open({str(own)!r}, 'w').write(str(os.getpid()))\n"
     code += CHILD.format(file=str(file)) + "import time; time.sleep(60)"
@@ -204,6 +212,6 @@ async def test_no_file_handles_or_processes_are_left(llm: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], "node agent.js", ["no-such-command-here"]])
-def test_what_is_no_command_is_refused_at_once(arguments: list[str]) -> None:
+def test_an_invalid_command_is_refused_at_once(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"command"):
         command(arguments)

@@ -1,9 +1,9 @@
 """Users' own code around attempts."""
 
 import pytest
-from at_work import run, why
 
 import whet
+from support.run_agents import get_failure, run
 from whet.errors import ConfigError
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, AttemptId, Outcome
@@ -18,7 +18,7 @@ async def agent(task: int) -> float:
 
 
 class Notes(whet.Hooks):
-    """Notes what it is told, sync and async."""
+    """Records its calls, sync and async."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self._name, self._notes = name, notes
@@ -79,9 +79,9 @@ async def test_a_hook_that_raises_after_an_attempt_is_reported_and_changes_nothi
 
     groups = await run(agent, [1, 2], store, hooks=[Clumsy()])
     assert [group[0].reward for group in groups] == [1.0, 2.0]
-    said = [record.getMessage() for record in caplog.records]
-    assert any("the hook Clumsy.after raised: SystemExit: 5" in line for line in said)
-    assert any("the hook Clumsy.on_end raised: OSError: late" in line for line in said)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("the hook Clumsy.after raised: SystemExit: 5" in line for line in lines)
+    assert any("the hook Clumsy.on_end raised: OSError: late" in line for line in lines)
 
 
 async def test_a_hook_that_raises_at_the_start_keeps_the_runner_from_starting(
@@ -98,9 +98,9 @@ async def test_a_hook_that_raises_at_the_start_keeps_the_runner_from_starting(
     )
 
 
-async def test_what_is_no_hook_is_refused(store: SQLiteStore) -> None:
+async def test_an_object_that_is_not_a_hook_is_refused(store: SQLiteStore) -> None:
     with pytest.raises(ExceptionGroup) as raised:
-        await why(agent, store, hooks=[object()])
+        await get_failure(agent, store, hooks=[object()])
     assert isinstance(raised.value.exceptions[0], ConfigError)
     assert "a hook is an object of a subclass of whet.Hooks; found <object" in str(
         raised.value.exceptions[0]

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import traced_agents
-from at_work import run
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.trace import SpanKind, StatusCode
 
+from support import traced_agents
+from support.run_agents import run
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
-from whet.otlp.export import Encoding, read_export
-from whet.runners.command import command
-from whet.runners.execution import check_runnable
+from whet.io.otlp import Encoding, parse_export
+from whet.runners.attempt import check_runnable
+from whet.runners.executors.command import command
 from whet.runners.tracers import check_tracer, install_tracer
-from whet.runners.tracers.openai_agents import as_span as of_agents_sdk
-from whet.runners.tracers.otel import as_span
+from whet.runners.tracers.openai_agents import convert_span as convert_agents_span
+from whet.runners.tracers.otel import convert_span
 from whet.store.sqlite import SQLiteStore
 from whet.types import AttemptId, Span
 
@@ -86,7 +86,9 @@ async def test_a_span_is_of_the_attempt_that_began_it_wherever_it_ends(store: SQ
 
 
 async def test_a_process_of_a_pool_keeps_to_the_provider_of_the_program(store: SQLiteStore) -> None:
-    groups = await run(traced_agents.solve, ["one", "two"], store, processes=1, tracer="otel")
+    groups = await run(
+        traced_agents.solve, ["one", "two"], store, processes=1, concurrency=1, tracer="otel"
+    )
     assert {group[0].reward for group in groups} == {1.0, 2.0}  # its own exporter has them too
     spans = [await kept(store, attempt) for attempt in ("r0.1", "r1.1")]
     assert sorted(name for found in spans for name in found) == ["one", "two"]
@@ -112,17 +114,17 @@ def test_a_kept_span_is_what_an_exporter_would_have_sent() -> None:
             },
         ) as inner,
     ):
-        inner.add_event("said", {"gen_ai.output.messages": "[]"})
+        inner.add_event("output", {"gen_ai.output.messages": "[]"})
         inner.set_status(StatusCode.ERROR, "it broke")
     for span in (outer, inner):
         assert isinstance(span, ReadableSpan)
         finished.append(span)
-    sent = read_export(encode_spans(finished).SerializeToString(), Encoding.PROTOBUF)
-    assert not sent.broken
-    assert [each.span for each in sent.spans] == [as_span(span) for span in finished]
+    sent = parse_export(encode_spans(finished).SerializeToString(), Encoding.PROTOBUF)
+    assert not sent.invalid
+    assert [each.span for each in sent.spans] == [convert_span(span) for span in finished]
 
 
-async def test_a_span_that_is_none_does_not_fail_its_agent(
+async def test_an_invalid_span_does_not_fail_its_agent(
     store: SQLiteStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def agent(task: str) -> float:
@@ -133,12 +135,12 @@ async def test_a_span_that_is_none_does_not_fail_its_agent(
     [[trajectory]] = await run(agent, ["a"], store, tracer="otel")
     assert trajectory.reward == 1.0
     assert set(await kept(store, "r0.1")) == {"fine"}
-    assert "a span of the agent's SDK cannot be kept: ValidationError" in caplog.text
+    assert "cannot record a span of the agent's SDK: ValidationError" in caplog.text
 
 
 def test_what_keeps_spans_from_us_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    with pytest.raises(ConfigError, match="OTEL_SDK_DISABLED=true: unset it"):
+    with pytest.raises(ConfigError, match="unset OTEL_SDK_DISABLED=true"):
         install_tracer("otel")
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         check_runnable(command(["true"]), RunnerConfig(tracer="otel"))
@@ -149,11 +151,11 @@ def test_what_keeps_spans_from_us_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_the_agents_sdk_tells_has_the_names_of_the_conventions() -> None:
     recorded: list[tuple[str, Any]] = json.loads(gzip.decompress(RECORDED.read_bytes()))
-    told = [each for kind, each in recorded if kind == "span"]
-    spans = [of_agents_sdk(each) for each in told]
+    exported = [each for kind, each in recorded if kind == "span"]
+    spans = [convert_agents_span(each) for each in exported]
     first = {span.name: span for span in spans if span.trace_id == spans[0].trace_id}
     tool, agent, turn = first["execute_tool get_weather"], first["invoke_agent Assistant"], "turn"
-    assert tool.attributes["gen_ai.tool.call.result"] == told[1]["span_data"]["output"]
+    assert tool.attributes["gen_ai.tool.call.result"] == exported[1]["span_data"]["output"]
     assert agent.attributes["gen_ai.agent.name"] == "Assistant"
     assert first[turn].attributes["openai_agents.turn"] == 2
     assert first[turn].parent_id == agent.span_id
@@ -161,7 +163,7 @@ def test_what_the_agents_sdk_tells_has_the_names_of_the_conventions() -> None:
     chat = spans[0]
     assert chat.kind == "client"
     assert chat.attributes["gen_ai.operation.name"] == "chat"
-    assert chat.attributes["gen_ai.response.id"] == told[0]["span_data"]["response_id"]
+    assert chat.attributes["gen_ai.response.id"] == exported[0]["span_data"]["response_id"]
     assert chat.attributes["gen_ai.usage.output_tokens"] == 50
     assert chat.end - chat.start == 1_413_093_000
     assert len({span.span_id for span in spans}) == len(spans)

@@ -1,7 +1,8 @@
 """The matrix, printed after the suite that found it."""
 
 import pytest
-from matrix import Cells, as_text
+
+from sdks.matrix import Cells, as_text
 
 FOUND = pytest.StashKey[dict[str, Cells]]()
 

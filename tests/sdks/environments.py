@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes import ROOT
+from sdks.recipes import ROOT
 
 PINS = Path(__file__).parent / "pins"
 CACHE = ROOT / ".sdks"

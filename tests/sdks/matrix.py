@@ -1,19 +1,18 @@
-"""What the suite shows of each SDK, as the table of `docs/agents.md`."""
+"""What the suite shows of each SDK, as the table of `docs/guides/sdks.md`."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes import Recipe
-from trial import GROUP, TASKS, Trial
-
-from whet.app.joined import join
+from sdks.recipes import Recipe
+from sdks.trial import GROUP, TASKS, Trial
+from whet.app.inspection.span_links import link_spans
 from whet.demos.problems import calculate
 from whet.types import Call, Trajectory
 
 COLUMNS = ("attributed", "merged", "streamed", "tools", "trained")
 FILE = Path(__file__).parent / "matrix.json"
-"""What `docs/agents.md` says; `python scripts/document_sdks.py` writes the page from it."""
+"""What `docs/guides/sdks.md` says; `python scripts/document_sdks.py` writes the page from it."""
 
 Cells = Mapping[str, str]
 
@@ -34,7 +33,7 @@ def check_spans(trial: Trial) -> None:
     for trajectory in trial.trajectories:
         spans = trial.spans[trajectory.attempt.id]
         asked = [span for span in spans if span.attributes.get("gen_ai.operation.name") == "chat"]
-        joints = join(spans, trajectory.calls)
+        joints = link_spans(spans, trajectory.calls)
         about = sorted(joint.call for joint in joints.values())
         assert about == sorted(call.id for call in trajectory.calls), (asked, joints)
         assert len(asked) == len(trajectory.calls)

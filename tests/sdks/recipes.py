@@ -8,7 +8,7 @@ from typing import Literal
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-EXAMPLES = ROOT / "examples" / "agents"
+EXAMPLES = ROOT / "examples" / "sdks"
 CHANGED = re.compile(r" *# whet: begin\n(.*?) *# whet: end\n", re.DOTALL)
 
 
@@ -21,7 +21,7 @@ class Recipe:
     pins: str
     """The list of packages in `pins/`: its environment."""
     example: str
-    """Its file in `examples/agents/`."""
+    """Its file in `examples/sdks/`."""
     package: str
     """Whose version is told."""
     note: str = ""
@@ -62,7 +62,7 @@ RECIPES = [
         "anthropic_client",
         "anthropic",
         dialect="messages",
-        note="The client adds `/v1` to a base URL that has it already; the gateway knows.",
+        note="The client adds another `/v1` to the base URL; the gateway accepts that.",
     ),
     Recipe(
         "Strands Agents",
@@ -79,8 +79,8 @@ RECIPES = [
         "strands-vllm",
         streams="always",
         function="solve",
-        note="`VLLMTokenRecorder` works as it does with vLLM: `recorder.history` has exactly the "
-        "token ids that the store has, which a test compares. Training does not need it.",
+        note="`VLLMTokenRecorder` works as with vLLM: a test checks that `recorder.history` has "
+        "exactly the token ids of the store. Training does not need it.",
     ),
     Recipe(
         "OpenAI Agents SDK",
@@ -89,9 +89,9 @@ RECIPES = [
         "openai-agents",
         dialect="responses",
         tracer="openai-agents",
-        note="Call `set_tracing_disabled(True)` or set `OPENAI_AGENTS_DISABLE_TRACING=1`: else it "
-        "uploads traces to OpenAI, with the key of a rollout if it has no other. With "
-        "`runner.tracer` its traces are kept with the rollout instead.",
+        note="Call `set_tracing_disabled(True)` or set `OPENAI_AGENTS_DISABLE_TRACING=1`. "
+        "Otherwise the SDK uploads traces to OpenAI, with the key of a rollout if it has no other. "
+        "With `runner.tracer` the traces are stored with the rollout instead.",
     ),
     Recipe(
         "OpenAI Agents SDK, Chat Completions",
@@ -109,9 +109,9 @@ RECIPES = [
         dialect="responses",
         tracer="otel",
         beside="mcp-server-calculator",
-        note="Its tool is `mcp-server-calculator`, over MCP and stdio. The second request of a "
-        "conversation names the first by `previous_response_id` and sends nothing else of it; the "
-        "gateway finds it in the store.",
+        note="The tool is `mcp-server-calculator`, over MCP and stdio. The second request of a "
+        "conversation refers to the first by `previous_response_id` and does not repeat it; the "
+        "gateway reads it from the store.",
     ),
     Recipe(
         "Microsoft Agent Framework, Chat Completions",
@@ -128,8 +128,8 @@ RECIPES = [
         "crewai_agent",
         "crewai",
         environment=(("CREWAI_DISABLE_TELEMETRY", "true"),),
-        note="`provider` must be said: without it a model name CrewAI does not know is refused. "
-        "Set `CREWAI_DISABLE_TELEMETRY=true`: else it reports to its makers.",
+        note="`provider` is required: without it CrewAI rejects model names that it does not know. "
+        "Set `CREWAI_DISABLE_TELEMETRY=true`, otherwise it sends telemetry to its makers.",
     ),
     Recipe("LangGraph, LangChain", "langgraph", "langgraph_agent", "langgraph"),
     Recipe(
@@ -137,9 +137,9 @@ RECIPES = [
         "autogen",
         "autogen_agent",
         "autogen-agentchat",
-        note="`model_info` says what a model can do that AutoGen does not know. Without "
-        "`max_tool_iterations` its assistant ends with the tool's result; with "
-        "`reflect_on_tool_use` its last call has no tools, which is another prompt: a fork.",
+        note="`model_info` describes the capabilities of a model that AutoGen does not know. "
+        "Without `max_tool_iterations` the assistant ends with the tool's result. With "
+        "`reflect_on_tool_use` its last call has no tools, so its prompt differs: a fork.",
     ),
     Recipe("Pydantic AI", "pydantic-ai", "pydantic_ai_agent", "pydantic-ai-slim"),
     Recipe(
@@ -148,7 +148,8 @@ RECIPES = [
         "litellm_client",
         "litellm",
         environment=(("LITELLM_LOCAL_MODEL_COST_MAP", "True"),),
-        note="Set `LITELLM_LOCAL_MODEL_COST_MAP=True`: else it downloads a price list at import.",
+        note="Set `LITELLM_LOCAL_MODEL_COST_MAP=True`, otherwise it downloads a price list at "
+        "import.",
     ),
     Recipe(
         "smolagents",
@@ -156,10 +157,9 @@ RECIPES = [
         "smolagents_agent",
         "smolagents",
         forks=("edited_history", "other_tools", "new_conversation"),
-        note='Set `tool_choice="auto"`: it asks for `"required"` by default, which masks the '
-        "model's choice, and what was sampled under a mask is never trained. It writes tool calls "
-        "into the history as text of its own and merges messages, so a turn does not continue the "
-        "one before.",
+        note='Set `tool_choice="auto"`. The default, `"required"`, constrains sampling, and '
+        "constrained generations are never trained. smolagents rewrites tool calls in the history "
+        "as text and merges messages, so a turn does not continue the one before.",
     ),
     Recipe(
         "DSPy",
@@ -167,8 +167,8 @@ RECIPES = [
         "dspy_agent",
         "dspy",
         forks=("new_conversation",),
-        note="`cache=False` is what matters: DSPy answers a request it has seen from its cache, "
-        "on disk too, and so a group of rollouts gets one sample many times. Every call of a "
-        "module is a prompt of its own, so none continues another.",
+        note="`cache=False` is required: DSPy answers repeated requests from its cache, also on "
+        "disk, so that a group of rollouts would be one sample many times. Every call of a module "
+        "has a prompt of its own, so no call continues another.",
     ),
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from strands_vllm import VLLMTokenRecorder
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agents"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "sdks"))
 
 from strands_vllm_agent import answer
 

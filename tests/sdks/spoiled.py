@@ -3,8 +3,9 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "agents"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "sdks"))
 
 from sums import graded
 
@@ -38,7 +39,7 @@ async def openai_elsewhere(task, llm):
     from openai import AsyncOpenAI
 
     client = AsyncOpenAI(base_url=os.environ["ELSEWHERE"], api_key="a key", max_retries=0)
-    question = {"role": "user", "content": task["question"]}
+    question: Any = {"role": "user", "content": task["question"]}
     reply = await client.chat.completions.create(model=llm.model, messages=[question])
     return graded(reply.choices[0].message.content, task)
 

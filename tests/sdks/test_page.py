@@ -1,10 +1,10 @@
-"""`docs/agents.md` shows the lines that the suite runs, and what the suite found."""
+"""`docs/guides/sdks.md` shows the lines that the suite runs, and what the suite found."""
 
 import importlib.util
 import json
 
-from matrix import COLUMNS, FILE
-from recipes import EXAMPLES, RECIPES, ROOT
+from sdks.matrix import COLUMNS, FILE
+from sdks.recipes import EXAMPLES, RECIPES, ROOT
 
 
 def test_the_page_is_as_the_script_writes_it() -> None:
@@ -14,7 +14,7 @@ def test_the_page_is_as_the_script_writes_it() -> None:
     assert found.loader is not None
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
-    assert (ROOT / "docs" / "agents.md").read_text() == script.documented()
+    assert (ROOT / "docs" / "guides" / "sdks.md").read_text() == script.documented()
 
 
 def test_every_recipe_has_its_cells_and_every_example_a_recipe() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from environments import python_of
-from matrix import FILE, Cells, check_spans, examine
-from recipes import EXAMPLES, HERE, RECIPES, Recipe
-from trial import GROUP, TASKS, Runner, try_out
 
+from sdks.environments import python_of
+from sdks.matrix import FILE, Cells, check_spans, examine
+from sdks.recipes import EXAMPLES, HERE, RECIPES, Recipe
+from sdks.trial import GROUP, TASKS, Runner, try_out
 from whet.types import Call, digest_tokens
 
 pytestmark = pytest.mark.slow

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from environments import python_of
-from recipes import HERE
-from trial import GROUP, TASKS, Runner, Trial, try_out
+
+from sdks.environments import python_of
+from sdks.recipes import HERE
+from sdks.trial import GROUP, TASKS, Runner, Trial, try_out
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ NOBODY = "http://127.0.0.1:9/v1"
     [
         ("openai-agents", "agents_with_traces", "set OPENAI_AGENTS_DISABLE_TRACING=1"),
         ("crewai", "crewai_with_telemetry", "set CREWAI_DISABLE_TELEMETRY=true"),
-        ("openai", "openai_elsewhere", "is 'openai' asking another server?"),
+        ("openai", "openai_elsewhere", "does 'openai' use another server?"),
         ("openai", "nobody_asked", "made no model call"),
     ],
 )

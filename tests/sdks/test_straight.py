@@ -6,25 +6,25 @@ from pathlib import Path
 
 import anyio
 import pytest
-from environments import python_of
-from recipes import EXAMPLES, HERE
-from trial import PATIENCE_S, RUN, TOKEN, Runner, at_work
 
+from sdks.environments import python_of
+from sdks.recipes import EXAMPLES, HERE
+from sdks.trial import PATIENCE_S, RUN, TOKEN, Runner, at_work
 from whet.algorithms.grpo import GRPO
-from whet.app import sampler
-from whet.app.local_sampler import local_sampler
-from whet.config import resolve
+from whet.app.gateway_server import serve_gateway
+from whet.app.samplers import local_sampler
+from whet.config import LocalTrainerConfig, resolve
 from whet.demos.problems import problems
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
-from whet.gateway import keys
-from whet.policies.catalogue import resolve_model
-from whet.policies.local import LocalPolicy
-from whet.recorded import told_by_spans
-from whet.rows import build_rows, normalise
-from whet.runners.preflight import warnings_in
+from whet.gateway import auth
+from whet.io.genai_spans import add_calls_from_spans
+from whet.models.catalog import resolve_model
+from whet.models.huggingface import LocalPolicy
+from whet.runners.diagnostics import read_warnings
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
+from whet.training.rows import build_rows, normalize
 from whet.types import Rollout
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -39,12 +39,13 @@ async def finished(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore
 
     The server that it asks is a gateway that records nothing: it tells ids as vLLM does.
     """
+    assert isinstance(CONFIG.trainer, LocalTrainerConfig)
     policy = LocalPolicy(resolve_model("tiny"), CONFIG.trainer, device="cpu", seed=1)
     runner = Runner(python_of("strands-vllm"), agent, {}, tracer="otel")
     async with (
         SQLiteStore(folder / "store.db", run=RUN) as store,
         local_sampler(policy, CONFIG) as engine,
-        sampler.serve(engine, CONFIG, store, keys.secret_of(TOKEN, RUN)) as server,
+        serve_gateway(engine, CONFIG, store, auth.derive_secret(TOKEN, RUN)) as server,
     ):
         await store.publish("vllm", server.own_endpoint.model_dump())
         rollouts = [
@@ -59,14 +60,14 @@ async def finished(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore
 
 
 async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Path) -> None:
-    agent = f"{EXAMPLES.parent / 'straight' / 'agent.py'}:solve"
+    agent = f"{EXAMPLES.parent / 'direct_vllm' / 'agent.py'}:solve"
     async with finished(agent, tmp_path) as (store, policy):
         ids = [f"{task}-{n}" for task in range(TASKS) for n in range(GROUP)]
         found = await store.trajectories(ids)
         assert len(found) == TASKS * GROUP
         assert not any(trajectory.calls for trajectory in found)
-        assert await warnings_in(store) == {}
-        found = await told_by_spans(found, store, LocalScorer(policy), version=0)
+        assert await read_warnings(store) == {}
+        found = await add_calls_from_spans(found, store, LocalScorer(policy), version=0)
         groups = [[t for t in found if t.attempt.rollout.group == f"{n}"] for n in range(TASKS)]
         credits = await GRPO(CONFIG.algorithm).credit(groups, [])
         built = build_rows(credits)
@@ -75,18 +76,18 @@ async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Pa
         assert len(built.rows) == sum(len(each.trajectory.calls) for each in credits)
         assert any(len(trajectory.calls) > 1 for trajectory in found), "it came to a second turn"
         trainer = LocalTrainer(policy)
-        rows = normalise(built.rows, CONFIG.loss)
+        rows = normalize(built.rows, CONFIG.loss, rollouts=1)
         metrics = await trainer.forward_backward(rows, CONFIG.loss)
-        await trainer.optim_step(CONFIG.adam)
+        await trainer.optim_step(CONFIG.adam.at(0, CONFIG.steps))
         assert metrics["logprob_gap"] < 1e-4
 
 
 async def test_a_forgotten_setting_is_told_with_the_call(tmp_path: Path) -> None:
     async with finished(f"{HERE / 'spoiled.py'}:without_token_ids", tmp_path) as (store, policy):
-        [said] = (await warnings_in(store)).values()
+        [said] = (await read_warnings(store)).values()
         [trajectory] = await store.trajectories(["0-0"])
         with pytest.raises(ConfigError) as error:
-            await told_by_spans([trajectory], store, LocalScorer(policy), version=0)
+            await add_calls_from_spans([trajectory], store, LocalScorer(policy), version=0)
     for told in (said, str(error.value)):
         assert "call 'chat' (span " in told
         assert "for model 'policy', and its span has no llm.hosted_vllm.prompt_token_ids" in told

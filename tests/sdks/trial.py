@@ -11,25 +11,26 @@ from typing import NamedTuple
 
 import anyio
 import pytest
-from recipes import ROOT
+from pydantic import JsonValue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sdks.recipes import ROOT
 from whet.algorithms.grpo import GRPO
-from whet.app import sampler
-from whet.app.local_sampler import local_sampler
-from whet.app.tasks import training_plan
-from whet.config import RunConfig, resolve
+from whet.app import gateway_server
+from whet.app.inputs import plan_rollouts
+from whet.app.samplers import local_sampler
+from whet.config import LocalTrainerConfig, RunConfig, resolve
 from whet.demos.problems import problems
-from whet.gateway import keys
-from whet.loop import train
-from whet.policies.catalogue import resolve_model
-from whet.policies.local import LocalPolicy
-from whet.runners.collect import QueueCollector
-from whet.runners.preflight import warnings_in
-from whet.store.server import StoreServer
+from whet.gateway import auth
+from whet.models.catalog import resolve_model
+from whet.models.huggingface import LocalPolicy
+from whet.runners.collector import QueueCollector
+from whet.runners.diagnostics import read_warnings
+from whet.store.http.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
-from whet.types import Span, StepRecord, Trajectory
+from whet.training.loop import train
+from whet.types import AttemptId, Span, StepRecord, Trajectory
 
 TOKEN, RUN = "of the suite", "sdk"
 TASKS, GROUP = 4, 6
@@ -69,7 +70,7 @@ class Trial:
     """By the runner."""
     warnings: list[str]
     """Kept in the store."""
-    spans: dict[str, list[Span]]
+    spans: dict[AttemptId, list[Span]]
     """By attempt."""
 
 
@@ -93,9 +94,9 @@ class Tap:
 def try_out(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Train for one step with an agent that another process runs."""
     taps: list[Tap] = []
-    build_app = sampler.build_app
+    build_app = gateway_server.build_app
     patch.setattr(
-        sampler, "build_app", lambda *given: taps.append(Tap(build_app(*given))) or taps[0]
+        gateway_server, "build_app", lambda *given: taps.append(Tap(build_app(*given))) or taps[0]
     )
     config = resolve(
         {
@@ -111,16 +112,17 @@ def try_out(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
 
 
 async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[Tap]) -> Trial:
+    assert isinstance(config.trainer, LocalTrainerConfig)
     policy = LocalPolicy(resolve_model(config.model), config.trainer, device="cpu", seed=1)
-    secret = keys.secret_of(TOKEN, RUN)
+    secret = auth.derive_secret(TOKEN, RUN)
     async with (
         SQLiteStore(folder / "store.db", run=RUN) as store,
         local_sampler(policy, config) as engine,
-        sampler.serve(engine, config, store, secret) as gateway,
+        gateway_server.serve_gateway(engine, config, store, secret) as gateway,
     ):
         with at_work(runner, store, gateway.url, folder) as work, anyio.fail_after(PATIENCE_S):
             records = train(
-                training_plan(_tasks(), config),
+                plan_rollouts(_tasks(), config),
                 config,
                 checkpoints=folder / "checkpoints",
                 collector=QueueCollector(queue=store, log=store),
@@ -130,12 +132,12 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
             )
             [step] = [record async for record in records]
         found = await store.trajectories(step.consumed)
-        warnings = [*(await warnings_in(store)).values()]
+        warnings = [*(await read_warnings(store)).values()]
         spans = {each.attempt.id: await store.spans(each.attempt.id) for each in found}
         return Trial(step, found, taps[0].streamed, work.log.read_text(), warnings, spans)
 
 
-def _tasks() -> list[object]:
+def _tasks() -> list[JsonValue]:
     """Every other one asks for streams."""
     drawn = problems("train", TASKS, seed=2)
     return [{**task, "stream": bool(number % 2)} for number, task in enumerate(drawn)]
@@ -147,7 +149,7 @@ def at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> G
     server = StoreServer(store, token=TOKEN)
     place = ("--store", server.url, "--run", RUN, "--gateway", gateway)
     tracer = ("--tracer", runner.tracer) if runner.tracer else ()
-    command = (runner.python, "-m", "whet.app.cli", "runner", runner.agent, *place, *tracer)
+    command = (runner.python, "-m", "whet", "runner", runner.agent, *place, *tracer)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "WHET_STORE_TOKEN": TOKEN}
     log = folder / "runner.log"
     with log.open("w") as out:

@@ -104,11 +104,11 @@ def test_a_run_is_loaded_exactly_as_it_was(
     async def live(store: SQLiteStore) -> None:
         await store.publish("prompt", value)
         await store.enqueue(planned)
-        for said, reward, outcome in lived:
+        for texts, reward, outcome in lived:
             attempt = await store.claim("w", lease_s=60, wait_s=0)
             if attempt is None:
                 break
-            for n, parts in enumerate(said):
+            for n, parts in enumerate(texts):
                 await store.append(call(attempt, n, parts))
             await store.emit(attempt.id, Reward(value=reward))
             if outcome is not None:

@@ -1,47 +1,85 @@
-"""Requests that go in batches: nobody is left without an answer."""
+"""Batching of small writes: every item gets its result."""
 
 import asyncio
 from collections.abc import Sequence
+from types import NoneType
 
 import anyio
 import pytest
 
 from whet.errors import StoreError
-from whet.store.http.batching import LANES, Batcher
+from whet.store.http.batching import SENDERS, Batcher
+from whet.store.http.errors import ErrorDetail
+from whet.store.http.transport import Unreachable
 
 pytestmark = pytest.mark.anyio
 
 
+def echo(item: str) -> ErrorDetail:
+    return ErrorDetail(code="echo", message=item)
+
+
 @pytest.mark.parametrize("turns", range(5))
-async def test_whoever_comes_when_all_lanes_end_at_once_is_sent_too(turns: int) -> None:
+async def test_an_item_added_when_all_senders_end_at_once_is_sent_too(turns: int) -> None:
     held: list[asyncio.Future[None]] = []
 
-    async def send(items: Sequence[str]) -> Sequence[str]:
-        if len(held) < LANES:
+    async def send(items: Sequence[str]) -> Sequence[ErrorDetail]:
+        if len(held) < SENDERS:
             held.append(asyncio.get_running_loop().create_future())
             await held[-1]
-        return items
+        return [echo(item) for item in items]
 
-    batcher = Batcher[str, str](send, is_refusal=lambda error: False)
+    batcher = Batcher(send)
     first = [asyncio.create_task(batcher.add("first"))]
-    while len(held) < LANES:
+    while len(held) < SENDERS:
         await asyncio.sleep(0)
-        if len(held) == len(first) < LANES:
+        if len(held) == len(first) < SENDERS:
             first.append(asyncio.create_task(batcher.add("first")))
     for each in held:
         each.set_result(None)
     for _ in range(turns):
         await asyncio.sleep(0)
     with anyio.fail_after(5):
-        assert await batcher.add("late") == "late"
-        assert await asyncio.gather(*first) == ["first"] * LANES
+        assert await batcher.add("late") == echo("late")
+        assert await asyncio.gather(*first) == [echo("first")] * SENDERS
 
 
-async def test_an_answer_that_is_none_is_an_error_for_all_of_its_batch() -> None:
-    async def send(items: Sequence[str]) -> Sequence[str]:
-        return items[1:]
+async def test_a_response_of_the_wrong_length_is_an_error_for_all_of_its_batch() -> None:
+    async def send(items: Sequence[str]) -> Sequence[ErrorDetail]:
+        return [echo(item) for item in items[1:]]
 
-    batcher = Batcher[str, str](send, is_refusal=lambda error: False)
+    batcher = Batcher(send)
     with anyio.fail_after(5):
-        answers = await asyncio.gather(*map(batcher.add, "ab"), return_exceptions=True)
-    assert [type(answer) for answer in answers] == [StoreError, StoreError]
+        results = await asyncio.gather(*map(batcher.add, "ab"), return_exceptions=True)
+    assert [type(result) for result in results] == [StoreError, StoreError]
+
+
+async def test_an_invalid_item_is_refused_without_those_beside_it() -> None:
+    sent: list[Sequence[str]] = []
+
+    async def send(items: Sequence[str]) -> Sequence[None]:
+        sent.append(items)
+        if "bad" in items:
+            raise StoreError("one is invalid")
+        return [None for _ in items]
+
+    batcher = Batcher(send)
+    items = ["good", "bad", "good"]
+    with anyio.fail_after(5):
+        results = await asyncio.gather(*map(batcher.add, items), return_exceptions=True)
+    assert [type(result) for result in results] == [NoneType, StoreError, NoneType]
+    assert items in sent
+
+
+async def test_an_unreachable_store_fails_a_batch_at_once() -> None:
+    sent: list[Sequence[str]] = []
+
+    async def send(items: Sequence[str]) -> Sequence[None]:
+        sent.append(items)
+        raise Unreachable("no response")
+
+    batcher = Batcher(send)
+    with anyio.fail_after(5):
+        results = await asyncio.gather(*map(batcher.add, "abc"), return_exceptions=True)
+    assert [type(result) for result in results] == [Unreachable] * 3
+    assert sent == [["a", "b", "c"]]

@@ -1,4 +1,4 @@
-"""What happens to the SQLite store when its disk, its file or its process fails."""
+"""The SQLite store after failures of its disk, its file and its process."""
 
 import json
 import os
@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_sqlite import call, claim, rollouts
 
+from support.records import call, claim, rollouts
 from whet.errors import StoreError
-from whet.store.schema import PAGE_BYTES
-from whet.store.sqlite import SQLiteStore
+from whet.store.sqlite import PAGE_BYTES, SQLiteStore
 from whet.types import Attempt, AttemptId, Outcome
 
 pytestmark = pytest.mark.anyio
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 NOBODY = 65534
 
 
@@ -35,22 +34,22 @@ def path(tmp_path: Path) -> Path:
 
 
 class Filled(NamedTuple):
-    """What `full_disk.py` says: names of calls, and errors."""
+    """The report of `full_disk.py`: names of calls, and errors."""
 
-    told: list[str]
+    acknowledged: list[str]
     errors: list[str]
     while_full: list[str]
     reopened: list[str]
 
 
 def fill_disk(command: list[str]) -> Filled:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, timeout=120)
     assert done.returncode == 0, done.stderr
     return Filled(*json.loads(done.stdout.splitlines()[-1]))
 
 
 def small_disk(folder: Path) -> list[str] | None:
-    """How to run a program with a file system of 6 MB at a folder, where that is allowed."""
+    """Return a command prefix that mounts a file system of 6 MB at a folder, if that is allowed."""
     mount = f'mount -t tmpfs -o size=6m none "{folder}" && exec "$@"'
     for unshare in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
         command = [*unshare, "sh", "-c", mount, "sh"]
@@ -60,19 +59,19 @@ def small_disk(folder: Path) -> list[str] | None:
 
 
 def check_filled(filled: Filled) -> None:
-    assert len(filled.told) > 50
+    assert len(filled.acknowledged) > 50
     assert len(filled.errors) == 8
     assert all(
         "\n" not in error and "nothing of the change was kept" in error for error in filled.errors
     )
-    assert set(filled.while_full) == set(filled.told) - {"after"}
-    assert set(filled.reopened) == set(filled.told)
+    assert set(filled.while_full) == set(filled.acknowledged) - {"after"}
+    assert set(filled.reopened) == set(filled.acknowledged)
 
 
 def test_a_full_disk_loses_nothing_and_once_there_is_room_the_process_goes_on(
     tmp_path: Path,
 ) -> None:
-    program = [sys.executable, "full_disk.py", str(tmp_path)]
+    program = [sys.executable, "-m", "support.full_disk", str(tmp_path)]
     disk = small_disk(tmp_path)
     if disk is None:  # a container that may mount nothing: files that may not grow instead
         program.append(str(2**21))
@@ -80,15 +79,15 @@ def test_a_full_disk_loses_nothing_and_once_there_is_room_the_process_goes_on(
 
 
 def test_a_file_that_may_not_grow_loses_nothing_either(tmp_path: Path) -> None:
-    check_filled(fill_disk([sys.executable, "full_disk.py", str(tmp_path), str(2**21)]))
+    check_filled(fill_disk([sys.executable, "-m", "support.full_disk", str(tmp_path), str(2**21)]))
 
 
 # ------------------------------------------------------------------ no right to write
 
 
 @contextmanager
-def nobody() -> Generator[Path]:
-    """A folder, seen by somebody who is not root."""
+def unprivileged_folder() -> Generator[Path]:
+    """A folder, used by a user who is not root."""
     with tempfile.TemporaryDirectory(prefix="whet-") as name:
         folder = Path(name)
         if os.geteuid() != 0:
@@ -103,7 +102,7 @@ def nobody() -> Generator[Path]:
 
 
 async def test_a_read_only_file_is_refused_in_one_line_and_works_once_it_is_not() -> None:
-    with nobody() as folder:
+    with unprivileged_folder() as folder:
         path = folder / "store.db"
         async with SQLiteStore(path) as store:
             await store.enqueue(rollouts("a"))
@@ -120,7 +119,7 @@ async def test_a_read_only_file_is_refused_in_one_line_and_works_once_it_is_not(
 
 @pytest.mark.parametrize("exists", [True, False])
 async def test_a_read_only_folder_is_refused_in_one_line(exists: bool) -> None:
-    with nobody() as folder:
+    with unprivileged_folder() as folder:
         path = folder / "store.db"
         if exists:
             async with SQLiteStore(path) as store:
@@ -207,38 +206,38 @@ async def test_a_truncated_log_gives_all_that_was_committed_before_the_cut(
 
 WORK_FOREVER = """
 import sys, anyio
-from test_sqlite import call
+from support.records import call
 from whet.store.sqlite import SQLiteStore
 from whet.types import Outcome, Rollout
 
-def tell(*words):
+def report(*words):
     sys.stdout.write(" ".join(words) + "\\n")
     sys.stdout.flush()
 
-async def work(store, lane):
+async def work(store, worker):
     for n in range(1_000_000):
-        await store.enqueue([Rollout(id=f"{sys.argv[2]}-{lane}-{n}", task=1, group="g")])
+        await store.enqueue([Rollout(id=f"{sys.argv[2]}-{worker}-{n}", task=1, group="g")])
         attempt = await store.claim("w", lease_s=600, wait_s=60)
         for c in range(3):
             await store.append(call(attempt.id, f"c{c}"))
-            tell("call", attempt.id, f"c{c}")
+            report("call", attempt.id, f"c{c}")
         await store.finish(attempt.id, Outcome(reward=float(n)))
-        tell("end", attempt.id, str(float(n)))
+        report("end", attempt.id, str(float(n)))
 
 async def main():
     store = SQLiteStore(sys.argv[1])
     async with anyio.create_task_group() as group:
-        for lane in range(24):
-            group.start_soon(work, store, lane)
+        for worker in range(24):
+            group.start_soon(work, store, worker)
 
 anyio.run(main)
 """
 
 
 def work_and_be_killed(path: Path, name: str, after: int) -> list[list[str]]:
-    """What the process was told of before it was killed."""
+    """Return the acknowledgements that the process printed before it was killed."""
     command = [sys.executable, "-c", WORK_FOREVER, str(path), name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(after)]
         process.send_signal(signal.SIGKILL)
@@ -251,13 +250,13 @@ async def test_whatever_was_acknowledged_is_there_however_often_the_process_is_k
     path: Path,
 ) -> None:
     """Killed in the middle of commits that many changes share."""
-    told: list[list[str]] = []
+    acknowledged: list[list[str]] = []
     moments = random.Random(7)
     for life in range(4):
-        told += work_and_be_killed(path, f"life{life}", moments.randrange(50, 900))
+        acknowledged += work_and_be_killed(path, f"life{life}", moments.randrange(50, 900))
     async with SQLiteStore(path) as store:
         calls: dict[str, set[str]] = {}
-        for kind, attempt, what in told:
+        for kind, attempt, what in acknowledged:
             if kind == "end":
                 [record] = await store.attempts(attempt.rpartition(".")[0])
                 assert record.reward == float(what)
@@ -267,4 +266,4 @@ async def test_whatever_was_acknowledged_is_there_however_often_the_process_is_k
                 if attempt not in calls:
                     calls[attempt] = {c.id for c in await store.calls(AttemptId(attempt))}
                 assert what in calls[attempt]
-    assert len(told) > 1000
+    assert len(acknowledged) > 1000

@@ -23,13 +23,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
-from served_store import TOKEN
 
+from support.served_store import TOKEN
 from whet.errors import RequestError
-from whet.gateway import keys
-from whet.otlp.export import ATTEMPT, Encoding, read_export
-from whet.otlp.protobuf import MESSAGES, read_message
-from whet.store.server import StoreServer
+from whet.gateway import auth
+from whet.io.otlp import ATTEMPT, Encoding, parse_export
+from whet.io.otlp_protobuf import MESSAGES, read_message
+from whet.store.http.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import AttemptId, Outcome, Rollout
 
@@ -42,11 +42,11 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 def read_key(key: str, run: str) -> AttemptId | None:
-    return keys.read(key, keys.secret_of(TOKEN, run))
+    return auth.read_key(key, auth.derive_secret(TOKEN, run))
 
 
 def mint(attempt: AttemptId, run: str = "default") -> str:
-    return keys.mint(attempt, keys.secret_of(TOKEN, run))
+    return auth.mint_key(attempt, auth.derive_secret(TOKEN, run))
 
 
 @pytest.fixture
@@ -159,7 +159,13 @@ async def send(request: pytest.FixtureRequest, url: str) -> Send:
 async def test_a_span_is_kept_as_it_came_whatever_it_was_written_in(
     send: Send, store: SQLiteStore, attempts: Sequence[AttemptId]
 ) -> None:
-    values = {"gen_ai.response.id": "chatcmpl-1", "n": -3, "x": 0.5, "b": True, "l": [1, "zwei"]}
+    values: Any = {
+        "gen_ai.response.id": "chatcmpl-1",
+        "n": -3,
+        "x": 0.5,
+        "b": True,
+        "l": [1, "zwei"],
+    }
     sent = span(**values) | {
         "parentSpanId": "ef" * 8,
         "status": {"code": 2, "message": "it broke"},
@@ -255,12 +261,12 @@ async def test_runs_have_paths_of_their_own(send: Send, store: SQLiteStore) -> N
 @pytest.mark.parametrize(
     ("body", "kind", "status", "says"),
     [
-        (b"{", Encoding.JSON, 400, "no JSON"),
+        (b"{", Encoding.JSON, 400, "not valid JSON"),
         (b'{"resourceSpans": 5}', Encoding.JSON, 400, "resourceSpans"),
-        (b"[" * 100_000, Encoding.JSON, 400, "no JSON"),
+        (b"[" * 100_000, Encoding.JSON, 400, "not valid JSON"),
         (b"\x0a\xff", Encoding.PROTOBUF, 400, "cut off"),
         (b"\x0b", Encoding.PROTOBUF, 400, "wire type 3"),
-        (b"\xff" * 20, Encoding.PROTOBUF, 400, "without end"),
+        (b"\xff" * 20, Encoding.PROTOBUF, 400, "more than 64 bits"),
         (b"", "text/plain", 415, "application/x-protobuf"),
     ],
 )
@@ -391,8 +397,8 @@ SPANS = st.builds(
 @given(st.lists(SPANS, max_size=4))
 def test_both_encodings_are_read_as_the_same(spans: list[Json]) -> None:
     request = export(*spans)
-    ours = read_export(in_protobuf(request), Encoding.PROTOBUF)
-    assert ours == read_export(json.dumps(request).encode(), Encoding.JSON)
+    ours = parse_export(in_protobuf(request), Encoding.PROTOBUF)
+    assert ours == parse_export(json.dumps(request).encode(), Encoding.JSON)
     assert len(ours.spans) == len(spans)
 
 
@@ -401,7 +407,7 @@ def test_both_encodings_are_read_as_the_same(spans: list[Json]) -> None:
 def test_whatever_the_bytes_they_are_read_or_refused(body: bytes) -> None:
     for encoding in Encoding:
         with suppress(RequestError):
-            read_export(body, encoding)
+            parse_export(body, encoding)
 
 
 def test_messages_inside_each_other_without_end_are_refused() -> None:

@@ -7,10 +7,11 @@ import anyio
 import psycopg
 import pytest
 
-from postgres_server import own_schema
+from support.postgres_server import own_schema
 from whet.errors import StoreError
-from whet.store.opening import open_store
+from whet.store import open_store
 from whet.store.postgres import PostgresStore
+from whet.store.schema import POSTGRES_VERSION
 from whet.store.sqlite import SQLiteStore
 from whet.types import Outcome, Rollout, Status
 
@@ -34,14 +35,14 @@ def schema(postgres_url: str) -> Generator[str]:
 
 
 @pytest.fixture
-async def here(postgres_url: str, schema: str) -> AsyncGenerator[PostgresStore]:
+async def first(postgres_url: str, schema: str) -> AsyncGenerator[PostgresStore]:
     async with PostgresStore(postgres_url, schema=schema) as store:
         yield store
 
 
 @pytest.fixture
-async def there(postgres_url: str, schema: str) -> AsyncGenerator[PostgresStore]:
-    """Another process, as far as the database can tell."""
+async def second(postgres_url: str, schema: str) -> AsyncGenerator[PostgresStore]:
+    """Another process, from the database's point of view."""
     async with PostgresStore(postgres_url, schema=schema) as store:
         yield store
 
@@ -50,45 +51,45 @@ def rollouts(*ids: str, max_attempts: int = 2) -> list[Rollout]:
     return [Rollout(id=id_, task=id_, group="g", max_attempts=max_attempts) for id_ in ids]
 
 
-async def test_processes_wake_each_other(here: PostgresStore, there: PostgresStore) -> None:
+async def test_processes_wake_each_other(first: PostgresStore, second: PostgresStore) -> None:
     claimed = anyio.Event()
     ended: list[Status] = []
 
     async def work() -> None:
-        attempt = await there.claim("w", lease_s=MINUTE, wait_s=MINUTE)
+        attempt = await second.claim("w", lease_s=MINUTE, wait_s=MINUTE)
         assert attempt is not None
         claimed.set()
-        ended.append(await there.ended(attempt.id))
+        ended.append(await second.ended(attempt.id))
 
     with anyio.fail_after(10):
         async with anyio.create_task_group() as group:
             group.start_soon(work)
             await anyio.wait_all_tasks_blocked()
-            await here.enqueue(rollouts("a"))
-            group.start_soon(there.wait, ["a"])
+            await first.enqueue(rollouts("a"))
+            group.start_soon(second.wait, ["a"])
             await claimed.wait()
-            await here.cancel(["a"])
+            await first.cancel(["a"])
     assert ended == [Status.FAILED]
 
 
-async def test_a_lease_taken_elsewhere_ends_a_wait_here_when_that_process_is_dead(
+async def test_a_lease_of_a_dead_process_ends_a_wait_in_another(
     postgres_url: str, schema: str
 ) -> None:
     clock = Clock()
-    async with PostgresStore(postgres_url, schema=schema, clock=clock) as here:
-        await here.enqueue(rollouts("a", max_attempts=1))
+    async with PostgresStore(postgres_url, schema=schema, clock=clock) as first:
+        await first.enqueue(rollouts("a", max_attempts=1))
         with anyio.fail_after(10):
             async with anyio.create_task_group() as group:
-                group.start_soon(here.wait, ["a"])
+                group.start_soon(first.wait, ["a"])
                 await anyio.wait_all_tasks_blocked()
-                async with PostgresStore(postgres_url, schema=schema, clock=clock) as there:
-                    assert await there.claim("w", lease_s=0.05, wait_s=0)
+                async with PostgresStore(postgres_url, schema=schema, clock=clock) as second:
+                    assert await second.claim("w", lease_s=0.05, wait_s=0)
                     clock.now += 1
-        assert "worker_lost" in (await here.failures(["a"]))["a"]
+        assert "worker_lost" in (await first.failures(["a"]))["a"]
 
 
 async def test_many_workers_of_two_processes_do_each_rollout_once(
-    here: PostgresStore, there: PostgresStore
+    first: PostgresStore, second: PostgresStore
 ) -> None:
     done: list[str] = []
 
@@ -100,45 +101,48 @@ async def test_many_workers_of_two_processes_do_each_rollout_once(
     ids = [f"r{n}" for n in range(60)]
     with anyio.fail_after(60):
         async with anyio.create_task_group() as group:
-            for store in (here, there) * 4:
+            for store in (first, second) * 4:
                 group.start_soon(work, store)
-            await here.enqueue(rollouts(*ids[:30]))
-            await there.enqueue(rollouts(*ids[30:]))
-            await here.wait(ids)
+            await first.enqueue(rollouts(*ids[:30]))
+            await second.enqueue(rollouts(*ids[30:]))
+            await first.wait(ids)
     assert sorted(done) == sorted(ids)
 
 
 async def test_a_lost_connection_is_an_error_and_the_next_call_has_a_new_one(
-    here: PostgresStore, postgres_url: str
+    first: PostgresStore, postgres_url: str
 ) -> None:
-    await here.enqueue(rollouts("a"))
-    await here.rollouts()
+    await first.enqueue(rollouts("a"))
+    await first.rollouts()
     with psycopg.connect(postgres_url, autocommit=True) as db:
         db.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
             " AND backend_type = 'client backend'"
         )
     with pytest.raises(StoreError):
-        await here.enqueue(rollouts("lost"))
+        await first.enqueue(rollouts("lost"))
     with pytest.raises(StoreError):
-        await here.rollouts()
+        await first.rollouts()
     with anyio.fail_after(10):
-        await here.enqueue(rollouts("b"))
+        await first.enqueue(rollouts("b"))
         while True:  # each reader finds out for itself
             try:
-                records = await here.rollouts()
+                records = await first.rollouts()
                 break
             except StoreError:
                 continue
     assert [record.rollout.id for record in records] == ["a", "b"]
 
 
-async def test_tables_of_a_newer_version_are_refused(
-    here: PostgresStore, postgres_url: str, schema: str
+@pytest.mark.parametrize(
+    ("version", "advice"), [(POSTGRES_VERSION - 1, "export its runs"), (99, "upgrade whet")]
+)
+async def test_tables_of_another_version_are_refused(
+    first: PostgresStore, postgres_url: str, schema: str, version: int, advice: str
 ) -> None:
     with psycopg.connect(postgres_url, autocommit=True) as db:
-        db.execute(f"UPDATE {schema}.schema_version SET version = 99")
-    with pytest.raises(StoreError, match=r"schema version 99.*upgrade whet"):
+        db.execute(f"UPDATE {schema}.schema_version SET version = {version}".encode())
+    with pytest.raises(StoreError, match=rf"schema version {version}, expected 4: {advice}"):
         PostgresStore(postgres_url, schema=schema)
 
 
@@ -148,24 +152,24 @@ def test_a_server_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> N
 
 
 def test_a_schema_has_a_careful_name() -> None:
-    with pytest.raises(StoreError, match="is no schema name"):
+    with pytest.raises(StoreError, match="invalid schema name"):
         PostgresStore("postgresql://", schema='x"; DROP TABLE rollout')
 
 
 async def test_a_run_goes_from_one_database_to_the_other_and_back(
-    here: PostgresStore, tmp_path: Path
+    first: PostgresStore, tmp_path: Path
 ) -> None:
-    await here.enqueue(rollouts("a", "b"))
-    attempt = await here.claim("w", lease_s=MINUTE, wait_s=0)
+    await first.enqueue(rollouts("a", "b"))
+    attempt = await first.claim("w", lease_s=MINUTE, wait_s=0)
     assert attempt is not None
-    await here.finish(attempt.id, WON)
-    await here.export(tmp_path / "1.zip")
+    await first.finish(attempt.id, WON)
+    await first.export(tmp_path / "1.zip")
     async with open_store(tmp_path / "store.db", run="copy") as file:
         assert isinstance(file, SQLiteStore)
         await file.load(tmp_path / "1.zip")
-        assert await file.trajectories(["a"]) == await here.trajectories(["a"])
+        assert await file.trajectories(["a"]) == await first.trajectories(["a"])
         await file.export(tmp_path / "2.zip")
-    back = here.for_run("back")
+    back = first.for_run("back")
     await back.load(tmp_path / "2.zip")
     await back.export(tmp_path / "3.zip")
     one, two, three = ((tmp_path / f"{n}.zip").read_bytes() for n in (1, 2, 3))

@@ -1,4 +1,4 @@
-"""The queue against a model of it, with several workers at once and a clock turned by hand."""
+"""The queue against a model of it, with concurrent workers and a clock that the test sets."""
 
 import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import anyio
 import pytest
@@ -20,15 +21,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from postgres_server import own_schema
+from support.postgres_server import own_schema
 from whet.errors import LeaseLost
 from whet.protocols import Store
-from whet.store.client import HTTPStore
+from whet.store.http.client import HTTPStore
+from whet.store.http.server import StoreServer
 from whet.store.postgres import PostgresStore
-from whet.store.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
-    BLAMELESS,
+    NO_FAULT,
     TERMINAL,
     Attempt,
     AttemptId,
@@ -42,13 +43,13 @@ from whet.types import (
 )
 
 LEASE_S = 10.0
-PATIENCE_S = 300
+TIMEOUT_S = 300
 """Only against waiting for ever: thirty rollouts are a hundred commits one after another, and a
-busy disk takes seconds for one. What is too late is said by the clock below."""
+busy disk takes seconds for one. Leases expire by the clock below."""
 LOST = FailureKind.WORKER_LOST
 PICKS = st.integers(0, 59)
-"""Which of the attempts so far. Not a bundle of them: who wins a race is nobody's to say, and what
-is drawn must not depend on it."""
+"""Which of the attempts so far. Not a bundle of them: the winner of a race is not determined, and
+what is drawn must not depend on it."""
 
 Open = Callable[[ExitStack, "Clock"], list[Store]]
 """Opens stores on one new database: the first for most, all of them in races."""
@@ -63,7 +64,7 @@ class Clock:
 
 @dataclass
 class Model:
-    """A rollout as it must be."""
+    """The expected state of a rollout."""
 
     rollout: Rollout
     order: int
@@ -95,12 +96,12 @@ class Model:
         failure = outcome.failure
         self.ends[self.attempt] = outcome
         if failure and failure.kind in self.rollout.retried:
-            self.tries_left += failure.kind in BLAMELESS
+            self.tries_left += failure.kind in NO_FAULT
             self.status = Status.QUEUED if self.tries_left > 0 else outcome.status
         else:
             self.status = outcome.status
 
-    def upkeep(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         is_over = self.status is Status.RUNNING and self.lease_until <= now
         if is_over and not self.is_claimable(now):
             self.status = Status.FAILED
@@ -174,7 +175,7 @@ class QueueMachine(RuleBasedStateMachine):
                 gave[n] = error
 
         async def run() -> None:
-            with anyio.fail_after(PATIENCE_S):
+            with anyio.fail_after(TIMEOUT_S):
                 async with anyio.create_task_group() as group:
                     for n, act in enumerate(acts):
                         group.start_soon(do, n, act)
@@ -287,7 +288,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, outcome=OUTCOMES)
     def everybody_wants_another_end(self, pick: int, outcome: Outcome) -> None:
-        """Two reports and a cancel at once: one of them counts, and the others are told so."""
+        """Two reports and a cancel at once: one of them counts, and the others are refused."""
         for attempt in self.picked(pick):
             self.attempts.remove(attempt)
             self.end_three_times(attempt, outcome)
@@ -348,7 +349,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.clock.now += seconds
         self.at_once(*(lambda s=store: s.wait([]) for store in self.stores))
         for model in self.models.values():
-            model.upkeep(self.clock.now)
+            model.expire(self.clock.now)
 
     @initialize()
     def nothing_is_there(self) -> None:
@@ -390,13 +391,13 @@ def folder() -> Generator[Path]:
 
 
 def on_sqlite(stack: ExitStack, clock: Clock) -> list[Store]:
-    """Two processes, as far as the file can tell."""
+    """Two processes, from the file's point of view."""
     file = stack.enter_context(folder()) / "store.db"
     return [SQLiteStore(file, clock=clock) for _ in range(2)]
 
 
 def on_http(stack: ExitStack, clock: Clock) -> list[Store]:
-    """Two clients of one server, and whoever is beside that."""
+    """Two clients of one server, and a store beside it."""
     served = SQLiteStore(stack.enter_context(folder()) / "store.db", clock=clock)
     stack.callback(lambda: anyio.run(served.close))
     server = StoreServer(served, token="token")
@@ -407,11 +408,11 @@ def on_http(stack: ExitStack, clock: Clock) -> list[Store]:
 
 def check(open_: Open, examples: int) -> None:
     run_state_machine_as_test(
-        lambda: QueueMachine(open_),
+        cast(type[QueueMachine], lambda: QueueMachine(open_)),  # any callable that returns one
         settings=settings(
             max_examples=examples,
             stateful_step_count=30,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=cast(list[HealthCheck], list(HealthCheck)),
         ),
     )
 

@@ -1,5 +1,6 @@
-"""What the SQLite store promises beyond the contract: its file, its threads, its failures."""
+"""The SQLite store beyond the contract: its file, its threads, its failures."""
 
+import re
 import sqlite3
 import threading
 import time
@@ -12,28 +13,20 @@ from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.records import call, claim, rollouts
 from whet.errors import LeaseLost, StoreError
-from whet.store.packing import (
-    pack_floats,
-    pack_runs,
-    unpack_floats,
-    unpack_runs,
-    unpack_tokens,
-)
-from whet.store.schema import FIRST, MIGRATIONS
+from whet.store.database import Db
+from whet.store.schema import SQLITE_VERSION
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
-    Attempt,
     AttemptId,
-    Call,
-    CallId,
     Generation,
     Outcome,
     Reward,
     Rollout,
     Sampling,
+    Status,
     StepRecord,
-    pack_tokens,
 )
 
 pytestmark = pytest.mark.anyio
@@ -52,40 +45,6 @@ def path(tmp_path: Path) -> Path:
 async def store(path: Path) -> AsyncGenerator[SQLiteStore]:
     async with SQLiteStore(path) as store:
         yield store
-
-
-def rollouts(*ids: str) -> list[Rollout]:
-    return [Rollout(id=id_, task=id_, group="g") for id_ in ids]
-
-
-def call(attempt: AttemptId, name: str, tokens: tuple[int, ...] = (4, 5)) -> Call:
-    return Call(
-        id=CallId(name),
-        attempt=attempt,
-        parent=None,
-        root="root",
-        messages=(),
-        context=(1, 2, 3),
-        prompt_length=3,
-        prompt_digest="digest",
-        generations=(
-            Generation(
-                tokens=tokens,
-                logprobs=(-0.5,) * len(tokens),
-                versions=(1,) * len(tokens),
-                stop="stop",
-                sampling=Sampling(),
-                message={},
-            ),
-        ),
-        created=0.0,
-    )
-
-
-async def claim(store: SQLiteStore) -> Attempt:
-    attempt = await store.claim("w", lease_s=MINUTE, wait_s=0)
-    assert attempt is not None
-    return attempt
 
 
 # ------------------------------------------------------------------ the file
@@ -111,72 +70,35 @@ async def test_a_file_that_was_never_closed_has_everything(store: SQLiteStore, p
 
 async def test_a_file_knows_its_version(store: SQLiteStore, path: Path) -> None:
     db = sqlite3.connect(path)
-    assert db.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+    assert db.execute("PRAGMA user_version").fetchone() == (SQLITE_VERSION,)
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     db.close()
 
 
-FIRST_FILE = """
-INSERT INTO rollout VALUES
-    (1, 'won', '{"id":"won","task":1,"group":"g","mode":"val"}', 'succeeded', 2, 0, NULL),
-    (2, 'bad', '{"id":"bad","task":2,"group":"g","mode":"train"}', 'failed', 1, 1, NULL),
-    (3, 'busy', '{"id":"busy","task":3,"group":"h","mode":"train"}', 'running', 1, 1, 60.5),
-    (4, 'new', '{"id":"new","task":4,"group":"h","mode":"train"}', 'queued', 0, 2, NULL);
-INSERT INTO attempt VALUES
-    (1, 'won.1', 1, 1, 'w', 'failed', NULL, '{"kind":"agent","message":"no"}', 1.5, 2.5),
-    (2, 'won.2', 1, 2, 'w', 'succeeded', 0.5, NULL, 3.5, 4.5),
-    (3, 'bad.1', 2, 1, 'w', 'failed', NULL, '{"kind":"reward","message":"none"}', 5.5, 6.5),
-    (4, 'busy.1', 3, 1, 'w', 'running', NULL, NULL, 7.5, NULL);
-INSERT INTO call VALUES
-    (1, 'c', 2, NULL, 'root', '[]', x'0100000002000000', 2, 'digest', 3.75, '{}');
-INSERT INTO generation VALUES
-    (1, 1, 'stop', '{}', '{}', x'01000000000000000100000000000000', x'07000000',
-        x'000000000000e0bf');
-INSERT INTO reward VALUES (1, 2, 'k', 0.25);
-INSERT INTO late_report VALUES (1, 1, '{"reward":1.0}', 9.5);
-INSERT INTO step VALUES (0, 1, 'c0', '{}');
-INSERT INTO consumed VALUES ('won', 0, 0);
-PRAGMA user_version = 1;
-"""
-
-
-async def test_a_file_of_the_first_version_becomes_the_default_run(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [
+        (SQLITE_VERSION - 1, "export its runs with the whet that wrote it"),
+        (SQLITE_VERSION + 1, "upgrade whet"),
+    ],
+)
+async def test_a_file_of_another_version_is_refused_in_one_line_and_left_alone(
+    path: Path, version: int, advice: str
+) -> None:
+    async with SQLiteStore(path) as store:
+        await store.enqueue(rollouts("a"))
     db = sqlite3.connect(path)
-    for statement in FIRST:
-        db.execute(statement)
-    db.executescript(FIRST_FILE)
-    db.close()
-
-    async with SQLiteStore(path, clock=lambda: 100.0) as store:
-        won, bad, busy, new = await store.rollouts()
-        assert (won.rollout.mode, won.reward, won.attempts, won.created) == ("val", 0.5, 2, 1.5)
-        assert bad.failure is not None
-        assert bad.failure.message == "none"
-        assert (busy.status, new.status) == ("running", "queued")
-        [trajectory] = await store.trajectories(["won", "bad", "busy"])
-        assert trajectory.calls[0].generations[0].logprobs == (-0.5,)
-        assert trajectory.rewards == (Reward(value=0.25, key="k"),)
-        assert (await store.attempts("won"))[0].late == (WON,)
-        assert [record.consumed for record in await store.steps()] == [("won",)]
-        assert [(await claim(store)).id for _ in range(2)] == ["busy.2", "new.1"]
-
-
-async def test_an_empty_file_of_the_first_version_has_no_run(path: Path) -> None:
-    db = sqlite3.connect(path)
-    for statement in FIRST:
-        db.execute(statement)
-    db.execute("PRAGMA user_version = 1")
+    db.execute(f"PRAGMA user_version = {version}")
+    with pytest.raises(StoreError) as caught:
+        SQLiteStore(path)
+    assert re.fullmatch(
+        rf"store '{path}' has schema version {version}, expected {SQLITE_VERSION}: {advice}.*",
+        str(caught.value),
+    )
+    db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
     db.close()
     async with SQLiteStore(path) as store:
-        assert await store.size() == {}
-
-
-def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 99")
-    db.close()
-    with pytest.raises(StoreError, match=r"schema version 99.*upgrade whet"):
-        SQLiteStore(path)
+        assert (await claim(store)).id == "a.1"
 
 
 def test_a_foreign_database_is_refused_and_left_alone(path: Path) -> None:
@@ -252,36 +174,29 @@ async def test_a_full_disk_is_an_error_and_later_writes_go_on(
 ) -> None:
     await store.enqueue(rollouts("a"))
     attempt = await claim(store)
-    pages = await store._write(  # pyright: ignore[reportPrivateUsage]
-        lambda db: db.execute("PRAGMA page_count").fetchone()[0]
-    )
+    pages = await store._write(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
 
-    def limit(db: sqlite3.Connection, most: int) -> None:
+    def limit(db: Db, most: int) -> None:
         db.execute(f"PRAGMA max_page_count = {most}")
 
-    await store._write(lambda db: limit(db, pages + 2))  # pyright: ignore[reportPrivateUsage]
+    await store._write(lambda db: limit(db, pages + 2))
     with pytest.raises(StoreError, match="full"):
         await store.append(call(attempt.id, "big", tokens=(1,) * 100_000))
-    await store._write(lambda db: limit(db, 10_000))  # pyright: ignore[reportPrivateUsage]
+    await store._write(lambda db: limit(db, 10_000))
     await store.append(call(attempt.id, "big", tokens=(1,) * 100_000))
     assert [c.id for c in await store.calls(attempt.id)] == ["big"]
 
 
 async def test_a_claim_cancelled_during_its_commit_is_undone(path: Path) -> None:
-    armed, inside, go_on = threading.Event(), threading.Event(), threading.Event()
-    slow = True
+    armed, inside, may_continue = threading.Event(), threading.Event(), threading.Event()
 
     def clock() -> float:
-        if slow:
-            time.sleep(0.1)
         if armed.is_set():
             inside.set()
-            go_on.wait(5)
+            may_continue.wait(5)
         return 0.0
 
     async with SQLiteStore(path, clock=clock) as store:
-        assert await store.claim("w", lease_s=MINUTE, wait_s=0) is None
-        slow = False  # but all is left to the thread for a while
         await store.enqueue([Rollout(id="a", task=None, group="g", max_attempts=1)])
         armed.set()
         async with anyio.create_task_group() as group:
@@ -289,12 +204,39 @@ async def test_a_claim_cancelled_during_its_commit_is_undone(path: Path) -> None
             await to_thread.run_sync(inside.wait, 5)
             group.cancel_scope.cancel()
         armed.clear()
-        go_on.set()
+        may_continue.set()
         with anyio.fail_after(5):
             attempt = await store.claim("w", lease_s=MINUTE, wait_s=MINUTE)
         assert attempt is not None
         assert attempt.id == "a.1"
         assert (await store.counts())["attempts"] == 1
+
+
+async def test_a_lease_expires_though_nothing_is_written(store: SQLiteStore) -> None:
+    await store.enqueue([Rollout(id="a", task=None, group="g", max_attempts=1)])
+    attempt = await store.claim("w", lease_s=0.2, wait_s=0)
+    assert attempt is not None
+    with anyio.fail_after(10):
+        assert await store.ended(attempt.id) is Status.FAILED
+
+
+async def test_a_file_locked_by_another_process_holds_up_no_event_loop(
+    store: SQLiteStore, path: Path
+) -> None:
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    gaps: list[float] = []
+    async with anyio.create_task_group() as group:
+        group.start_soon(store.enqueue, rollouts("a"))
+        last = time.monotonic()
+        for _ in range(100):
+            await anyio.sleep(0.001)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+        other.execute("COMMIT")
+    other.close()
+    assert sorted(gaps)[-3] < 0.05
+    assert (await claim(store)).id == "a.1"
 
 
 async def test_several_event_loops_in_several_threads_share_a_store(store: SQLiteStore) -> None:
@@ -338,23 +280,6 @@ async def test_several_event_loops_in_several_threads_share_a_store(store: SQLit
 
 
 # ------------------------------------------------------------------ exactness
-
-
-@given(st.lists(INT32))
-def test_ints_are_unpacked_as_they_were_packed(values: list[int]) -> None:
-    assert unpack_tokens(pack_tokens(values)) == tuple(values)
-
-
-@given(st.lists(st.floats(allow_nan=True)))
-def test_floats_are_unpacked_bit_for_bit(values: list[float]) -> None:
-    packed = pack_floats(values)
-    assert pack_floats(unpack_floats(packed)) == packed
-    assert list(map(repr, unpack_floats(packed))) == list(map(repr, values))
-
-
-@given(st.lists(st.integers(0, 3)) | st.lists(st.integers(-(2**63), 2**63 - 1)))
-def test_runs_are_unpacked_as_they_were_packed(values: list[int]) -> None:
-    assert unpack_runs(pack_runs(values)) == tuple(values)
 
 
 @settings(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from whet.errors import ConfigError
-from whet.store.opening import open_store
-from whet.store.token import FILE, VARIABLE, find_token, make_token
+from whet.store import open_store
+from whet.store.http.token import FILE, VARIABLE, find_token, make_token
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,14 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> Non
     assert len(first.value) >= 32
     assert file.stat().st_mode & 0o777 == 0o600
     assert make_token(tmp_path / "other").value != first.value
+
+
+def test_a_store_starts_in_a_new_folder_with_a_token_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "given")
+    assert make_token(tmp_path / "new").value == "given"
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_servers_that_start_at_once_agree_and_nobody_sees_half_a_token(tmp_path: Path) -> None:
@@ -80,7 +88,7 @@ def test_without_a_token_it_is_said_where_it_comes_from(
         open_store("http://127.0.0.1:1")
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot make the token file"):
+    with pytest.raises(ConfigError, match="cannot create the token"):
         make_token(tmp_path / "file" / "below")

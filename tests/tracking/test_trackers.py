@@ -5,21 +5,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from readers import Written, read_jsonl, read_mlflow, read_tensorboard, read_wandb
+from pydantic import JsonValue
 
+from support.readers import Written, read_jsonl, read_mlflow, read_tensorboard, read_wandb
 from whet.config import TrackingConfig
 from whet.protocols import Tracker
 from whet.tracking import build_tracker
 from whet.tracking.run import TrackedRun
 
-CONFIG = {"model": "tiny", "steps": 3, "name": None, "adam": {"lr": 0.25}, "selection": {"a": []}}
+CONFIG: dict[str, JsonValue] = {
+    "model": "tiny",
+    "steps": 3,
+    "name": None,
+    "adam": {"lr": 0.25},
+    "selection": {"a": []},
+}
 STANDING = {
     "reward": 0.5,
     "mismatch_kl": 1e-7,
     "clip_fraction": 0.125,
     "staleness": 0.0,
     "merge_ratio": 2.5,
-    "silent_groups": 0.25,
+    "zero_signal_groups": 0.25,
     "entropy": 1.5,
     "trained_tokens": 1771.0,
     "collect_seconds": 4.5,

@@ -1,4 +1,4 @@
-"""A tracker that fails or hangs is said once, and never stops or holds up training."""
+"""A tracker that fails or hangs is reported once, and never stops or delays training."""
 
 import importlib.util
 import threading
@@ -10,14 +10,13 @@ import pytest
 from whet.config import TrackingConfig
 from whet.errors import ConfigError, MissingExtra
 from whet.protocols import Tracker
-from whet.tracking import build_tracker, check_installed
+from whet.tracking import Tracking, build_tracker, check_installed
 from whet.tracking.run import TrackedRun
-from whet.tracking.tracking import Tracking
 from whet.types import Metrics
 
 
 class Scripted(Tracker):
-    """Keeps what it is told, and raises or waits where it is asked to."""
+    """Records its calls, and raises or waits at some of them."""
 
     def __init__(
         self,
@@ -27,7 +26,7 @@ class Scripted(Tracker):
         gate: threading.Event | None = None,
     ) -> None:
         self.last_step = last_step
-        self.told: list[object] = []
+        self.received: list[object] = []
         self._fails_at = fails_at
         self._gate = gate
 
@@ -36,49 +35,49 @@ class Scripted(Tracker):
             self._gate.wait(30)
         if step in self._fails_at:
             raise ConnectionError("the network\nis gone")
-        self.told.append(step)
+        self.received.append(step)
 
     def finish(self, result: Metrics) -> None:
-        self.told.append(dict(result))
+        self.received.append(dict(result))
 
     def close(self) -> None:
-        self.told.append("closed")
+        self.received.append("closed")
 
 
-def test_all_trackers_are_told_what_they_do_not_know_yet() -> None:
+def test_every_tracker_gets_the_steps_it_does_not_have() -> None:
     new, resumed = Scripted(), Scripted(last_step=2)
     tracking = Tracking({"new": new, "resumed": resumed}, warn=pytest.fail)
     for step in (1, 2, 3):
         tracking.step(step, {"reward": 0.5})
     tracking.finish({"gain": 1.0})
     tracking.close()
-    assert new.told == [1, 2, 3, {"gain": 1.0}, "closed"]
-    assert resumed.told == [3, {"gain": 1.0}, "closed"]
+    assert new.received == [1, 2, 3, {"gain": 1.0}, "closed"]
+    assert resumed.received == [3, {"gain": 1.0}, "closed"]
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_tried_again() -> None:
+def test_a_tracker_that_fails_is_reported_once_and_tried_again() -> None:
     warned: list[str] = []
     shaky, other = Scripted(fails_at=(2, 3)), Scripted()
     tracking = Tracking({"shaky": shaky, "other": other}, warn=warned.append)
     for step in (1, 2, 3, 4):
         tracking.step(step, {})
     tracking.close()
-    assert shaky.told == [1, 4, "closed"]
-    assert other.told == [1, 2, 3, 4, "closed"]
+    assert shaky.received == [1, 4, "closed"]
+    assert other.received == [1, 2, 3, 4, "closed"]
     assert warned == [
-        "tracking with shaky failed: ConnectionError: the network is gone; training goes on",
+        "tracking with shaky failed: ConnectionError: the network is gone; training continues",
         "tracking with shaky failed 2 times in all",
     ]
 
 
-def test_a_tracker_that_hangs_holds_up_nobody() -> None:
+def test_a_tracker_that_hangs_delays_nothing() -> None:
     warned: list[str] = []
     gate = threading.Event()
     tracking = Tracking({"stuck": Scripted(gate=gate)}, warn=warned.append)
     began = time.monotonic()
     for step in range(1, 100):
         tracking.step(step, {})
-    tracking.close(patience_s=0.1)
+    tracking.close(timeout_s=0.1)
     assert time.monotonic() - began < 5
     assert warned == ["tracking with stuck takes too long and is left unfinished"]
     gate.set()
@@ -90,7 +89,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
     )
     check_installed(TrackingConfig(names=("jsonl", "tensorboard", "mlflow")))
-    with pytest.raises(MissingExtra, match=r"pip install 'whet\[wandb\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'whet\[tracking\]'"):
         check_installed(TrackingConfig(names=("jsonl", "wandb")))
 
 

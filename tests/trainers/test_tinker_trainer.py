@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tinker_serving import MARKS, Server, open_tinker, tinker_config
-from tiny_llama import row_of
-from whet.config import AdamConfig, LossConfig
+from support.tinker_serving import MARKS, Server, open_tinker, tinker_config
+from support.tiny_llama import row_of
+from whet.config import AdamStep, LossConfig
 from whet.errors import EngineError
 from whet.types import Sampling
 
@@ -29,7 +29,7 @@ async def test_the_last_two_samplers_and_states_stay(tinker: Server, tmp_path: P
     before = kept(tinker)
     folders = [tmp_path / str(step) for step in range(4)]
     for step, folder in enumerate(folders):
-        await trainer.optim_step(AdamConfig(lr=0.1))
+        await trainer.optim_step(AdamStep(lr=0.1))
         await trainer.publish()
         await trainer.save(folder)
         for old in folders[:step]:  # as the loop does once a step is committed
@@ -41,22 +41,20 @@ async def test_the_last_two_samplers_and_states_stay(tinker: Server, tmp_path: P
     await trainer.restore(folders[-1])
 
 
-async def test_a_policy_that_joins_samples_from_what_was_handed_over(
-    tinker: Server, tmp_path: Path
-) -> None:
-    from whet.policies.tinker import TinkerPolicy
+async def test_another_policy_samples_from_exported_weights(tinker: Server, tmp_path: Path) -> None:
+    from whet.models.tinker import TinkerPolicy
     from whet.trainers.tinker import TinkerTrainer
 
     trained = await open_tinker(tinker)
     trainer = TinkerTrainer(trained)
-    other = await TinkerPolicy.join(tinker_config(tinker))
-    with pytest.raises(EngineError, match="nothing was published"):
+    other = await TinkerPolicy.connect(tinker_config(tinker))
+    with pytest.raises(EngineError, match="no weights were published yet"):
         await other.sample(PROMPT, Sampling(), 1)
     rows = [row_of(PROMPT, [4, 5], [-5.0] * 2, 1.0, weight=0.25)]
     await trainer.forward_backward(rows, LossConfig())
-    await trainer.optim_step(AdamConfig(lr=1e-1))
+    await trainer.optim_step(AdamStep(lr=1e-1))
     await trainer.publish()
-    path = await trained.hand_over(tmp_path / "unused")
+    path = await trained.export_weights(tmp_path / "unused")
 
     greedy = Sampling(temperature=0.0)
     await other.sample_from("", 0)

@@ -5,26 +5,24 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from real_vllm import ON_A_CPU, PROGRAM, TOOLS, Launch
 
-from whet.config import EngineConfig, TrainerConfig
-from whet.engines.launch import LaunchedVLLM, needed_flags
-from whet.policies.catalogue import TINY
+from support.real_vllm import ON_A_CPU, PROGRAM, TOOLS, Launch
+from whet.config import LocalTrainerConfig, VLLMConfig
+from whet.engines.remote.launch import VLLMProcess, required_flags
+from whet.models.catalog import TINY
 
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Generator[Launch]:
     """Starts a server for a model; all are stopped in the end."""
-    servers: list[LaunchedVLLM] = []
+    servers: list[VLLMProcess] = []
     folder = tmp_path_factory.mktemp("vllm")
 
-    def start(model: Path, *flags: str) -> LaunchedVLLM:
-        config = EngineConfig(
-            kind="vllm", command=str(PROGRAM), flags=("--enforce-eager", "--seed", "0", *flags)
-        )
-        needs = needed_flags(TrainerConfig(), max_context=None, slots=2)
+    def start(model: Path, *flags: str) -> VLLMProcess:
+        config = VLLMConfig(command=str(PROGRAM), flags=("--enforce-eager", "--seed", "0", *flags))
+        needs = required_flags(LocalTrainerConfig(), max_context=None, max_versions=2)
         log = folder / f"{len(servers)}.log"
-        servers.append(LaunchedVLLM(model, config, needs, log=log))
+        servers.append(VLLMProcess(model, config, needs, log=log))
         return servers[-1]
 
     before = dict(os.environ)
@@ -39,6 +37,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Generator[Launch]:
 
 
 @pytest.fixture(scope="session")
-def replicas(launch: Launch) -> list[LaunchedVLLM]:
+def replicas(launch: Launch) -> list[VLLMProcess]:
     """Two servers of the tiny model; they start while others are waited for."""
     return [launch(TINY, *TOOLS), launch(TINY, *TOOLS)]

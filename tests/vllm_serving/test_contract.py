@@ -1,21 +1,17 @@
 """What every engine promises, kept by a real vLLM."""
 
-import sys
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import anyio
 import pytest
-from real_vllm import NEEDS_VLLM, Launch
 from tokenizers import Tokenizer, models
 
-from tiny_llama import CONTEXT, VOCABULARY, decode, make_model
-from whet.engines.joining import join_servers
-from whet.engines.launch import LaunchedVLLM
+from contracts.test_engine import *  # noqa: F403
+from support.real_vllm import NEEDS_VLLM, Launch
+from support.tiny_llama import CONTEXT, VOCABULARY, decode, make_model
+from whet.engines.remote.connect import connect_servers
+from whet.engines.remote.launch import VLLMProcess
 from whet.protocols import Engine
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "contracts"))
-from test_engine import *  # noqa: F403
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, NEEDS_VLLM]
 
@@ -23,7 +19,7 @@ del test_a_grammar_it_cannot_hold_to_is_refused  # noqa: F821 - it can
 
 
 @pytest.fixture(scope="session")
-def random_llama(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> LaunchedVLLM:
+def random_llama(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> VLLMProcess:
     """A server of a random model with heads as vLLM has kernels for, and a word for each id."""
     folder = make_model(tmp_path_factory.mktemp("models") / "random-llama", width=128)
     words = {f"w{id}": id for id in range(VOCABULARY)}
@@ -34,16 +30,16 @@ def random_llama(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> La
 
 
 @pytest.fixture
-async def engine(random_llama: LaunchedVLLM) -> AsyncGenerator[Engine]:
+async def engine(random_llama: VLLMProcess) -> AsyncGenerator[Engine]:
     with anyio.fail_after(900):
-        engine = await join_servers(
+        engine = await connect_servers(
             "vllm",
             [random_llama.url],
             decode,
             context_length=CONTEXT,
-            alive=random_llama.why_dead,
-            say=print,
+            startup_error=random_llama.startup_error,
+            progress=print,
         )
-        random_llama.was_ready()
+        random_llama.mark_ready()
         yield engine
         await engine.close()

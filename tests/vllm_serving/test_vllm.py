@@ -15,28 +15,28 @@ import aiohttp
 import anyio
 import pytest
 from openai import AsyncOpenAI
-from real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
 
-from tiny_llama import nudge, plain_logprobs
-from whet.app.working import endpoint_of
-from whet.config import GatewayConfig, TrainerConfig
+from support.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
+from support.tiny_llama import nudge, plain_logprobs
+from whet.app.gateway_server import Gateway
+from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, SYSTEM, problems, use_tool
-from whet.engines.joining import join_servers
-from whet.engines.launch import LaunchedVLLM
-from whet.engines.replicas import ServedWeights
-from whet.engines.request import Drawn, Request
-from whet.engines.served import Json, ServedEngine
-from whet.engines.vllm import COMPLETIONS_PATH, VLLM
+from whet.engines.remote.connect import connect_servers
+from whet.engines.remote.engine import Json, RemoteEngine
+from whet.engines.remote.launch import VLLMProcess
+from whet.engines.remote.replicas import WeightsSpec
+from whet.engines.remote.vllm import COMPLETIONS_PATH, VLLM
+from whet.engines.request import SampledTokens, SampleRequest
 from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
-from whet.gateway.template import ChatTemplate
-from whet.policies.catalogue import TINY
-from whet.policies.exported import write_adapter
-from whet.policies.local import LocalPolicy
-from whet.rows import build_rows
-from whet.serving import AppServer
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
+from whet.io.server import AppServer
+from whet.models.catalog import TINY
+from whet.models.export import write_adapter
+from whet.models.huggingface import LocalPolicy
 from whet.store.sqlite import SQLiteStore
+from whet.training.rows import build_rows
 from whet.types import Credit, Outcome, Rollout, Sampling
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, NEEDS_VLLM]
@@ -47,41 +47,41 @@ SECRET = b"secret"
 
 
 @pytest.fixture
-async def engine(replicas: list[LaunchedVLLM]) -> AsyncGenerator[ServedEngine]:
+async def engine(replicas: list[VLLMProcess]) -> AsyncGenerator[RemoteEngine]:
     with anyio.fail_after(900):
         engine = await join(replicas)
     yield engine
     await engine.close()
 
 
-async def join(servers: list[LaunchedVLLM]) -> ServedEngine:
+async def join(servers: list[VLLMProcess]) -> RemoteEngine:
     def alive() -> str | None:
-        return next((why for server in servers if (why := server.why_dead())), None)
+        return next((why for server in servers if (why := server.startup_error())), None)
 
     urls = [server.url for server in servers]
-    engine = await join_servers(
-        "vllm", urls, TEMPLATE.decode, context_length=1024, alive=alive, say=print
+    engine = await connect_servers(
+        "vllm", urls, TEMPLATE.decode, context_length=1024, startup_error=alive, progress=print
     )
     for server in servers:
-        server.was_ready()
+        server.mark_ready()
     return engine
 
 
 async def ask(
-    engine: ServedEngine, **sampling: Any
+    engine: RemoteEngine, **sampling: Any
 ) -> tuple[tuple[int, ...], list[float], set[int]]:
-    pieces = engine.generate(PROMPT, Sampling(**sampling))
-    async with aclosing(pieces):
-        [piece] = [piece async for piece in pieces]
-    return piece.tokens, list(piece.logprobs), set(piece.versions)
+    chunks = engine.generate(PROMPT, Sampling(**sampling))
+    async with aclosing(chunks):
+        [chunk] = [chunk async for chunk in chunks]
+    return chunk.tokens, list(chunk.logprobs), set(chunk.versions)
 
 
-def adapter_of(policy: LocalPolicy, folder: Path) -> ServedWeights:
+def adapter_of(policy: LocalPolicy, folder: Path) -> WeightsSpec:
     """The policy's adapter as a server loads it."""
     name = f"v{policy.version}-{os.urandom(3).hex()}"
     policy.write_weights(folder / f"{name}.safetensors")
     write_adapter(folder / f"{name}.safetensors", folder / name, policy.config, base=TINY)
-    return ServedWeights(policy.version, "lora", folder / name, name)
+    return WeightsSpec(policy.version, "lora", folder / name, name)
 
 
 # ------------------------------------------------------------------- exactness
@@ -92,16 +92,16 @@ class Telling(VLLM):
 
     seen: list[tuple[list[int], list[int]]]
 
-    def read(self, said: Json, request: Request) -> Drawn:
-        [choice] = said["choices"]
+    def parse_reply(self, reply: Json, request: SampleRequest) -> SampledTokens:
+        [choice] = reply["choices"]
         self.seen.append((choice["prompt_token_ids"], choice["token_ids"]))
-        return super().read(said, request)
+        return super().parse_reply(reply, request)
 
 
 async def test_five_tool_turns_are_continued_from_the_very_tokens(
-    engine: ServedEngine, tmp_path: Path
+    engine: RemoteEngine, tmp_path: Path
 ) -> None:
-    server = engine._server  # pyright: ignore[reportPrivateUsage]
+    server = engine._server
     server.__class__ = Telling
     assert isinstance(server, Telling)
     server.seen, server.path = [], COMPLETIONS_PATH
@@ -110,9 +110,9 @@ async def test_five_tool_turns_are_continued_from_the_very_tokens(
         attempt = await store.claim("w", lease_s=600, wait_s=0)
         assert attempt
         renderer = Renderer(TEMPLATE)
-        service = Service(engine=engine, log=store, renderer=renderer, models=("policy",))
-        gateway = AppServer(build_app(service, SECRET, GatewayConfig()))
-        endpoint = endpoint_of(gateway.url, SECRET, "policy")(attempt)
+        pipeline = CallPipeline(engine=engine, log=store, renderer=renderer, models=("policy",))
+        gateway = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
+        endpoint = Gateway(gateway.url, SECRET, "policy").endpoint(attempt)
         turns = await converse(AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key))
         await store.finish(attempt.id, Outcome(reward=1.0))
         [trajectory] = await store.trajectories(["r"])
@@ -122,14 +122,15 @@ async def test_five_tool_turns_are_continued_from_the_very_tokens(
     built = build_rows([Credit.even(trajectory, 1.0)])
     assert built.unproven == ()
     [row] = built.rows
-    assert len(row.spans) == len(server.seen)
-    for span, (prompt, tokens) in zip(row.spans, server.seen, strict=True):
+    assert len(row.segments) == len(server.seen)
+    for span, (prompt, tokens) in zip(row.segments, server.seen, strict=True):
         assert list(row.tokens[: span.start]) == prompt, "vLLM was given what is trained"
         assert list(row.tokens[span.start : span.end]) == tokens
 
 
 async def converse(client: AsyncOpenAI) -> int:
     """Ask one thing after the other in one conversation; returns how often the tool was used."""
+    tools: list[Any] = [CALCULATOR]
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     turns = 0
     async with client:
@@ -137,11 +138,12 @@ async def converse(client: AsyncOpenAI) -> int:
             messages.append({"role": "user", "content": task["question"]})
             for _ in range(3):
                 reply = await client.chat.completions.create(
-                    model="policy", messages=messages, tools=[CALCULATOR], max_tokens=40
+                    model="policy", messages=messages, tools=tools, max_tokens=40
                 )
                 message = reply.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 for call in message.tool_calls or []:
+                    assert call.type == "function"
                     result = use_tool(call.function.name, call.function.arguments)
                     said = {"role": "tool", "tool_call_id": call.id, "content": result}
                     messages.append(said)
@@ -153,13 +155,14 @@ async def converse(client: AsyncOpenAI) -> int:
     return turns
 
 
-async def test_logprobs_are_those_of_the_trainer(engine: ServedEngine, tmp_path: Path) -> None:
-    policy = LocalPolicy(TINY, TrainerConfig(), device="cpu", seed=0)
+async def test_logprobs_are_those_of_the_trainer(engine: RemoteEngine, tmp_path: Path) -> None:
+    policy = LocalPolicy(TINY, LocalTrainerConfig(), device="cpu", seed=0)
     nudge(policy, size=0.05)
     await engine.load(adapter_of(policy, tmp_path))
     gaps: list[float] = []
     for seed in range(4):
-        for shape in ({}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0}):
+        shapes: list[Any] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0}]
+        for shape in shapes:
             sampling = Sampling(max_tokens=40, seed=seed, **shape)
             tokens, logprobs, _ = await ask(engine, **sampling.model_dump())
             wanted = plain_logprobs(policy, PROMPT, tokens, sampling)
@@ -169,7 +172,7 @@ async def test_logprobs_are_those_of_the_trainer(engine: ServedEngine, tmp_path:
     assert max(gaps) < 1e-3
 
 
-async def test_a_schema_is_followed(engine: ServedEngine) -> None:
+async def test_a_schema_is_followed(engine: RemoteEngine) -> None:
     grammar = 'start: %json {"enum": ["seventeen", "forty-two"]}'
     for seed in range(4):
         tokens, _, _ = await ask(engine, grammar=grammar, seed=seed, stop_ids=(2,), max_tokens=30)
@@ -181,9 +184,9 @@ async def test_a_schema_is_followed(engine: ServedEngine) -> None:
 
 
 async def test_adapters_are_swapped_under_a_generation_without_touching_it(
-    engine: ServedEngine, tmp_path: Path
+    engine: RemoteEngine, tmp_path: Path
 ) -> None:
-    policy = LocalPolicy(TINY, TrainerConfig(), device="cpu", seed=0)
+    policy = LocalPolicy(TINY, LocalTrainerConfig(), device="cpu", seed=0)
     versions: list[set[int]] = []
     for step in range(3):
         nudge(policy, seed=step, size=0.05)
@@ -194,8 +197,8 @@ async def test_adapters_are_swapped_under_a_generation_without_touching_it(
             await engine.load(adapter_of(policy, tmp_path))
             tokens, logprobs, now = await ask(engine, max_tokens=20)
             versions.append(now)
-            rest = [piece async for piece in early]
-        assert {v for piece in (first, *rest) for v in piece.versions} == {before}
+            rest = [chunk async for chunk in early]
+        assert {v for chunk in (first, *rest) for v in chunk.versions} == {before}
         wanted = plain_logprobs(policy, PROMPT, tokens, Sampling())
         assert logprobs == pytest.approx(wanted, abs=1e-3), "the new weights answer"
     assert versions == [{1}, {2}, {3}]
@@ -215,7 +218,7 @@ async def running(url: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_whoever_leaves_stops_the_sampling(
-    engine: ServedEngine, replicas: list[LaunchedVLLM], stream: bool
+    engine: RemoteEngine, replicas: list[VLLMProcess], stream: bool
 ) -> None:
     begun = engine.generate(PROMPT, Sampling(max_tokens=900), stream=stream)
     with anyio.move_on_after(0.5):
@@ -231,12 +234,12 @@ async def test_whoever_leaves_stops_the_sampling(
 
 
 async def test_a_killed_replica_is_survived_and_comes_back(
-    engine: ServedEngine, replicas: list[LaunchedVLLM], tmp_path: Path
+    engine: RemoteEngine, replicas: list[VLLMProcess], tmp_path: Path
 ) -> None:
-    policy = LocalPolicy(TINY, TrainerConfig(), device="cpu", seed=0)
+    policy = LocalPolicy(TINY, LocalTrainerConfig(), device="cpu", seed=0)
     nudge(policy, size=0.05)
     await engine.load(adapter_of(policy, tmp_path))
-    killed = engine._replicas.all[0]  # pyright: ignore[reportPrivateUsage]
+    killed = engine._replicas.all[0]
     group = server_group(replicas[0])
     answers: list[set[int]] = []
 
@@ -257,10 +260,10 @@ async def test_a_killed_replica_is_survived_and_comes_back(
     assert killed.weights.version == 1, "it has the weights before it is asked again"
 
 
-def server_group(server: LaunchedVLLM) -> int:
-    keeper = str(server._keeper.pid)  # pyright: ignore[reportPrivateUsage]
+def server_group(server: VLLMProcess) -> int:
+    watchdog = str(server._watchdog.pid)
     listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", keeper], capture_output=True, text=True, check=True
+        ["ps", "-o", "pid=", "--ppid", watchdog], capture_output=True, text=True, check=True
     )
     return int(listed.stdout)
 
@@ -273,7 +276,7 @@ def test_the_same_training_learns_as_much_on_both_engines(tmp_path: Path) -> Non
     for kind in ("local", "vllm"):
         flags = ["--engine.command", str(PROGRAM)] if kind == "vllm" else []
         after = ["--", "--enforce-eager"] if kind == "vllm" else []
-        command = [sys.executable, "-m", "whet.app.cli", "demo", "--json", "--engine", kind, *flags]
+        command = [sys.executable, "-m", "whet", "demo", "--json", "--engine", kind, *flags]
         command += ["--dir", str(tmp_path / kind), "--trainer.weights", "lora", "--adam.lr", "2e-3"]
         ended = subprocess.run(
             [*command, "--steps", "8", *after],

@@ -8,22 +8,22 @@ from typing import Any
 import anyio
 import pytest
 from openai import AsyncOpenAI
-from real_vllm import NEEDS_VLLM, Launch
 
-from whet.app.working import endpoint_of
-from whet.config import GatewayConfig, TrainerConfig
+from support.real_vllm import NEEDS_VLLM, Launch
+from whet.app.gateway_server import Gateway
+from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import problems
-from whet.engines.joining import join_servers
+from whet.engines.remote.connect import connect_servers
 from whet.engines.scorer import LocalScorer
 from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
-from whet.gateway.template import ChatTemplate
-from whet.policies.catalogue import SMOLLM2, model_context, models_dir
-from whet.policies.local import LocalPolicy
-from whet.rows import build_rows
-from whet.serving import AppServer
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
+from whet.io.server import AppServer
+from whet.models.catalog import SMOLLM2, model_context, models_dir
+from whet.models.huggingface import LocalPolicy
 from whet.store.sqlite import SQLiteStore
+from whet.training.rows import build_rows
 from whet.types import Attempt, Credit, Endpoint, Outcome, Rollout, Row
 
 FOLDER = models_dir() / SMOLLM2
@@ -45,28 +45,30 @@ async def test_logprobs_of_conversations_are_those_of_the_trainer(
     server = launch(FOLDER, "--max-model-len", "2048")
     template = ChatTemplate(FOLDER)
     with anyio.fail_after(900):
-        engine = await join_servers(
+        engine = await connect_servers(
             "vllm",
             [server.url],
             template.decode,
             context_length=model_context(FOLDER),
-            alive=server.why_dead,
-            say=print,
+            startup_error=server.startup_error,
+            progress=print,
         )
-    server.was_ready()
+    server.mark_ready()
     async with SQLiteStore(tmp_path / "store.db") as store:
-        service = Service(engine=engine, log=store, renderer=Renderer(template), models=("policy",))
-        gateway = AppServer(build_app(service, SECRET, GatewayConfig()))
+        pipeline = CallPipeline(
+            engine=engine, log=store, renderer=Renderer(template), models=("policy",)
+        )
+        gateway = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
         rows = await conversations(store, gateway.url)
         await engine.close()
         await anyio.to_thread.run_sync(gateway.close)
-    assert [len(row.spans) for row in rows] == [TURNS] * CONVERSATIONS
-    policy = LocalPolicy(FOLDER, TrainerConfig(), device="cpu", seed=0)
+    assert [len(row.segments) for row in rows] == [TURNS] * CONVERSATIONS
+    policy = LocalPolicy(FOLDER, LocalTrainerConfig(), device="cpu", seed=0)
     scored = await LocalScorer(policy).logprobs([row.tokens for row in rows])
     gaps = [
         abs(told - ours)
         for row, logprobs in zip(rows, scored, strict=True)
-        for span in row.spans
+        for span in row.segments
         for told, ours in zip(span.logprobs, logprobs[span.start - 1 : span.end - 1], strict=True)
     ]
     sys.stdout.write(f"log-prob gap of vLLM and trainer, smollm2: mean {fmean(gaps):.1e}, ")
@@ -78,7 +80,7 @@ async def conversations(store: SQLiteStore, url: str) -> list[Row]:
     """Some at once; what they come to as rows."""
     ids = [f"r{number}" for number in range(CONVERSATIONS)]
     await store.enqueue([Rollout(id=id, task={}, group="g") for id in ids])
-    endpoint = endpoint_of(url, SECRET, "policy")
+    endpoint = Gateway(url, SECRET, "policy").endpoint
     async with anyio.create_task_group() as tasks:
         for number in range(CONVERSATIONS):
             attempt = await store.claim("w", lease_s=900, wait_s=0)

@@ -9,28 +9,26 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import to_thread
-from real_vllm import NEEDS_VLLM
 
-from whet.engines.launch import LaunchedVLLM
-from whet.engines.served import Http, wait_until_well
-from whet.engines.vllm import VLLM
-from whet.policies.catalogue import TINY
-from whet.runners.preflight import warnings_in
+from sdks.environments import python_of
+from sdks.recipes import ROOT
+from sdks.trial import RUN, TOKEN, Runner, at_work
+from support.real_vllm import NEEDS_VLLM
+from whet.engines.remote.engine import wait_until_healthy
+from whet.engines.remote.launch import VLLMProcess
+from whet.io.http_client import HttpClient
+from whet.models.catalog import TINY
+from whet.runners.diagnostics import read_warnings
 from whet.store.sqlite import SQLiteStore
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "sdks"))
-from environments import python_of
-from recipes import ROOT
-from trial import RUN, TOKEN, Runner, at_work
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, NEEDS_VLLM]
 
-STRAIGHT = ROOT / "examples" / "straight"
+STRAIGHT = ROOT / "examples" / "direct_vllm"
 STEPS = 2
 
 
 async def test_a_recorders_tokens_are_trained_and_what_is_learned_is_served(
-    replicas: list[LaunchedVLLM], tmp_path: Path
+    replicas: list[VLLMProcess], tmp_path: Path
 ) -> None:
     vllm = replicas[0]
     await until_well(vllm)
@@ -39,7 +37,7 @@ async def test_a_recorders_tokens_are_trained_and_what_is_learned_is_served(
     async with SQLiteStore(tmp_path / "store.db", run=RUN) as store:
         with at_work(runner, store, "none", tmp_path) as work:
             flags = ("--store", work.store, "--name", RUN, "--steps", str(STEPS))
-            command = (sys.executable, STRAIGHT / "learn.py", vllm.url, TINY, *flags)
+            command = (sys.executable, STRAIGHT / "train.py", vllm.url, TINY, *flags)
             learned = partial(
                 subprocess.run,
                 command,
@@ -62,15 +60,16 @@ async def test_a_recorders_tokens_are_trained_and_what_is_learned_is_served(
             {str(TINY)},
             {"whet-1"},
         ]
-        assert await warnings_in(store) == {}
+        assert await read_warnings(store) == {}
 
 
-async def until_well(server: LaunchedVLLM) -> None:
-    http = Http()
+async def until_well(server: VLLMProcess) -> None:
+    http = HttpClient()
     with anyio.fail_after(900):
-        wire = VLLM(model="", context_length=0)
-        await wait_until_well(wire, http, server.url, alive=server.why_dead, say=print)
-    server.was_ready()
+        await wait_until_healthy(
+            http, server.url, name="vLLM", startup_error=server.startup_error, progress=print
+        )
+    server.mark_ready()
     await http.close()
 
 

@@ -1,0 +1,172 @@
+"""What `whet doctor` says of templates, traffic and runs."""
+
+import argparse
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+
+from whet.app.cli.doctor import run_doctor, template_report
+from whet.app.cli.main import build_parser
+from whet.app.run_folder import RunFolder
+from whet.config import RunConfig
+from whet.errors import ConfigError
+from whet.models.catalog import TINY
+from whet.store.sqlite import SQLiteStore
+from whet.types import Outcome, Rollout
+
+COUNTING = (
+    "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def args_of(*, as_json: bool = False, **named: str) -> argparse.Namespace:
+    flags = [part for name, value in named.items() for part in (f"--{name}", value)]
+    return build_parser().parse_args(["doctor", *flags, *(["--json"] if as_json else [])])
+
+
+def test_a_model_gets_its_verdict() -> None:
+    verdict = template_report(TINY)
+    assert verdict["mode"] == "merged"
+    assert verdict["causes"] == []
+    assert verdict["tools"] is True
+
+
+def test_a_template_file_gets_its_verdict_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "counting.jinja"
+    file.write_text(COUNTING)
+    assert run_doctor(args_of(template=str(file), tokenizer=str(TINY), as_json=True)) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["mode"] == "per-call"
+    assert "two turns" in verdict["probes"]["failed"]
+    assert verdict["causes"]
+
+
+def test_a_reader_gets_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_doctor(args_of(model="tiny")) == 0
+    out = capsys.readouterr().out
+    assert "mode            merged in 18 of 18 kinds of conversations" in out
+    assert "tools           yes" in out
+    assert "two turns" in out
+
+
+def test_tools_in_an_unknown_format_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "unknown.jinja"
+    file.write_text("{{ tools | tojson if tools }}" + COUNTING)
+    assert run_doctor(args_of(template=str(file), tokenizer=str(TINY))) == 0
+    assert "requests with tools: calls in this format cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (args_of(), "nothing to check"),
+        (args_of(template="x.jinja"), "needs --tokenizer"),
+        (args_of(template="x.jinja", tokenizer=str(TINY)), "no template file"),
+    ],
+)
+def test_what_is_missing_is_said(args: argparse.Namespace, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_doctor(args)
+
+
+TRAFFIC = [
+    {
+        "run": "r",
+        "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        "reply": {
+            "choices": [
+                {
+                    "message": {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [
+                            {
+                                "id": "c1",
+                                "type": "function",
+                                "function": {"name": "f", "arguments": '{"a":  1}'},
+                            }
+                        ],
+                    }
+                }
+            ]
+        },
+    },
+    {
+        "run": "r",
+        "body": {
+            "model": "m",
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"a": 1}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "2"},
+            ],
+        },
+        "reply": {"choices": []},
+    },
+    {"run": "r", "body": {"prompt": "no chat"}, "reply": {}},
+]
+
+
+def test_recorded_traffic_is_told_what_rendering_it_again_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "traffic.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in TRAFFIC))
+    run_doctor(args_of(traffic=str(file), model=str(TINY), as_json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["calls"], found["skipped"]) == (2, 1)
+    assert (found["turns_back"], found["matched"], found["turns_drifted"]) == (1, 1, 1)
+    assert found["tokens_drifted"] > 0
+
+
+def test_traffic_that_is_not_json_is_told_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "traffic.jsonl"
+    file.write_text("{}\nnonsense\n")
+    with pytest.raises(ConfigError, match="line 2 is not JSON"):
+        run_doctor(args_of(traffic=str(file), model=str(TINY)))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run"):
+        run_doctor(args_of(run=str(tmp_path)))
+
+
+def test_a_run_of_several_processes_is_found_in_the_store_beside_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WHET_STORE", raising=False)
+    folder = RunFolder.create(RunConfig(name="mine"), "train")
+    with pytest.raises(ConfigError, match="on this machine: name their store with --store"):
+        run_doctor(args_of(run="mine"))
+
+    async def fill(run: str, rollouts: int) -> None:
+        async with SQLiteStore(tmp_path / ".whet" / "store.db", run=run) as store:
+            for number in range(rollouts):
+                await store.enqueue([Rollout(id=f"{number}", task=None, group="g")])
+                attempt = await store.claim("w", lease_s=60, wait_s=0)
+                assert attempt is not None
+                await store.finish(attempt.id, Outcome(reward=1.0))
+
+    anyio.run(fill, "mine", 2)
+    anyio.run(fill, "another", 3)
+    for named in ("mine", ".whet/runs/mine", str(folder.path)):
+        run_doctor(args_of(run=named, as_json=True))
+        assert json.loads(capsys.readouterr().out)["rollouts"] == 2
+    assert not folder.store.exists()

@@ -1,0 +1,314 @@
+"""Errors of users: one line that says how to fix it, exit code 2, and no files left behind."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from whet.app.cli import main as main_module
+from whet.app.cli.config_flags import config_fields
+from whet.app.cli.main import main
+
+AGENT = """
+import httpx
+
+async def solve(task, llm):
+    async with httpx.AsyncClient(base_url=llm.base_url + "/", verify=False) as client:
+        reply = await client.post(
+            "chat/completions",
+            headers={"Authorization": f"Bearer {llm.api_key}"},
+            json={
+                "model": llm.model,
+                "messages": [{"role": "user", "content": task}],
+                "max_tokens": 4,
+            },
+        )
+    text = reply.json()["choices"][0]["message"]["content"] or ""
+    return len(text) / 8
+
+def asks_too_much(task, llm, judge):
+    return 0.0
+
+not_a_function = 3
+"""
+
+
+def whet(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end. A child it left behind would hold the pipes, and this open."""
+    return subprocess.run(
+        [sys.executable, "-m", "whet", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def run_main(
+    capsys: pytest.CaptureFixture[str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, where the slow imports are done."""
+    try:
+        code = main(arguments)
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, int(code or 0), out, err)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for text in expected:
+        assert text in done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('"one"\n"two"\n')
+    (tmp_path / "file").write_text("in the way")
+    return tmp_path
+
+
+TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("demo --stepz 3", "unknown flag --stepz, did you mean --steps?"),
+        ("--verbose demo", "unknown flag --verbose"),
+        ("demo nothing", "invalid choice: 'nothing'"),
+        ("demo --steps many", "config key 'steps'"),
+        ("demo --adam.lr -1", "adam.lr"),
+        ("demo --model tyni", "there is no model 'tyni'"),
+        ("demo --algorithm.name gpro", "unknown algorithm 'gpro', perhaps 'grpo'"),
+        ("demo --algorithm.name rloo --algorithm.divide-by-std 1", "does not read"),
+        ("demo --loop.max-staleness 3", "max_staleness has no meaning on policy"),
+        ("demo --dir file/under", "cannot write to 'file/under"),
+        ("demo --dir /proc/whet", "choose another --dir"),
+        ("demo --resume", "there is no run to resume"),
+        ("demo --resume nothing", "is not a run"),
+        ("launch", "invalid choice: 'launch'"),
+        ("store -- --max-num-seqs 4", "this command starts no server: leave out '-- --max-num"),
+        ("demo -- node agent.js", "this command runs no agent: leave out '-- node ag"),
+        ("runner agent.py:solve -- --eager", "this command starts no server"),
+        ("doctor --store http://127.0.0.1:9", "name the run with --run"),
+        (
+            "up --tasks tasks.jsonl",
+            "found 0 agents, expected one: module:function, --service URL, or a",
+        ),
+        ("up agent.py:solve --tasks tasks.jsonl -- node agent.js", "found 2"),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --reward exit",
+            "--reward is only for a command",
+        ),
+        ("", "the following arguments are required: COMMAND"),
+        ("models get nothing", "there is no model 'nothing'"),
+        ("train agent.py:solve", "required: --tasks"),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --algorithm.name agent.py:solve",
+            "an algorithm has a method `async def credit",
+        ),
+        ("train agent --tasks tasks.jsonl", "module:function or file.py:function"),
+        ("train agent.py:absent --tasks tasks.jsonl", "'agent.py' has no 'absent'"),
+        ("train absent.py:solve --tasks tasks.jsonl", "cannot import the agent 'absent.py:solve'"),
+        ("train no.such.module:solve --tasks tasks.jsonl", "No module named 'no'"),
+        ("train :solve --tasks tasks.jsonl", "cannot import the agent ':solve'"),
+        ("train broken.py:solve --tasks tasks.jsonl", "ZeroDivisionError: division by zero"),
+        ("train garbled.py:solve --tasks tasks.jsonl", "SyntaxError"),
+        (
+            "train agent.py:asks_too_much --tasks tasks.jsonl",
+            "unknown parameter 'judge'; there are task, llm",
+        ),
+        ("train agent.py:not_a_function --tasks tasks.jsonl", "an agent is a function"),
+        ("train agent.py:solve --tasks absent.jsonl", "cannot read the tasks 'absent.jsonl'"),
+        ("train agent.py:solve --tasks bad.jsonl", "'bad.jsonl' line 2 is not JSON"),
+        ("train agent.py:solve --tasks tasks.jsonl --held-out bad.jsonl", "line 2 is not JSON"),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --config bad.toml",
+            "unknown config key 'stpes'",
+        ),
+        ("train agent.py:solve --tasks tasks.jsonl --config no.toml", "cannot read the config"),
+        ("train agent.py:solve --tasks tasks.jsonl --dir file", "choose another --dir"),
+        ("eval agent.py:solve --tasks tasks.jsonl", "no model to evaluate"),
+        ("eval agent.py:solve --tasks bad.jsonl --model tiny", "'bad.jsonl' line 2 is not JSON"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tyni", "there is no model 'tyni'"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model a=tiny --model a=x", "no model 'x'"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --adam.lr 1", "unknown flag"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --resume no", "is not a run"),
+        (
+            "eval agent.py:solve --tasks tasks.jsonl --model x --endpoint http://127.0.0.1:9",
+            "the endpoint 'http://127.0.0.1:9' does not answer",
+        ),
+        (
+            "eval agent.py:solve --tasks tasks.jsonl --model tiny --evaluation.samples 0 "
+            "--evaluation.greedy false",
+            "nothing to evaluate: set evaluation.greedy",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    folder: Path, line: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bad.jsonl").write_text('"one"\n{"two"\n')
+    (folder / "bad.toml").write_text("stpes = 3\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "garbled.py").write_text("def solve(\n")
+    assert_refused(run_main(capsys, *line.split()), expected)
+    assert not (folder / ".whet").exists(), "a run that cannot start leaves nothing"
+
+
+def test_an_unknown_flag_ends_the_process(folder: Path) -> None:
+    assert_refused(
+        whet(folder, "demo", "--stepz", "3"), "unknown flag --stepz, did you mean --steps?"
+    )
+
+
+def test_a_port_in_use_ends_the_process(folder: Path, model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = whet(folder, *TRAIN, "--model", str(model), "--gateway.port", port, "--quiet")
+    assert_refused(done, f"cannot listen on 127.0.0.1:{port}", "--gateway.port")
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    done = run_main(capsys, *TRAIN, "--model", "model", "--quiet")
+    assert_refused(done, "cannot load the model in 'model'")
+
+
+def test_a_run_of_your_own_agent_from_the_command_line(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run.toml").write_text("steps = 2\ntasks_per_step = 2\n[trainer]\nweights = 'full'")
+    common = [*TRAIN, "--model", str(model), "--config", "run.toml", "--group-size", "4"]
+    arguments = [
+        *common,
+        "--held-out",
+        "tasks.jsonl",
+        "--json",
+        "--tracking.names=jsonl,tensorboard",
+    ]
+
+    done = run_main(capsys, *arguments, "--name", "mine")
+
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout)
+    assert numbers["steps"] == 2
+    assert numbers["rollouts"] == 16
+    assert numbers["unproven_rows"] == 0
+    assert numbers["rows"] == numbers["trained_rollouts"] > 0
+    run = folder / ".whet" / "runs" / "mine"
+    assert json.loads((run / "config.json").read_text())["group_size"] == 4
+    assert (run / "model" / "model.safetensors").exists()
+    assert (run / "curve.png").exists()
+    assert len(list((run / "checkpoints").iterdir())) == 1
+
+    again = run_main(capsys, *arguments, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout) | {"seconds": 0} == numbers | {"seconds": 0}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["config", "step", "step", "result"]
+    assert lines[1].keys() >= {
+        *("reward", "mismatch_kl", "clip_fraction", "staleness", "zero_signal_groups", "entropy"),
+        *("merge_ratio", "trained_tokens", "collect_seconds", "train_seconds"),
+    }
+    assert lines[-1]["rollouts"] == 16
+    assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each process
+
+    assert_refused(run_main(capsys, *arguments, "--name", "mine"), "exists already")
+    assert_refused(
+        run_main(capsys, *arguments, "--resume", "mine", "--seed", "9"),
+        "keeps its config: 'seed'",
+    )
+    assert_refused(
+        run_main(capsys, *common, "--resume", "mine"), "the held-out tasks are not those"
+    )
+
+
+def test_an_evaluation_from_the_command_line_prints_its_numbers_as_json(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["eval", "agent.py:solve", "--tasks", "tasks.jsonl", "--name", "mine", "--json"]
+    done = run_main(capsys, *line, "--model", f"base={model}", "--model", f"same={model}")
+
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout)
+    assert numbers["tasks"] == 2
+    gain = numbers["models"]["same"]["gain"]["greedy"]
+    assert (gain["mean"], gain["tasks"]) == (0, 2)
+    assert "greedy" in done.stderr  # the table for people
+    assert len(Path(numbers["results"]).read_text().splitlines()) == 8
+    assert Path(numbers["picture"]).exists()
+
+
+COMMANDS = [name for commands in main_module.COMMANDS.values() for name in commands]
+
+
+def test_help_lists_every_command_by_group_with_one_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = run_main(capsys, "--help")
+    assert done.returncode == 0
+    for title, commands in main_module.COMMANDS.items():
+        assert f"\n{title}:\n" in done.stdout
+        for name, command in commands.items():
+            assert re.search(rf"^  whet {name} +{re.escape(command.help)}$", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_main(capsys, name, "--help")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith(f"usage: whet {name} ")
+    for number, line in enumerate(lines):
+        if line.startswith("  -"):  # a flag has its text beside it, or below
+            assert len(line.split("  ")) > 2 or lines[number + 1].startswith(" " * 20), line
+
+
+def test_every_config_key_is_in_help_config_with_its_type_default_and_meaning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = run_main(capsys, "train", "--help-config")
+    assert done.returncode == 0
+    text = " ".join(done.stdout.split())
+    for key, field in config_fields():
+        if key.startswith("supervised."):  # for `whet sft` and `whet dpo`
+            continue
+        assert f"--{key.replace('_', '-')} " in text
+        assert " ".join((field.description or "").split()) in text
+    assert "--adam.beta2 number, default 0.99" in text
+    assert "--trainer.weights lora|full, default lora" in text
+
+
+def test_a_command_that_takes_some_keys_lists_those_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = run_main(capsys, "serve", "--help-config").stdout
+    assert "--gateway.port" in text
+    assert "--adam.lr" not in text
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.fullmatch(r"whet \d+\.\d+\.\d+\n", run_main(capsys, "--version").stdout)

@@ -1,0 +1,140 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from whet.app.cli.display import ConsoleDisplay
+from whet.app.cli.report import curve, draw_picture, print_report
+from whet.app.evaluation.comparison import compare
+from whet.app.evaluation.statistics import Scores
+from whet.app.experiment import Result
+from whet.config import EvaluationConfig
+from whet.types import Failure, FailureKind, StepRecord
+
+
+def record(step: int, reward: float) -> StepRecord:
+    metrics = {
+        "reward": reward,
+        "rollouts": 8.0,
+        "calls": 16.0,
+        "rows": 6.0,
+        "trained_rollouts": 6.0,
+        "trained_tokens": 100.0,
+        "unproven_rows": 0.0,
+        "collect_seconds": 1.5,
+        "train_seconds": 0.5,
+    }
+    return StepRecord(step=step, version=step + 1, checkpoint="x", consumed=(), metrics=metrics)
+
+
+def result(tmp_path: Path, *, evaluated: bool = True) -> Result:
+    failure = Failure(kind=FailureKind.WORKER_LOST, message="the worker died")
+    scores = {
+        "base": Scores((0.0, 1.0), ((0.0,), (0.0,))),
+        "trained": Scores((1.0, 1.0), ((1.0,), (None,)), (failure,)),
+    }
+    return Result(
+        run=tmp_path,
+        steps=(record(0, 0.25), record(1, 0.75)),
+        comparison=compare(scores, EvaluationConfig()) if evaluated else None,
+        seconds=12.34,
+    )
+
+
+def printed(result: Result) -> str:
+    text = io.StringIO()
+    print_report(Console(file=text, width=100), result)
+    return text.getvalue()
+
+
+def test_the_report_sets_base_against_trained_and_accounts_for_every_token(tmp_path: Path) -> None:
+    text = printed(result(tmp_path))
+
+    assert "+100.0 points  [-51, +100]" in text
+    assert "1 of 2 held-out tasks" in text
+    lost = "trained: 1 evaluation rollouts failed (worker_lost) and are left out, such as: the"
+    assert lost in text
+    for name, value in [
+        ("rollouts", "16"),
+        ("rows per rollout", "1.00"),
+        ("tokens trained", "200"),
+        ("unproven rows", "0"),
+    ]:
+        assert any(name in line and line.rstrip("│ ").endswith(value) for line in text.splitlines())
+
+
+def test_without_held_out_tasks_the_report_compares_nothing(tmp_path: Path) -> None:
+    text = printed(result(tmp_path, evaluated=False))
+    assert "held-out" not in text
+    assert "tokens trained" in text
+
+
+def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
+    told = json.loads(json.dumps(result(tmp_path).as_json()))
+
+    assert told["before"]["greedy"] == 0.0
+    assert told["after"]["greedy"] == 1.0
+    assert told["gain_ci95"] == [pytest.approx(-0.51, abs=0.01), 1.0]
+    assert told["after"]["failed"] == 1
+    assert told["comparison"]["trained"]["failures"]["worker_lost"]["count"] == 1
+    assert told["steps"] == told["tasks"] == 2
+    assert told["rollouts"] == 16
+    assert told["calls"] == 32
+    assert told["rows"] == 12
+    assert told["trained_tokens"] == 200
+    assert told["unproven_rows"] == 0
+    assert told["seconds"] == 12.3
+    assert told["run"] == str(tmp_path)
+
+
+def test_a_curve_has_a_column_a_step_and_rises_with_the_values() -> None:
+    *body, axis = curve([0.0, 0.5, 1.0], height=4)
+    columns = ["".join(line[5 + 2 * i] for line in body) for i in range(3)]
+    assert columns == ["    ", "  ██", "████"]
+    assert axis.endswith("mean reward of steps 1 to 3")
+    assert curve([]) == []
+
+
+def test_a_curve_takes_values_outside_of_0_and_1() -> None:
+    assert len({len(line) for line in curve([-3.0, 7.0])[:-1]}) == 1
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    for evaluated in (True, False):
+        draw_picture(result(tmp_path, evaluated=evaluated), tmp_path / "curve.png")
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_without_a_terminal_is_a_line_a_step() -> None:
+    text = io.StringIO()
+    with ConsoleDisplay(Console(file=text, width=100)) as display:
+        display.phase("evaluate before", 4)
+        display.step(record(0, 0.25), 2)
+        display.phase("train", 8)
+        display.step(record(1, 1.0), 2)
+    head, names, first, second = text.getvalue().splitlines()
+    assert head == "evaluate before: 4 rollouts"
+    assert names.split() == ["step", "reward", "solved", "tokens", "seconds", "left"]
+    assert first.split() == ["1/2", "0.25", "█████", "100", "2.0", "2", "s"]
+    assert second.split()[:2] == ["2/2", "1.00"]
+
+
+def test_quiet_is_silent(tmp_path: Path) -> None:
+    text = io.StringIO()
+    console = Console(file=text, quiet=True)
+    with ConsoleDisplay(console) as display:
+        display.phase("train", 8)
+        display.step(record(0, 0.25), 2)
+    print_report(console, result(tmp_path))
+    assert text.getvalue() == ""
+
+
+def test_named_rewards_stand_in_the_line_of_a_step() -> None:
+    written = io.StringIO()
+    step = record(0, 0.5)
+    step = step.model_copy(update={"metrics": step.metrics | {"reward/length": 0.25}})
+    with ConsoleDisplay(Console(file=written, width=120)) as display:
+        display.step(step, 2)
+    assert written.getvalue().rstrip().endswith("  length 0.25")

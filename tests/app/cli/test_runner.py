@@ -1,0 +1,203 @@
+"""`whet runner` and `whet store` as processes, without a model."""
+
+import socket
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from support.processes import start
+from whet.app.cli.main import main
+from whet.io.server import AppServer
+from whet.store.http.client import HTTPStore
+from whet.store.http.server import StoreServer
+from whet.store.sqlite import SQLiteStore
+from whet.types import FailureKind, Rollout, Status
+
+AGENT = """
+import asyncio, pathlib, time
+
+async def patient(task, llm):
+    pathlib.Path(f"begun-{task}").touch()
+    try:
+        await asyncio.sleep(600 if task == "long" else 0.01)
+    finally:
+        pathlib.Path(f"over-{task}").touch()
+    return 1.0
+
+def asks_itself(task, llms):
+    return float(llms["vllm"].model == "m")
+
+def stuck(task, llm):
+    pathlib.Path(f"begun-{task}").touch()
+    time.sleep(600 if task == "long" else 0.01)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "agent.py").write_text(AGENT)
+    return tmp_path
+
+
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    async def health(request: Request) -> Response:
+        return JSONResponse({"instance": "1"})
+
+    server = AppServer(Starlette(routes=[Route("/health", health)]))
+    yield server.url
+    server.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPStore]:
+    served = SQLiteStore(tmp_path / "served.db")
+    server = StoreServer(served, token="secret")
+    client = HTTPStore.connect(server.url, token="secret")
+    monkeypatch.setenv("WHET_STORE", server.url)
+    monkeypatch.setenv("WHET_STORE_TOKEN", "secret")
+    yield client
+    anyio.run(client.close)
+    server.close()
+    anyio.run(served.close)
+
+
+def enqueue(store: HTTPStore, *tasks: str) -> None:
+    rollouts = [Rollout(id=task, group=task, task=task, max_attempts=1) for task in tasks]
+    anyio.run(store.enqueue, rollouts)
+
+
+async def appears(file: Path) -> None:
+    with anyio.fail_after(60):
+        while not file.exists():  # noqa: ASYNC110, ASYNC240 - another process makes it
+            await anyio.sleep(0.02)
+
+
+@pytest.mark.parametrize("agent", ["patient", "stuck"])
+def test_sigterm_lets_attempts_end_and_hands_back_the_rest_at_once(
+    folder: Path, store: HTTPStore, gateway: str, agent: str
+) -> None:
+    enqueue(store, "long", "short")
+    arguments = ("runner", f"agent.py:{agent}", "--gateway", gateway, "--grace", "0.5")
+    with start(folder, *arguments) as runner:
+        runner.hears("joined run default")
+        anyio.run(appears, folder / "begun-long")
+        anyio.run(store.wait, ["short"])
+        assert runner.stop() == 0
+        assert "attempts have 0.5 s to finish" in runner.said
+        assert "left: 1 ended, 1 worker_left" in runner.said
+    (attempt,) = anyio.run(store.attempts, "long")
+    assert attempt.failure is not None
+    assert attempt.failure.kind is FailureKind.WORKER_LEFT
+    (record, _) = anyio.run(store.rollouts)
+    assert record.status is Status.QUEUED
+    assert agent == "stuck" or (folder / "over-long").exists()
+
+
+def test_a_cancel_reaches_an_agent_in_another_process(
+    folder: Path, store: HTTPStore, gateway: str
+) -> None:
+    enqueue(store, "long")
+    arguments = ("runner", "agent.py:patient", "--gateway", gateway)
+    with start(folder, *arguments) as runner:
+        anyio.run(appears, folder / "begun-long")
+        anyio.run(store.cancel, ["long"])
+        anyio.run(appears, folder / "over-long")
+        assert runner.stop() == 0
+
+
+def test_without_a_gateway_agents_have_the_endpoints_of_their_rollout(
+    folder: Path, store: HTTPStore
+) -> None:
+    async def enqueue_with_endpoint() -> None:
+        await store.publish("vllm", {"base_url": "http://gpu/v1", "api_key": "none", "model": "m"})
+        await store.enqueue([Rollout(id="a", group="g", task="a", resources={"vllm": "latest"})])
+
+    anyio.run(enqueue_with_endpoint)
+    with start(folder, "runner", "agent.py:asks_itself", "--gateway", "none") as runner:
+        anyio.run(store.wait, ["a"])
+        assert runner.stop() == 0
+    [found] = anyio.run(store.trajectories, ["a"])
+    assert found.reward == 1.0
+
+
+def test_an_agent_that_takes_llm_needs_a_gateway(folder: Path, store: HTTPStore) -> None:
+    with start(folder, "runner", "agent.py:patient", "--gateway", "none") as runner:
+        assert runner.ends() == 2
+        assert len(runner.lines) == 1
+        assert "this one takes `llm`: let it take `llms`" in runner.said
+
+
+def test_a_wrong_token_is_one_line(folder: Path, store: HTTPStore) -> None:
+    with start(folder, "runner", "agent.py:patient", WHET_STORE_TOKEN="wrong") as runner:
+        assert runner.ends() == 2
+        assert len(runner.lines) == 1
+        assert "refuses the token" in runner.said
+
+
+def test_a_process_waits_for_its_store_and_says_so(folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with start(folder, "runner", "agent.py:patient", "--store", url) as runner:
+        runner.hears("waiting for the store's token in .whet/store.token")
+        (folder / ".whet").mkdir()
+        token = folder / ".whet" / "store.token"
+        token.touch(0o600)
+        token.write_text("a token")
+        runner.hears(f"waiting for the store at {url}")
+        with start(folder, "store", "--port", str(port)) as store:
+            store.hears(f"store listens at {url}")
+            runner.hears(f"joined run default of {url}")
+            runner.hears("waiting for a gateway")
+            assert runner.stop() == 0
+            assert store.stop() == 0
+            assert store.lines[-1] == "store stops"
+
+
+def test_the_stores_token_is_made_once_and_only_its_owner_reads_it(folder: Path) -> None:
+    for first in (True, False):
+        with start(folder, "store", "--port", "0") as store:
+            store.hears("store listens")
+            assert store.stop() == 0
+        token = (folder / ".whet" / "store.token").read_text().strip()
+        assert (token in store.said) == first
+    assert (folder / ".whet" / "store.token").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_store_keeps_is_shown_moved_and_forgotten(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fill() -> None:
+        async with SQLiteStore(folder / ".whet" / "store.db", run="mine") as store:
+            await store.enqueue([Rollout(id="a", group="a", task="x")])
+            await store.cancel(["a"])
+
+    def done(*arguments: str, code: int = 0) -> str:
+        assert main(["store", *arguments, "--dir", str(folder / ".whet")]) == code
+        out, err = capsys.readouterr()
+        return (out + err).strip()
+
+    assert "no store at" in done("size", code=2)
+    (folder / ".whet").mkdir()
+    anyio.run(fill)
+    assert "mine " in done("size")
+    assert done("prune", "--older-than", "0s") == "mine: pruned 1 rollouts"
+    assert "such as 7d" in done("prune", "--older-than", "7 days", code=2)
+    done("export", "--run", "mine", str(folder / "mine.zip"))
+    done("import", "--run", "copy", str(folder / "mine.zip"))
+    done("drop", "--run", "mine")
+    assert "unknown run 'mine'" in done("drop", "--run", "mine", code=2)
+    assert done("vacuum") == "vacuumed"
+    assert [line.split()[0] for line in done("size").splitlines()] == ["run", "copy"]
+    with sqlite3.connect(folder / ".whet" / "store.db") as db:
+        assert db.execute("SELECT count(*) FROM rollout").fetchone() == (1,)

@@ -1,0 +1,200 @@
+"""Models side by side, through store, gateway and runner."""
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+import whet
+from whet.app.evaluation.trials import plan_trials
+from whet.app.run_folder import RunFolder
+from whet.config import RunConfig, resolve
+from whet.errors import ConfigError
+from whet.types import Mode
+
+
+async def answer_length(task: str, llm: whet.Endpoint) -> float:
+    if task == "broken":
+        raise KeyError("no such thing")
+    body = {"model": llm.model, "max_tokens": 6, "messages": [{"role": "user", "content": task}]}
+    async with httpx.AsyncClient(base_url=llm.base_url + "/", verify=False) as client:
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        reply = await client.post("chat/completions", headers=headers, json=body)
+    reply.raise_for_status()
+    return float(len(reply.json()["choices"][0]["message"]["content"] or "") % 2)
+
+
+def lines(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_each_task_is_run_greedily_and_sampled_and_never_learned_from() -> None:
+    config = resolve({"evaluation": {"samples": 2, "temperature": 0.7}})
+    trials = plan_trials("before", ["a", "b"], config)
+
+    assert [(t.way, t.rollout.task, t.sample) for t in trials] == [
+        ("greedy", "a", 0),
+        ("greedy", "b", 0),
+        ("sampled", "a", 0),
+        ("sampled", "b", 0),
+        ("sampled", "a", 1),
+        ("sampled", "b", 1),
+    ]
+    assert [t.rollout.sampling.temperature for t in trials] == [0.0, 0.0, 0.7, 0.7, 0.7, 0.7]
+    assert {t.rollout.mode for t in trials} == {Mode.VAL}
+    ids = {t.rollout.id for t in trials}
+    assert len(ids) == 6
+    assert not ids & {t.rollout.id for t in plan_trials("after", ["a"], RunConfig())}
+
+
+def test_an_evaluation_of_nothing_is_refused() -> None:
+    config = resolve({"evaluation": {"samples": 0, "greedy": False}})
+    with pytest.raises(ConfigError, match="nothing to evaluate"):
+        plan_trials("eval", ["a"], config)
+
+
+def test_models_are_compared_and_every_result_is_a_line(tmp_path: Path, model: Path) -> None:
+    results = tmp_path / "all.jsonl"
+    results.write_text('{"run": "another", "model": "x", "rollout": "y"}\n')
+    evaluation = whet.evaluate(
+        answer_length,
+        ["one", "two", "broken", "three"],
+        {"base": str(model), "same": str(model)},
+        results=results,
+        quiet=True,
+        dir=str(tmp_path),
+        name="compared",
+        evaluation={"samples": 4},
+        runner={"max_attempts": 1},
+    )
+
+    assert list(evaluation.models) == ["base", "same"]
+    comparison = evaluation.comparison
+    assert comparison.tasks == 4
+    assert list(comparison.measures) == ["greedy", "sampled", "pass@1", "pass@2", "pass@4"]
+    # The same weights answer the same greedily. The agent's failures count.
+    gained = comparison.gains["greedy"]["same"]
+    assert gained
+    assert (gained.mean, gained.tasks) == (0.0, 4)
+    told = evaluation.as_json()
+    assert json.loads((tmp_path / "runs/compared/report.json").read_text()) == told
+    failures = comparison.as_json()["base"]["failures"]  # pyright: ignore
+    assert failures["agent"]["count"] == 5
+    assert "KeyError" in failures["agent"]["example"]
+    assert evaluation.picture.read_bytes().startswith(b"\x89PNG")
+
+    written = lines(results)
+    assert written[0]["run"] == "another"
+    ours = [line for line in written if line["run"] == "compared"]
+    keys = {(line["model"], line["task"], line["way"], line["sample"]) for line in ours}
+    assert len(keys) == len(ours) == 2 * 4 * 5
+    failed = [line for line in ours if line["failure"]]
+    assert {line["task"] for line in failed} == {2}
+    assert {line["reward"] for line in failed} == {None}
+    assert len(failed) == 10
+
+
+def test_an_agent_that_raises_is_not_tried_again_and_counts(tmp_path: Path, model: Path) -> None:
+    tries: dict[str, int] = {}
+
+    def agent(task: str, llm: whet.Endpoint) -> float:
+        tries[task] = tries.get(task, 0) + 1
+        if task == "raises" and tries[task] == 1:
+            raise ValueError("the model wrote a tool call that is no JSON")
+        return 1.0
+
+    evaluation = whet.evaluate(
+        agent,
+        ["raises", "works"],
+        {"base": str(model)},
+        quiet=True,
+        dir=str(tmp_path),
+        evaluation={"samples": 0},
+    )
+    assert tries == {"raises": 1, "works": 1}
+    found = evaluation.comparison.measures["greedy"]["base"]
+    assert found
+    assert (found.mean, found.tasks) == (0.5, 2)
+    assert "ValueError" in str(evaluation.comparison.as_json()["base"])
+
+
+def test_a_finished_evaluation_takes_further_models_and_repeats_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    ran: list[str] = []
+
+    def agent(task: str, llm: whet.Endpoint) -> float:
+        ran.append(task)
+        return 1.0
+
+    def evaluate(models: dict[str, str], *, resume: bool) -> whet.Evaluation:
+        return whet.evaluate(
+            agent, ["a", "b"], models, resume=resume, quiet=True, dir=str(tmp_path), name="grows"
+        )
+
+    evaluate({"first": str(model)}, resume=False)
+    assert sorted(ran) == ["a", "a", "b", "b"]
+    ran.clear()
+    grown = evaluate({"second": str(model)}, resume=True)
+    assert list(grown.models) == ["first", "second"]
+    assert sorted(ran) == ["a", "a", "b", "b"]
+    ran.clear()
+    again = evaluate({}, resume=True)
+    assert again.comparison.as_json() == grown.comparison.as_json()
+    assert ran == []
+    assert len(lines(again.results)) == 8
+
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ConfigError, match="model 'first' had other weights"):
+        evaluate({"first": str(other)}, resume=True)
+    with pytest.raises(ConfigError, match="exists already"):
+        evaluate({"first": str(model)}, resume=False)
+    with pytest.raises(ConfigError, match="the tasks are not those"):
+        whet.evaluate(agent, ["c"], quiet=True, resume=True, dir=str(tmp_path), name="grows")
+
+
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_a_run_its_model_and_its_checkpoint_score_as_the_run_itself_did(
+    tmp_path: Path, model: Path, weights: str
+) -> None:
+    tasks = [f"task {number}" for number in range(6)]
+    trained = whet.train(
+        answer_length,
+        tasks,
+        held_out=tasks,
+        quiet=True,
+        model=str(model),
+        dir=str(tmp_path),
+        name="trained",
+        steps=2,
+        tasks_per_step=2,
+        trainer={"weights": weights},
+        adam={"lr": 0.01},
+    )
+    run = RunFolder(trained.run)
+    [checkpoint] = run.checkpoints.iterdir()
+    evaluation = whet.evaluate(
+        answer_length,
+        tasks,
+        {"run": str(run.path), "model": str(run.model), "checkpoint": str(checkpoint)},
+        quiet=True,
+        dir=str(tmp_path),
+        evaluation={"samples": 0},
+    )
+    assert trained.comparison
+    after = trained.comparison.scores["trained"].greedy
+    for scores in evaluation.comparison.scores.values():
+        assert scores.greedy == after
+
+
+def test_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="found two models called 'tiny'"):
+        whet.evaluate(answer_length, ["a"], ["tiny", "tiny"], dir=str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,197 @@
+"""`whet sft` and `whet dpo` as users start them: files, rollouts of a run, resuming, refusals."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+import whet
+from support.commands import environment
+from whet.app.cli.main import main
+from whet.app.run_folder import RunFolder
+from whet.app.supervised.tuning import FineTuning
+from whet.errors import ConfigError
+from whet.types import Endpoint
+
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+DIALOGUES = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Say {word}."},
+            {"role": "assistant", "content": f"I say {word}."},
+        ]
+    }
+    for word in WORDS
+]
+PAIRS = [
+    {"prompt": f"Say {word}.", "chosen": f"I say {word}.", "rejected": f"Never say {word}."}
+    for word in WORDS
+]
+FULL: dict[str, Any] = {"trainer": {"weights": "full"}, "adam": {"lr": 1e-3}}
+
+
+def settings(directory: Path, name: str, **supervised: Any) -> dict[str, Any]:
+    given = {"batch_size": 4, "epochs": 4, "checkpoint_every": 3, "held_out": 0.2} | supervised
+    return {"dir": str(directory), "name": name, "supervised": given, **FULL}
+
+
+def with_name(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return values | {"name": name}
+
+
+def weights(folder: Path) -> dict[str, list[float]]:
+    [file] = folder.glob("*.safetensors")
+    with safe_open(file, "pt") as opened:
+        return {name: opened.get_tensor(name).flatten().tolist() for name in opened.keys()}  # noqa: SIM118
+
+
+def test_dialogues_are_learned_and_the_model_is_a_start_for_training(tmp_path: Path) -> None:
+    result = whet.sft(DIALOGUES, quiet=True, **settings(tmp_path, "warm"))
+    assert result.after["loss"] < 0.7 * result.before["loss"]
+    assert [step.version for step in result.steps] == [3, 6, 8]
+    saved = json.loads((result.run / "report.json").read_text())
+    assert saved["after"] == result.after
+    assert saved["steps"] == RunFolder(result.run).config().steps == 8
+    preferred = whet.dpo(
+        PAIRS, quiet=True, model=str(result.model), **settings(tmp_path, "liked", beta=0.2)
+    )
+    assert preferred.before["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert preferred.after["loss"] < 0.5
+    assert preferred.after["accuracy"] == 1.0
+
+
+def test_an_adapter_is_trained_by_default(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**settings(tmp_path, "warm"), "trainer": {}}
+    result = whet.sft(DIALOGUES, held_out=DIALOGUES[:2], quiet=True, **given)
+    assert result.after["loss"] < result.before["loss"]
+    assert (result.model / "adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_killed_run_continues_to_the_same_weights(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    data = DIALOGUES if kind == "sft" else PAIRS
+    file.write_text("".join(json.dumps(each) + "\n" for each in data))
+    flags = ["--dir", str(tmp_path), "--trainer.weights", "full", "--batch-size", "2"]
+    flags += ["--epochs", "4", "--supervised.checkpoint-every", "2", "--adam.lr", "1e-3"]
+
+    def command(name: str) -> list[str]:
+        return [sys.executable, "-m", "whet", kind, str(file), "--name", name, *flags]
+
+    subprocess.run(command("whole"), env=environment(), check=True, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen(command("killed"), env=environment(), stdout=subprocess.DEVNULL)
+    checkpoints = tmp_path / "runs" / "killed" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while not (checkpoints.is_dir() and any(p.name[0] != "." for p in checkpoints.iterdir())):
+        assert time.monotonic() < deadline
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "runs" / "killed" / "model").exists()
+    assert main([kind, str(file), "--resume", "killed", "--dir", str(tmp_path), "--quiet"]) == 0
+    assert weights(tmp_path / "runs/killed/model") == weights(tmp_path / "runs/whole/model")
+
+
+def test_a_resumed_run_keeps_its_data(tmp_path: Path) -> None:
+    whet.sft(DIALOGUES, quiet=True, **settings(tmp_path, "warm", epochs=1))
+    with pytest.raises(ConfigError, match="examples are not those the run 'warm' was started with"):
+        whet.sft(DIALOGUES[1:], quiet=True, resume=True, dir=str(tmp_path), name="warm")
+
+
+async def say(task: str, llm: Endpoint) -> float:
+    """Earn more for longer answers."""
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        reply = await client.chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": task}], max_tokens=12
+        )
+    return len(reply.choices[0].message.content or "") / 50
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("rl")
+    tasks = [f"Say {word}." for word in WORDS[:4]]
+    result = whet.train(
+        say, tasks, steps=1, tasks_per_step=4, group_size=4, dir=str(directory), name="rl",
+        quiet=True, **FULL,
+    )  # fmt: skip
+    return result.run
+
+
+def test_the_best_rollouts_of_a_run_are_imitated(run: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = settings(tmp_path, "best", held_out=0, epochs=3, checkpoint_every=1)
+    given["adam"] = {"lr": 1e-4}  # answers that the model sampled leave little to learn
+    best = whet.sft(from_run=run, quiet=True, **given)
+    assert best.steps[-1].version == 3  # at most one of each of the 4 groups: a batch an epoch
+    assert best.steps[-1].metrics["loss"] < best.steps[0].metrics["loss"]
+    every = whet.sft(from_run=run, min_reward=0.0, quiet=True, **with_name(given, "every"))
+    assert total_tokens(every) > total_tokens(best)
+    with pytest.raises(ConfigError, match="none of the run's 4 groups of training rollouts"):
+        whet.sft(from_run=run, min_reward=99.0, quiet=True, **with_name(given, "none"))
+    assert not (tmp_path / "runs" / "none").exists()
+
+
+def total_tokens(result: FineTuning) -> float:
+    return sum(step.metrics["trained_tokens"] for step in result.steps)
+
+
+def test_best_and_worst_of_a_group_are_a_pair(run: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = settings(tmp_path, "pairs", held_out=0, epochs=3)
+    result = whet.dpo(from_run=run, quiet=True, **given)
+    assert result.steps[-1].version == 3
+    assert result.steps[-1].metrics["loss"] < 0.6931
+    with pytest.raises(ConfigError, match="none of the run's 4 groups"):
+        whet.dpo(from_run=run, min_margin=50.0, quiet=True, **with_name(given, "none"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("sft", "give a file of dialogues or --from RUN"),
+        ("sft x.jsonl --from y", "give a file of dialogues or --from RUN"),
+        ("sft x.jsonl", "cannot read the dialogues 'x.jsonl'"),
+        ("sft --from nowhere", "there is no run 'nowhere'"),
+        ("sft x.jsonl --supervised.beta 1", "'supervised.beta' has no meaning for `whet sft`"),
+        ("sft x.jsonl --trainer.kind tinker", "`whet sft` trains in this process"),
+        ("sft x.jsonl --steps 5", "unknown flag --steps"),
+        ("dpo x.jsonl --min-reward 1", "unknown flag --min-reward"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    try:
+        code = main([*arguments.split(), "--dir", str(tmp_path)])
+    except SystemExit as error:
+        code = error.code
+    said = capsys.readouterr().err
+    assert code == 2
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_keys_of_reinforcement_learning_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'group_size' has no meaning for `whet sft`"):
+        whet.sft(DIALOGUES, quiet=True, dir=str(tmp_path), group_size=4)
+    with pytest.raises(ConfigError, match="'supervised' is for `whet sft` and `whet dpo`"):
+        whet.train(say, ["x"], quiet=True, dir=str(tmp_path), supervised={"epochs": 2})
+
+
+def test_dialogues_longer_than_the_context_are_refused_or_left_out(tmp_path: Path) -> None:
+    long = {"prompt": "Say it.", "completion": "word " * 3000}
+    given = settings(tmp_path, "long", epochs=1)
+    with pytest.raises(ConfigError, match=r"dialogue 11: 9,.* tokens do not fit .*1 such"):
+        whet.sft([*DIALOGUES, long], quiet=True, **given)
+    result = whet.sft([*DIALOGUES, long], quiet=True, **settings(tmp_path, "short", skip_long=True))
+    assert RunFolder(result.run).config().steps == 8

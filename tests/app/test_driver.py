@@ -1,0 +1,96 @@
+"""Algorithms of users' own: what they may ask for, and that they get it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import whet
+from whet.app.driver import Driver
+from whet.errors import ConfigError
+from whet.types import Endpoint
+
+
+def test_what_there_is_not_cannot_be_asked_for() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"'mine' has an unknown parameter 'dataset'; there are store",
+    ):
+
+        @whet.algorithm
+        def mine(store: object, dataset: object) -> None:
+            pass
+
+
+def test_it_stays_the_function_it_was() -> None:
+    @whet.algorithm
+    def double(tasks: list[int], factor: int = 2) -> list[int]:
+        """Twice as much."""
+        return [factor * task for task in tasks]
+
+    assert isinstance(double, Driver)
+    assert double([1, 2]) == [2, 4]
+    assert double.__doc__ == "Twice as much."
+    assert double.names == {"tasks"}
+
+
+def test_alone_it_needs_an_agent() -> None:
+    @whet.algorithm
+    def nothing(store: object) -> None:
+        pass
+
+    with pytest.raises(ConfigError, match="needs an agent to run, or a store"):
+        nothing.run()
+
+
+def test_a_scorer_needs_the_weights_here() -> None:
+    @whet.algorithm
+    def scores(scorer: object) -> None:
+        pass
+
+    with pytest.raises(ConfigError, match="needs 'scorer', which needs the weights here"):
+        scores.run(repeat, trainer={"kind": "tinker"})
+
+
+async def repeat(task: str, llm: Endpoint, resources: dict[str, Any]) -> float:
+    assert llm.base_url.startswith("http://")
+    return float(resources["prompt"] == f"Say {task}")
+
+
+def test_it_gets_what_it_names_and_agents_get_the_resources_of_their_rollout(
+    model: Path, tmp_path: Path
+) -> None:
+    @whet.algorithm
+    async def prompts(
+        store: Any,
+        tasks: list[str],
+        held_out: list[str],
+        resources: dict[str, Any],
+        gateway: Endpoint,
+        trainer: Any,
+        scorer: Any,
+        config: whet.RunConfig,
+    ) -> list[float]:
+        assert held_out == ["c"]
+        assert gateway.base_url.endswith("/v1")
+        assert await trainer.publish() == 0
+        assert [len(scores) for scores in await scorer.logprobs([[1, 5, 6]])] == [2]
+        assert config.model == str(model)
+        assert resources == {"prompt": 1}
+        await store.publish("prompt", "Say b")
+        given: list[dict[str, Any]] = [resources, {"prompt": "latest"}]
+        pairs = zip(tasks, given, strict=True)
+        await store.enqueue(
+            [whet.Rollout(id=t, group=t, task=t, resources=some) for t, some in pairs]
+        )
+        await store.wait(tasks)
+        return [found.reward for found in await store.trajectories(tasks)]
+
+    arguments: dict[str, Any] = {
+        "held_out": ["c"],
+        "resources": {"prompt": "Say a"},
+        "quiet": True,
+        "dir": str(tmp_path),
+        "model": str(model),
+    }
+    assert prompts.run(repeat, ["a", "b"], **arguments) == [1.0, 1.0]

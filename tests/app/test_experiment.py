@@ -1,0 +1,115 @@
+"""Evaluation during training, early stop, and a run that is given more steps."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from safetensors import numpy as safetensors
+
+import whet
+from whet.app.run_folder import RunFolder
+from whet.errors import ConfigError
+
+TASKS = ["say one", "say two"]
+
+
+async def agent(task: str, llm: whet.Endpoint) -> float:
+    body = {"model": llm.model, "max_tokens": 3, "messages": [{"role": "user", "content": task}]}
+    async with httpx.AsyncClient(base_url=llm.base_url + "/", verify=False) as client:
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        await client.post("chat/completions", headers=headers, json=body)
+    return hashlib.blake2b(llm.api_key.encode()).digest()[0] / 255
+
+
+def run(tmp_path: Path, model: Path, **settings: object) -> whet.Result:
+    return whet.train(
+        agent,
+        TASKS,
+        held_out=["say three"],
+        quiet=True,
+        dir=str(tmp_path),
+        name="mine",
+        model=str(model),
+        tasks_per_step=1,
+        group_size=2,
+        **settings,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def test_a_run_evaluates_stops_early_keeps_its_best_model_and_takes_more_steps(
+    tmp_path: Path, model: Path
+) -> None:
+    settings = {"evaluation": {"every": 1, "patience": 2, "samples": 0}, "steps": 2}
+    result = run(tmp_path, model, **settings)
+    assert all(step.metrics.keys() >= {"eval/greedy", "step_seconds"} for step in result.steps)
+    more = run(tmp_path, model, resume=True, steps=5)
+    folder = RunFolder(more.run)
+    assert folder.config().steps == 5
+    assert more.steps[:2] == result.steps
+    rewards = [step.metrics["eval/greedy"] for step in more.steps]
+    best = rewards.index(max(rewards))
+    # Rewards do not depend on the weights: the best evaluation is soon followed by two others.
+    stops = len(more.steps) < 5
+    assert stops == (more.stopped is not None)
+    assert len(more.steps) == min(5, best + 3) or best > 2
+    assert more.model_step == best + 1
+    assert more.comparison
+    trained = more.comparison.measures["greedy"]["trained"]
+    assert trained
+    assert trained.mean == rewards[best]
+    kept = {path.name for path in folder.checkpoints.iterdir()}
+    assert kept == {f"step-{best:06d}", f"step-{len(more.steps) - 1:06d}"}
+    report = json.loads(folder.report.read_text())
+    assert report["model_step"] == best + 1
+    with pytest.raises(ConfigError, match="steps already, found steps 1"):
+        run(tmp_path, model, resume=True, steps=1)
+
+
+def test_evaluations_during_training_need_held_out_tasks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.every needs held-out tasks"):
+        whet.train(agent, TASKS, dir=str(tmp_path), evaluation={"every": 1})
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="patience counts the evaluations of `every`"):
+        whet.train(agent, TASKS, dir=str(tmp_path), evaluation={"patience": 1})
+
+
+@pytest.mark.parametrize("weights", ["lora", "full"])
+@pytest.mark.parametrize("what", ["name", "run", "checkpoint", "model"])
+def test_a_run_starts_from_another(tmp_path: Path, model: Path, weights: str, what: str) -> None:
+    settings: dict[str, object] = {
+        "trainer": {"weights": weights, "lora_rank": 4}
+        if weights == "lora"
+        else {"weights": "full"},
+        "adam": {"lr": 0.01},
+        "evaluation": {"samples": 0},
+        "steps": 1,
+    }
+    first = RunFolder(run(tmp_path, model, **settings).run)
+    [checkpoint] = first.checkpoints.iterdir()
+    sources = {"name": "mine", "run": first.path, "checkpoint": checkpoint, "model": first.model}
+    started = whet.train(
+        agent,
+        TASKS,
+        quiet=True,
+        dir=str(tmp_path),
+        name="second",
+        model=str(sources[what]),
+        steps=0,
+        trainer={"weights": weights},
+    )
+    second = RunFolder(started.run)
+    for file in first.model.glob("*.safetensors"):
+        before, after = safetensors.load_file(file), safetensors.load_file(second.model / file.name)
+        assert before.keys() == after.keys()
+        assert all((before[name] == after[name]).all() for name in before)
+    config = second.config()
+    if weights == "lora":
+        assert config.model == str(model)
+        assert config.start == (checkpoint if what == "checkpoint" else first.model)
+        assert getattr(config.trainer, "lora_rank", None) == 4
+        with pytest.raises(ConfigError, match=r"has trainer\.lora_rank 4, found 8: leave it out"):
+            run(tmp_path, sources[what], trainer={"lora_rank": 8})  # pyright: ignore
+    elif what != "checkpoint":
+        assert (config.model, config.start) == (str(first.model), None)

@@ -1,0 +1,277 @@
+"""Runs that fail or train nothing: what is shown, where the reason is kept, the exit code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import whet
+from whet.app.cli.main import main
+from whet.errors import ConfigError, RunFailed
+from whet.store.sqlite import SQLiteStore
+from whet.types import AttemptRecord
+
+AGENTS = """
+import httpx, random, whet
+
+async def ask(llm, **options):
+    body = {"messages": [{"role": "user", "content": "Say x."}], "max_tokens": 4}
+    body = {"model": llm.model} | body | options
+    key = {"authorization": f"Bearer {llm.api_key}"}
+    async with httpx.AsyncClient(timeout=60) as client:
+        reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=key)
+    return reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+
+def helper(task):
+    return {}["missing"]
+
+async def raises(task, llm):
+    await ask(llm)
+    return helper(task)
+
+async def half(task, llm):
+    await ask(llm)
+    if task == "bad":
+        helper(task)
+    return random.random()
+
+async def zero(task, llm):
+    await ask(llm)
+    return 0.0
+
+async def greedy(task, llm):
+    return len(await ask(llm, temperature=0)) / 10
+
+async def constrained(task, llm):
+    await ask(llm, response_format={"type": "json_object"})
+    return random.random()
+
+async def fine(task, llm):
+    await ask(llm)
+    return random.random()
+
+async def seeded(task, llm):
+    return float(hash(await ask(llm, seed=1, max_tokens=12)) % 97)
+
+async def other_model(task, llm):
+    await ask(llm, model="gpt-4o")
+    return 1.0
+
+async def hides_errors(task, llm):
+    try:
+        await ask(llm, model="gpt-4o")
+    except Exception:
+        pass
+    return 1.0
+"""
+HELPER_LINE = 1 + AGENTS.split("\n").index('    return {}["missing"]')
+KEY_ERROR = f"the agent raised: KeyError: 'missing' (bad.py:{HELPER_LINE})"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "bad.py").write_text(AGENTS)
+    (tmp_path / "tasks.jsonl").write_text('"good"\n"bad"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(model: Path, agent: str, *flags: str) -> int:
+    sizes = ("--steps=2", "--tasks-per-step=2", "--group-size=2", "--name=it")
+    where = ("--tasks=tasks.jsonl", f"--model={model}", "--trainer.weights=full")
+    return main(["train", f"bad.py:{agent}", *where, *sizes, *flags])
+
+
+def attempts(rollout: str, name: str = "it") -> list[AttemptRecord]:
+    async def read() -> list[AttemptRecord]:
+        async with SQLiteStore(Path(".whet/runs") / name / "store.db") as store:
+            return await store.attempts(rollout)
+
+    return anyio.run(read)
+
+
+def test_a_step_in_which_all_fails_stops_the_run_with_the_reason(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "raises", "--json") == 2
+    shown = capsys.readouterr().err
+    assert shown.count(f" failed: {KEY_ERROR}") == 1
+    assert "warning: rollout train-00000" in shown
+    assert f"every rollout of step 1 failed, 4 of 4, such as: agent: {KEY_ERROR}" in shown
+    assert "2/2" not in shown  # nor the second step
+    assert "0.00" not in shown.split("1/2")[1].split("\n")[0]
+    report = json.loads(Path(".whet/runs/it/report.json").read_text())
+    assert report["failures"] == {f"agent: {KEY_ERROR}": 4}
+    assert report["rewards"] == [None]
+    assert not Path(".whet/runs/it/model").exists()
+    record = attempts("train-000000-000")[-1]
+    assert record.failure
+    assert record.failure.traceback.startswith("Traceback")
+    assert "in raises" in record.failure.traceback
+    assert 'return {}["missing"]' in record.failure.traceback
+    assert "whet/runners" not in record.failure.traceback
+
+
+def test_a_run_that_stopped_goes_on_once_the_agent_is_fixed(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "raises", "--quiet") == 2
+    report = Path(".whet/runs/it/report.json")
+    code = main(["train", "bad.py:fine", "--tasks=tasks.jsonl", "--resume=it", "--quiet"])
+    assert (code, json.loads(report.read_text())["problem"]) == (0, None)
+
+
+def test_failures_of_a_part_are_counted_by_reason(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert train(model, "half", "--steps=1") == 0
+    shown = capsys.readouterr().out
+    assert "failed rollouts by reason" in shown
+    assert "KeyError: 'missing' (bad.py:" in shown
+    assert "2 of 4 rollouts failed, such as: agent" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("agent", "flags", "cause"),
+    [
+        ("zero", (), "all rewards of a task are equal"),
+        ("greedy", (), "the agent samples at temperature 0"),
+        ("constrained", (), "an answer was constrained"),
+        ("fine", ("--selection.agents=assistent",), "a call that `selection` leaves out"),
+    ],
+)
+def test_a_run_that_trains_nothing_ends_with_the_cause(
+    folder: Path,
+    model: Path,
+    agent: str,
+    flags: tuple[str, ...],
+    cause: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert train(model, agent, *flags, "--steps=1") == 2
+    assert "step 1 trained nothing: " in caplog.text
+    shown = capsys.readouterr().err
+    assert "whet: nothing was trained in steps 1 to 1: " in shown
+    assert cause in shown.split("nothing was trained")[1]
+
+
+def test_an_agent_with_a_seed_of_its_own_trains(folder: Path, model: Path) -> None:
+    assert train(model, "seeded", "--steps=1", "--quiet") == 0
+
+
+def test_in_python_it_raises(folder: Path, model: Path) -> None:
+    async def raises(task: str, llm: whet.Endpoint) -> float:
+        raise LookupError(task)
+
+    with pytest.raises(RunFailed, match=r"LookupError: a \(.*test_failures.py:\d+\)"):
+        whet.train(raises, ["a"], model=str(model), steps=2, group_size=2, tasks_per_step=1)
+
+
+def test_dev_fails_if_every_attempt_did_and_shows_the_line(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["dev", "bad.py:raises", "--tasks=tasks.jsonl", f"--model={model}"]
+    assert main(command) == 1
+    shown = capsys.readouterr()
+    assert KEY_ERROR in shown.out.replace("\n", "")
+    assert 'return {}["missing"]' in shown.out
+    assert main([*command, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "in raises" in found["attempts"][0]["failure"]["traceback"]
+    command[1] = "bad.py:greedy"
+    assert main(command) == 0
+    assert "sampled at temperature 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("agent", ["other_model", "hides_errors"])
+def test_a_refused_call_is_not_a_missing_one(
+    agent: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["dev", f"bad.py:{agent}", "--tasks=tasks.jsonl", f"--model={model}"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the gateway refused the model calls of rollout dev-00" in shown
+    assert "unknown model 'gpt-4o': this endpoint serves" in shown
+    assert "the gateway refused every model call" in shown
+    assert "no model call reached" not in shown
+    assert "base_url" not in shown
+
+
+def test_an_evaluation_in_which_all_fails_fails(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--tasks=tasks.jsonl", f"--model={model}", "--quiet", "--name=e")
+    assert main(["eval", "bad.py:raises", *where]) == 1
+    assert "every rollout failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("import whet, logging; logging.getLogger('whet.x').warning('seen')", "seen"),
+        (
+            "import sys; from whet.app.cli.main import main; main(['models']);"
+            "import logging; logging.getLogger('whet.x').warning('seen');"
+            "logging.getLogger('other').warning('not seen')",
+            "warning: seen",
+        ),
+    ],
+)
+def test_warnings_are_shown_by_default(program: str, shown: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.strip() == shown
+
+
+def test_tasks_in_one_array_are_refused(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text('["a", "b"]\n')
+    with pytest.raises(ConfigError, match="is one JSON array of 2 values"):
+        whet.train(lambda task, llm: 1.0, "tasks.jsonl")
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *command: str) -> Any:
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_runs_are_listed_shown_and_cleaned(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "half", "--steps=1", "--quiet") == 0
+    assert main(["dev", "bad.py:fine", "--tasks=tasks.jsonl", f"--model={model}"]) == 0
+    by_kind = {run["kind"]: run for run in run_json(capsys, "runs")}
+    assert (by_kind["train"]["name"], by_kind["train"]["state"]) == ("it", "done")
+    assert by_kind["dev"]["state"] == "stopped"
+
+    step = run_json(capsys, "show", "it")
+    assert step["step"] == 1
+    rewarded = [each for each in step["attempts"] if each["reward"] is not None]
+    assert len(rewarded) == 2
+    assert sum(each["advantage"] for each in rewarded) == pytest.approx(0, abs=1e-6)
+    (worst,) = run_json(capsys, "show", "it", "--worst", "--limit=1")["attempts"]
+    assert worst["reward"] == min(each["reward"] for each in rewarded)
+    assert worst["calls"][0]["answers"]
+    failed = run_json(capsys, "show", "it", "--failed")["attempts"]
+    assert "in helper" in failed[0]["failure"]["traceback"]
+
+    assert main(["show", "it", "--rollout", worst["rollout"]]) == 0
+    shown = capsys.readouterr().out
+    assert "advantage  -" in shown
+    assert "user  Say x." in shown
+    assert main(["show", "it", "--step=2"]) == 2
+    assert "the run has steps 1 to 1" in capsys.readouterr().err
+    assert main(["show", "nobody"]) == 2
+
+    assert main(["clean"]) == 0
+    assert "`--yes` deletes these 1 runs" in capsys.readouterr().out
+    assert main(["clean", "--yes"]) == 0
+    assert [run["name"] for run in run_json(capsys, "runs")] == ["it"]
+    assert main(["clean", "it", "--yes"]) == 0
+    assert run_json(capsys, "runs") == []

@@ -1,0 +1,95 @@
+"""Where people work: running event loops and notebooks, names, clients that nobody closes."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import whet
+from whet.app.cli.main import main
+
+SMALL: Any = {"steps": 1, "tasks_per_step": 1, "group_size": 2}
+
+UNCLOSED = """
+import gc, sys, whet
+from openai import AsyncOpenAI
+
+kept = []
+
+async def agent(task, llm):
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+    kept.append(client)
+    messages = [{"role": "user", "content": task}]
+    await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=2)
+    if task == "second":
+        kept.clear()  # clients of the first run are collected in the loop of the second
+        gc.collect()
+    return 1.0
+
+trainer = whet.Trainer(model=sys.argv[1], dir=sys.argv[2])
+trainer.dev(agent, ["first"])
+trainer.dev(agent, ["second"])
+"""
+
+
+def agent(task: float, llm: whet.Endpoint) -> float:
+    import httpx
+
+    body = {"model": llm.model, "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+    key = {"authorization": f"Bearer {llm.api_key}"}
+    url = f"{llm.base_url}/chat/completions"
+    httpx.post(url, json=body, headers=key, timeout=60).raise_for_status()
+    return float(hash(llm.base_url) % 1009)
+
+
+def test_train_works_inside_a_running_event_loop(model: Path, tmp_path: Path) -> None:
+    async def cell() -> whet.Result:
+        return whet.train(agent, [1.0], model=str(model), dir=str(tmp_path), **SMALL)
+
+    result = anyio.run(cell)
+    assert result.total("failed_rollouts") == 0
+    assert len(result.steps) == 1
+
+
+def test_a_dry_run_takes_no_name(model: Path, tmp_path: Path) -> None:
+    trainer = whet.Trainer(name="it", model=str(model), dir=str(tmp_path), quiet=True, **SMALL)
+    trainer.dev(agent, [1.0])
+    assert trainer.fit(agent, [1.0]).run.name == "it"
+
+
+def test_a_start_that_fails_leaves_its_name_free(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        content = b"{}" if file.name == "model.safetensors" else file.read_bytes()
+        (broken / file.name).write_bytes(content)
+    (tmp_path / "tasks.jsonl").write_text("1.0\n")
+    where = (f"--tasks={tmp_path}/tasks.jsonl", f"--dir={tmp_path}", "--name=it", "--steps=1")
+    sizes = ("--tasks-per-step=1", "--group-size=2", "--quiet")
+    assert main(["train", f"{__file__}:agent", *where, *sizes, f"--model={broken}"]) == 2
+    assert "cannot load the model" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "it").exists()
+    assert main(["train", f"{__file__}:agent", *where, *sizes, f"--model={model}"]) == 0
+
+
+def test_clients_that_nobody_closes_make_no_noise(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNCLOSED, str(model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.count("reward 1") == 2
+
+
+def test_a_run_prints_what_it_trains_where_it_is_and_what_comes_next(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whet.train(agent, [1.0], model=str(model), dir=str(tmp_path), name="it", **SMALL)
+    first, *_, folder, following = capsys.readouterr().out.strip().split("\n")
+    run = tmp_path / "runs" / "it"
+    assert first == f"run {run}: trains {model} on 1 tasks, 1 steps of 1 x 2 rollouts"
+    assert folder == f"run folder: {run}   picture: {run / 'curve.png'}   model: {run / 'model'}"
+    assert f"`whet show {run}`" in following

@@ -1,0 +1,79 @@
+"""A model served by itself: `whet serve --model`, and `whet chat`."""
+
+import io
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+import whet
+from whet.app.cli.main import main
+from whet.app.run import serve_alone
+from whet.config import RunConfig
+from whet.errors import ConfigError
+
+pytestmark = pytest.mark.anyio
+
+DIALOGUES = [{"prompt": f"Say {word}.", "completion": "Never!"} for word in ("a", "b", "c", "d")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    result = whet.sft(
+        DIALOGUES,
+        quiet=True,
+        dir=str(tmp_path_factory.mktemp("served")),
+        name="stubborn",
+        trainer={"lora_rank": 8},
+        adam={"lr": 5e-3},
+        supervised={"epochs": 20, "held_out": 0},
+    )
+    return result.run
+
+
+async def test_a_run_is_served_to_any_client_under_its_own_key(run: Path) -> None:
+    keys: list[str] = []
+    for source in (str(run), "stubborn"):  # by folder, and by name
+        config = RunConfig(dir=run.parent.parent)
+        async with (
+            serve_alone(source, config, print) as gateway,
+            httpx.AsyncClient(timeout=60, verify=False) as client,
+        ):
+            url, key = gateway.own_endpoint.base_url, gateway.own_endpoint.api_key
+            assert gateway.own_endpoint.model == "stubborn"
+            keys.append(key)
+            body = {
+                "model": "stubborn",
+                "messages": [{"role": "user", "content": "Say a."}],
+                "temperature": 0,
+                "max_tokens": 8,
+            }
+            refused = await client.post(f"{url}/chat/completions", json=body)
+            assert refused.status_code == 401
+            headers = {"Authorization": f"Bearer {key}"}
+            reply = await client.post(f"{url}/chat/completions", json=body, headers=headers)
+            assert reply.json()["choices"][0]["message"]["content"] == "Never!"
+    assert keys[0] == keys[1]
+
+
+async def test_an_unknown_model_is_one_error() -> None:
+    with pytest.raises(ConfigError, match="there is no model 'nowhere'"):
+        async with serve_alone("nowhere", RunConfig(), print):
+            pass
+
+
+def test_chat_answers_the_lines_of_stdin(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Say a.\nSay b.\n"))
+    assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "Never!"
+
+
+def test_the_model_folder_has_a_card_and_readable_files(run: Path) -> None:
+    card = (run / "model" / "README.md").read_text()
+    assert "imitation of dialogues" in card
+    modes = {file.stat().st_mode & 0o777 for file in (run / "model").iterdir()}
+    assert modes == {(run / "config.json").stat().st_mode & 0o777}
+    assert json.loads((run / "report.json").read_text())["steps"] == 20

@@ -1,0 +1,225 @@
+"""What the server of the `tinker` wire trains and samples with, without the wire."""
+
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from pydantic import JsonValue
+
+from support.clock import Clock
+from whet.app.cli.main import main
+from whet.app.cli.tinker_server import name_folder
+from whet.app.tinker_server.backend import Example, Lora, PromptScoreRequest, Weights
+from whet.app.tinker_server.local_backend import WEIGHTS, BaseModel, LocalRuns, LocalSamplers
+from whet.app.tinker_server.state import ServerState
+from whet.app.tinker_server.storage import (
+    Checkpoint,
+    SamplingSession,
+    Session,
+    Storage,
+    TrainingRun,
+)
+from whet.config import AdamStep, resolve
+from whet.errors import ConfigError
+from whet.models.catalog import resolve_model
+from whet.models.huggingface import LocalPolicy
+from whet.types import Sampling
+
+TOKENS = (5, 17, 42, 99)
+LORA = Lora(rank=4)
+
+
+def embedding_address(policy: LocalPolicy) -> int:
+    weight = policy.body.get_parameter("embed_tokens.weight")
+    return weight.data_ptr()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("precision", "dtype", "near"),
+    [("fp32", torch.float32, 1e-4), ("bf16", torch.bfloat16, 0.1)],
+)
+async def test_device_and_precision_reach_training_and_sampling(
+    tmp_path: Path, device: str, precision: str, dtype: torch.dtype, near: float
+) -> None:
+    settings: dict[str, JsonValue] = {"device": device, "kv_tokens": 2048}
+    config = resolve({"engine": settings, "trainer": {"precision": precision}})
+    base = BaseModel(resolve_model("tiny"), config)
+    runs = LocalRuns(base)
+    samplers = LocalSamplers(base, "tiny", (), engines=1)
+    await runs.create("run", LORA, 1)
+    trained, _ = runs._get("run")
+    example = Example(TOKENS[:-1], np.array(TOKENS[1:]), {"weights": np.ones(3, np.float32)})
+    for _ in range(2):
+        await runs.forward_backward("run", [example], "cross_entropy", {}, forward_only=False)
+        await runs.optim_step("run", AdamStep(lr=1e-2))
+    after = await runs.forward_backward("run", [example], "cross_entropy", {}, forward_only=True)
+    await runs.save("run", tmp_path, "sampler_weights")
+    saved = Weights(tmp_path, LORA, 0.0)
+    assert (tmp_path / WEIGHTS).exists()
+    scores = await samplers.score(saved, TOKENS, PromptScoreRequest())
+    assert scores.chosen == pytest.approx(after.logprobs[0], abs=near)
+    sampled = await samplers.sample(saved, TOKENS, Sampling(temperature=0, max_tokens=3))
+    assert len(sampled.tokens) == 3
+    [slot] = samplers._slots
+    for policy in (base.policy, trained, slot.policy):
+        assert policy.device == torch.device(device)
+        assert policy.dtype == dtype
+        assert {weight.dtype for weight in policy.model.parameters()} == {dtype}
+    # The base model is in memory once, whoever trains or samples.
+    embeddings = {embedding_address(policy) for policy in (base.policy, trained, slot.policy)}
+    assert len(embeddings) == 1
+    await samplers.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tinker-server", "--port", "0", "--dir", str(tmp_path)]
+    assert main([*command, "--engine.device", "cuda"]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err
+
+
+def test_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tinker-server", "--dir", str(tmp_path), "--engine", "vllm"]) == 2
+    assert "found engine.kind 'vllm'" in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_runs_made_at_once_have_the_adapters_of_their_seed() -> None:
+    runs = LocalRuns(BaseModel(resolve_model("tiny"), resolve({"engine": {"device": "cpu"}})))
+    names = [f"run-{index}" for index in range(8)]
+    async with anyio.create_task_group() as tasks:
+        for name in names:
+            tasks.start_soon(runs.create, name, LORA, 1)
+    first, *others = [runs._get(name)[0].trainable() for name in names]
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+async def _save_weights(base: BaseModel, folder: Path, seed: int) -> None:
+    """Save adapters that are not the identity."""
+    runs = LocalRuns(base)
+    await runs.create("run", LORA, seed)
+    example = Example(TOKENS[:-1], np.array(TOKENS[1:]), {"weights": np.ones(3, np.float32)})
+    await runs.forward_backward("run", [example], "cross_entropy", {}, forward_only=False)
+    await runs.optim_step("run", AdamStep(lr=1e-2 * seed))
+    await runs.save("run", folder, "sampler_weights")
+
+
+@pytest.fixture
+def base() -> BaseModel:
+    return BaseModel(resolve_model("tiny"), resolve({"engine": {"device": "cpu"}}))
+
+
+@pytest.mark.anyio
+async def test_weights_saved_again_under_a_name_are_loaded_again(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    samplers = LocalSamplers(base, "tiny", (), engines=1)
+    scores: list[list[float]] = []
+    for saved_at in (1, 2):
+        await _save_weights(base, tmp_path, seed=saved_at)
+        weights = Weights(tmp_path, LORA, float(saved_at))
+        found = await samplers.score(weights, TOKENS, PromptScoreRequest())
+        scores.append(found.chosen.tolist())
+    assert scores[0] != scores[1]
+    await samplers.close()
+
+
+@pytest.mark.anyio
+async def test_no_set_of_weights_is_starved_by_the_load_on_others(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    await _save_weights(base, tmp_path, seed=1)
+    samplers = LocalSamplers(base, "tiny", (), engines=1)
+    one, two = (Weights(tmp_path, LORA, float(n)) for n in (1, 2))
+    served = anyio.Semaphore(0)
+
+    async def load(tokens: int) -> None:
+        while True:  # of other lengths, so that the engine is never idle
+            await samplers.sample(one, TOKENS, Sampling(max_tokens=tokens))
+            served.release()
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            for tokens in (13, 17, 23):
+                tasks.start_soon(load, tokens)
+            for _ in range(6):
+                await served.acquire()
+            for weights in (two, None, two):
+                await samplers.sample(weights, TOKENS, Sampling(max_tokens=1))
+                for _ in range(8):  # nor is the load starved
+                    await served.acquire()
+            tasks.cancel_scope.cancel()
+    await samplers.close()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("/models/qwen", "/models/qwen/"), ("/a", "/a"), ("/data/models/qwen", "/data/models/qwen")],
+)
+def test_clients_find_the_tokenizer_of_any_folder(folder: str, name: str) -> None:
+    assert name_folder(folder) == name
+    with pytest.raises(ConfigError, match="at its colon: rename it, or give --name"):
+        name_folder("/models/a:b")
+
+
+@pytest.mark.anyio
+async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    storage, clock = Storage(tmp_path), Clock()
+    samplers = LocalSamplers(base, "tiny", (), engines=1)
+
+    def start() -> ServerState:
+        return ServerState(LocalRuns(base), samplers, storage, clock=clock)
+
+    def save(state: ServerState, number: int) -> Checkpoint:
+        saved = Checkpoint(
+            run="s:train:0",
+            kind="sampler_weights",
+            name=f"n{number}",
+            created=float(number),
+            base_model="tiny",
+            lora=LORA,
+            ephemeral=True,
+        )
+        with storage.writing(saved):
+            pass
+        storage.save_sampler(
+            SamplingSession(id=f"s:{number}", session="s", base_model="tiny", model_path=saved.path)
+        )
+        state.mark_used(saved)
+        state.drop_unnamed("s:train:0")
+        return saved
+
+    state = start()
+    state.begin_session(Session(id="s", created=0))
+    state.add_run(TrainingRun(id="s:train:0", session="s", created=0, base_model="tiny", lora=LORA))
+    oldest = save(state, 0)
+    for number in range(1, 20):
+        clock.now += 100
+        state.mark_used(oldest)  # a reference policy, say
+        save(state, number)
+    kept = [saved.name for saved in storage.unnamed("s:train:0")]
+    assert kept == [*(f"n{number}" for number in range(19, 11, -1)), "n0"]
+    assert len(storage.list_samplers("s")) == len(kept)
+
+    state = start()  # after a kill a client may come back
+    state.drop_inactive()
+    assert len(storage.unnamed("s:train:0")) == len(kept)
+    clock.now += 3601
+    state.drop_inactive()
+    assert storage.unnamed("s:train:0") == []
+    assert storage.list_samplers("s") == []

@@ -1,0 +1,51 @@
+"""Restarts with backoff, stop requests and free ports."""
+
+import os
+import signal
+import socket
+
+import anyio
+import pytest
+
+from whet.io.process import RestartBackoff, find_free_port, stoppable
+from whet.io.threads import run_async
+
+
+def test_pauses_double_up_to_a_limit_and_deaths_in_a_row_give_up() -> None:
+    backoff = RestartBackoff(first_pause_s=1, longest_pause_s=3, healthy_s=60, max_deaths=5)
+    assert [backoff.count_death(lived_s=1) for _ in range(5)] == [1, 2, 3, 3, None]
+
+
+def test_a_healthy_process_starts_the_count_anew() -> None:
+    backoff = RestartBackoff(first_pause_s=1, healthy_s=60, max_deaths=3)
+    assert [backoff.count_death(lived_s=1) for _ in range(2)] == [1, 2]
+    assert backoff.count_death(lived_s=61) == 1
+    assert backoff.deaths == 1
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", find_free_port()))
+
+
+def test_a_signal_requests_the_stop_and_cancels_the_block() -> None:
+    async def work() -> bool:
+        async with stoppable() as stop:
+            with anyio.fail_after(20), stop.cancel_on_request():
+                os.kill(os.getpid(), signal.SIGTERM)
+                await anyio.sleep_forever()
+            return stop.requested.is_set()
+
+    assert run_async(work)
+
+
+def test_an_error_in_a_task_is_raised_without_its_group() -> None:
+    async def fail() -> None:
+        raise LookupError("mine")
+
+    async def work() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail)
+
+    with pytest.raises(LookupError, match="mine"):
+        run_async(work)

@@ -1,0 +1,47 @@
+import asyncio
+import threading
+
+import pytest
+
+from whet.io.threads import call_in_loop, resolve_all
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_callback_from_another_thread_runs_in_the_loop() -> None:
+    loop, ran = asyncio.get_running_loop(), asyncio.Event()
+    scheduled: list[bool] = []
+    thread = threading.Thread(target=lambda: scheduled.append(call_in_loop(loop, ran.set)))
+    thread.start()
+    await asyncio.wait_for(ran.wait(), 10)
+    thread.join()
+    assert scheduled == [True]
+
+
+def test_a_closed_loop_is_reported_and_runs_nothing() -> None:
+    loop, calls = asyncio.new_event_loop(), list[int]()
+    loop.close()
+    assert not call_in_loop(loop, calls.append, 1)
+    assert calls == []
+
+
+async def test_futures_are_resolved_from_another_thread() -> None:
+    loop = asyncio.get_running_loop()
+    one, two, cancelled = (loop.create_future() for _ in range(3))
+    cancelled.cancel()
+    resolutions = [(one, 1), (two, ValueError("two")), (cancelled, 3)]
+    thread = threading.Thread(target=resolve_all, args=(resolutions,))
+    thread.start()
+    assert await asyncio.wait_for(one, 10) == 1
+    with pytest.raises(ValueError, match="two"):
+        await two
+    assert cancelled.cancelled()
+    thread.join()
+
+
+def test_futures_of_a_closed_loop_are_left_alone() -> None:
+    loop = asyncio.new_event_loop()
+    future = loop.create_future()
+    loop.close()
+    resolve_all([(future, 1)])
+    assert not future.done()

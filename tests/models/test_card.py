@@ -1,0 +1,42 @@
+"""The card beside a trained model: what it was trained on, with which gain."""
+
+from pathlib import Path
+
+from whet.config import RunConfig, resolve
+from whet.models.card import write_card
+
+CONFIG: RunConfig = resolve({"model": "org/base", "adam": {"lr": 3e-4}})
+
+
+def card(tmp_path: Path, kind: str, report: dict[str, object]) -> str:
+    write_card(tmp_path, Path(".whet/runs/mine"), kind, CONFIG, report)
+    return (tmp_path / "README.md").read_text()
+
+
+def test_a_card_names_base_model_method_and_gain(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    found = card(
+        tmp_path,
+        "train",
+        {
+            "steps": 20,
+            "rollouts": 1280,
+            "tasks": 50,
+            "before": {"greedy": 0.25, "failed": 0},
+            "after": {"greedy": 0.75, "failed": 0},
+            "gain_ci95": [0.4, 0.6],
+        },
+    )
+    assert found.startswith("---\nbase_model: org/base\nlibrary_name: peft\n")
+    assert "a LoRA adapter of `org/base` after 20 steps of reinforcement learning (grpo" in found
+    assert "1,280 rollouts; 50 held-out tasks" in found
+    assert "| greedy | 0.25 | 0.75 |" in found
+    assert "+0.400 to +0.600" in found
+    assert '"lr": 0.0003' in found
+    assert "whet serve --model .whet/runs/mine" in found
+
+
+def test_without_held_out_data_a_card_has_no_table(tmp_path: Path) -> None:
+    found = card(tmp_path, "sft", {"steps": 12, "before": {}, "after": {}})
+    assert "12 steps of imitation" in found
+    assert "| held out" not in found

@@ -1,0 +1,104 @@
+"""Each extra, installed alone, brings what its features import, and a missing one is named.
+
+`local` is not among them: torch takes minutes, and the environment of these tests has it.
+"""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+MODULES = {
+    "runner": ["whet.runners.runner", "whet.store.http.client"],
+    "gateway": [
+        "whet.gateway.app",
+        "whet.store.http.server",
+        "whet.engines.remote.engine",
+        "whet.app.evaluation.comparison",
+        "matplotlib.figure",
+    ],
+    "postgres": ["whet.store.postgres"],
+    "tinker": ["whet.models.tinker", "whet.trainers.tinker"],
+    "tracking": ["whet.tracking.tensorboard", "whet.tracking.wandb", "whet.tracking.mlflow"],
+    "otel": ["whet.runners.tracers.otel"],
+}
+"""Modules that can be imported with nothing but the extra."""
+COMMANDS = {
+    "runner": ["runner"],
+    "gateway": ["store", "serve", "eval", "runner"],
+    "tinker": ["serve"],
+}
+"""Commands that start with nothing but the extra."""
+NEEDED = {
+    "runner agent.py:solve --store http://127.0.0.1:9": "runner",
+    "runner agent.py:solve --store postgresql://127.0.0.1:9/none": "postgres",
+    "runner agent.py:solve --tracer otel": "otel",
+    "store": "gateway",
+    "eval agent.py:solve --tasks tasks.jsonl --model tiny": "gateway",
+    "train agent.py:solve --tasks tasks.jsonl": "local",
+    "demo": "local",
+}
+"""The extra that a command asks for where none is installed."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    [built] = folder.glob("whet-*.whl")
+    return str(built)
+
+
+@pytest.mark.parametrize("extra", MODULES)
+def test_an_extra_alone_is_enough(extra: str, wheel: str, tmp_path: Path) -> None:
+    python = install(tmp_path, f"{wheel}[{extra}]")
+    imported = run(python, "-c", f"import {', '.join(MODULES[extra])}")
+    assert imported.returncode == 0, imported.stderr
+    for command in COMMANDS.get(extra, []):
+        done = run(python, "-m", "whet", command, "--help")
+        assert done.returncode == 0, done.stderr
+        assert f"usage: whet {command}" in done.stdout
+    assert run(python, "-c", "import torch").returncode == 1, "torch is for `local` only"
+
+
+def test_a_command_without_its_extra_names_it_in_one_line(wheel: str, tmp_path: Path) -> None:
+    python = install(tmp_path, wheel)
+    (tmp_path / "agent.py").write_text("def solve(task, llm):\n    return 1.0\n")
+    (tmp_path / "tasks.jsonl").write_text("1\n")
+    for command, extra in NEEDED.items():
+        done = run(python, "-m", "whet", *command.split())
+        assert done.returncode == 2, command
+        [line] = done.stderr.splitlines()
+        assert line.endswith(f"pip install 'whet[{extra}]'"), command
+
+
+def install(folder: Path, wanted: str) -> Path:
+    """Install a requirement into a new environment in the folder."""
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    constraints = str(ROOT / "constraints.txt")
+    pip("--python", str(python), "install", "--no-compile", "-c", constraints, wanted)
+    return python
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=python.parents[2],
+        env={"PATH": "/usr/bin:/bin", "WHET_STORE_TOKEN": "token"},  # no PYTHONPATH to the sources
+    )

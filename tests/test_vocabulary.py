@@ -1,0 +1,142 @@
+"""The words of the code: the field's own terms, one meaning each.
+
+A private word costs every reader a lookup. Identifiers made of the words below, and names that
+stand for two things, are found here.
+"""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "whet"
+FILES = sorted(SRC.rglob("*.py"))
+
+BANNED = {
+    *(
+        "told",
+        "said",
+        "asked",
+        "whoever",
+        "whose",
+        "nobody",
+        "somebody",
+        "anew",
+        "here",
+        "elsewhere",
+    ),
+    *("spoken", "speech", "speaker", "telling", "taking", "tried", "joined", "given", "untold"),
+    *("habits", "tails", "lanes", "bell", "tickets", "keeper", "workshop", "promises", "spoilers"),
+    "earnings",
+}
+"""Words that no identifier of the package contains, as a whole word between underscores."""
+
+BANNED_STARTS = ("What ", "Whoever ", "Who ", "Whose ", "How ", "Why ", "Where ", "Those ", "That ")
+"""Openings of a docstring that do not say what the thing is."""
+
+SHARED_CLASS_NAMES = {"Request", "Settings"}
+"""Class names that deliberately stand in several modules."""
+
+SHARED_FILE_NAMES = {
+    "__init__.py",
+    "engine.py",  # the local and the remote engine
+    "fake.py",  # the fake engine and the fake trainer
+    "tinker.py",  # the engine, the model and the trainer at a Tinker service
+    "local.py",
+    "resources.py",  # the type, its queries, and the resources of a run
+    "calls.py",  # the type and its queries
+    "spans.py",  # the type and its queries
+    "errors.py",  # of the package, and as HTTP responses
+    "server.py",
+    "codec.py",
+    "app.py",  # the ASGI applications
+    "models.py",
+    "training.py",
+    "schema.py",
+    "train.py",
+    "telemetry.py",
+    "auth.py",
+    "sampler.py",
+    "attempt.py",
+    "runner.py",  # the runner and its command
+    "run.py",  # the runner and its command
+}
+"""File names that deliberately stand in several folders."""
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names that the file itself defines: classes, functions, arguments, variables."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def words(name: str) -> set[str]:
+    """The words of an identifier: `take_up`, `TakeUp` and `TAKE_UP` have `take` and `up`."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    return {part.lower() for part in parts}
+
+
+def is_entry(path: Path) -> bool:
+    """Whether a reader of the folder has to look at it: no `__init__.py` and no marker."""
+    return not path.name.startswith("__") and path.name != "py.typed"
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(SRC))
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_identifiers_use_the_fields_own_words(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    found = {(line, name) for line, name in identifiers(tree) if words(name) & BANNED}
+    found |= {
+        (0, part) for part in path.relative_to(SRC).with_suffix("").parts if words(part) & BANNED
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_docstrings_say_what_the_thing_is_or_does(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        text.splitlines()[0]
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+        if text.startswith(BANNED_STARTS)
+    ]
+    assert not found
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(named(path))
+    repeated = {name: files for name, files in places.items() if len(files) > 1}
+    assert {n: f for n, f in repeated.items() if n not in SHARED_CLASS_NAMES} == {}
+
+
+def test_a_file_name_means_one_thing() -> None:
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in FILES:
+        places[path.name].append(named(path))
+    repeated = {name: files for name, files in places.items() if len(files) > 1}
+    assert {n: f for n, f in repeated.items() if n not in SHARED_FILE_NAMES} == {}
+
+
+def test_a_folder_can_be_seen_at_a_glance() -> None:
+    folders = [SRC, *(path for path in SRC.rglob("*") if path.is_dir())]
+    entries = {named(folder): [p for p in folder.iterdir() if is_entry(p)] for folder in folders}
+    assert {name: len(found) for name, found in entries.items() if len(found) > 16} == {}
