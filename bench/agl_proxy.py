@@ -12,7 +12,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import agentlightning as agl
+import agentlightning as agl  # pyright: ignore[reportMissingImports]  # beside .venv
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ import sys
 import time
 
 try:
-    import agentlightning as agl
+    import agentlightning as agl  # pyright: ignore[reportMissingImports]  # beside .venv
 except ImportError:
     sys.exit(0)  # not by itself: bench/runners.py runs it where Agent Lightning is installed
 

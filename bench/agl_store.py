@@ -19,9 +19,9 @@ import urllib.request
 from pathlib import Path
 
 try:
-    import agentlightning as agl
-    from agentlightning.store.base import LightningStore
-    from agentlightning.types import EnqueueRolloutRequest, Span
+    import agentlightning as agl  # pyright: ignore[reportMissingImports]  # beside .venv
+    from agentlightning.store.base import LightningStore  # pyright: ignore[reportMissingImports]
+    from agentlightning.types import EnqueueRolloutRequest, Span  # pyright: ignore[reportMissingImports]
 except ImportError:
     sys.exit(0)  # not by itself: bench/store.py runs it where Agent Lightning is installed
 

@@ -20,7 +20,7 @@ PROMISES = {
 
 def run(demo: str, seed: int) -> dict:
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "whet.app.cli", "demo", demo]
+        command = [sys.executable, "-m", "whet", "demo", demo]
         command += ["--json", "--quiet", "--seed", str(seed), "--dir", directory]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -38,7 +38,7 @@ def keeps_promise(demo: str, result: dict) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("demo", nargs="?", choices=sorted(PROMISES), default="arithmetic")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()

@@ -26,16 +26,16 @@ from typing import Any
 import aiohttp
 from load import cpu_s
 
-from whet.app.working import endpoint_of
+from whet.app.gateway_server import Gateway
 from whet.config import GatewayConfig
 from whet.demos.problems import problems
-from whet.engines.joining import join_servers
+from whet.engines.remote.connect import connect_servers
 from whet.gateway.app import build_app
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
-from whet.gateway.template import ChatTemplate
-from whet.policies.catalogue import model_context, resolve_model
-from whet.serving import AppServer
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
+from whet.io.server import AppServer
+from whet.models.catalog import model_context, resolve_model
 from whet.store.sqlite import SQLiteStore
 from whet.types import Rollout
 
@@ -65,17 +65,21 @@ async def serve_gateway(url: str, model: str) -> None:
     """Print the addresses of attempts; serve until stdin closes."""
     folder = resolve_model(model)
     template = ChatTemplate(folder)
-    engine = await join_servers(
-        "vllm", [url], template.decode, context_length=model_context(folder), say=lambda text: None
+    engine = await connect_servers(
+        "vllm",
+        [url],
+        template.decode,
+        context_length=model_context(folder),
+        progress=lambda text: None,
     )
     with tempfile.TemporaryDirectory() as place:
         async with SQLiteStore(Path(place) / "store.db") as store:
-            service = Service(
+            pipeline = CallPipeline(
                 engine=engine, log=store, renderer=Renderer(template), models=("policy",)
             )
-            server = AppServer(build_app(service, SECRET, GatewayConfig()))
+            server = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
             await store.enqueue([Rollout(id=f"r{n}", task={}, group="g") for n in range(ATTEMPTS)])
-            endpoint = endpoint_of(server.url, SECRET, "policy")
+            endpoint = Gateway(server.url, SECRET, "policy").endpoint
             told = []
             while attempt := await store.claim("bench", lease_s=3600, wait_s=0):
                 told.append(endpoint(attempt).model_dump())

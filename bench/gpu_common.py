@@ -2,6 +2,8 @@
 
 import asyncio
 import platform
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -12,14 +14,14 @@ from pathlib import Path
 import torch
 import transformers
 
-from whet.config import EngineConfig, TrainerConfig
+from whet.config import LocalEngineConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, SYSTEM, problems
-from whet.engines.local import LocalEngine
+from whet.engines.local.engine import LocalEngine
 from whet.gateway.messages import Message
-from whet.gateway.template import ChatTemplate
-from whet.policies.catalogue import resolve_model
-from whet.policies.local import LocalPolicy
-from whet.types import GenerationId, Row, SampledSpan, Sampling
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.models.catalog import resolve_model
+from whet.models.huggingface import LocalPolicy
+from whet.types import GenerationId, Row, SampledSegment, Sampling
 
 PEAK_FLOPS = 790e12
 """Of bf16 matrix products measured on an H200; the datasheet says 989e12."""
@@ -33,15 +35,55 @@ def head(what: str) -> None:
     )
 
 
+SHAPES: dict[str, dict[str, int | bool]] = {
+    "135m": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152,
+        "tie_word_embeddings": True,
+    },
+    "1.5b": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Shapes of SmolLM2-135M, Qwen2.5-1.5B and Qwen2.5-7B."""
+
+
 def model_folder(name: str = "smollm2") -> Path:
-    return resolve_model(name, progress=print)
+    """Folder of a model by its name, or of random weights of a shape."""
+    return random_model(name) if name in SHAPES else resolve_model(name, progress=print)
+
+
+def random_model(shape: str) -> Path:
+    """Write a Llama of random weights with the tiny model's tokenizer: right for speed alone."""
+    folder = Path(tempfile.gettempdir()) / f"whet-bench-{shape}"
+    if (folder / "config.json").exists():
+        return folder
+    tiny = resolve_model("tiny")
+    config = transformers.AutoConfig.from_pretrained(tiny)
+    size = SHAPES[shape]
+    config.update({**size, "head_dim": size["hidden_size"] // size["num_attention_heads"]})
+    config.max_position_embeddings = 8192
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("model.safetensors"))
+    (folder / "config.json").unlink()  # written last, with the weights: marks a whole folder
+    model.save_pretrained(folder)
+    return folder
 
 
 def load(folder: Path, device: str, kv_tokens: int, **settings: object) -> "Local":
-    config = TrainerConfig.model_validate({"weights": "full"} | settings)
+    config = LocalTrainerConfig.model_validate({"weights": "full"} | settings)
     policy = LocalPolicy(folder, config, device=device, seed=0)
     template = ChatTemplate(folder)
-    engine = LocalEngine(policy, EngineConfig(kv_tokens=kv_tokens), template.decode)
+    engine = LocalEngine(policy, LocalEngineConfig(kv_tokens=kv_tokens), template.decode)
     return Local(policy, engine)
 
 
@@ -60,7 +102,7 @@ class Local:
     async def _one(self, index: int, prompt: Sequence[int], sampling: Sampling) -> Row:
         async with aclosing(self.engine.generate(prompt, sampling)) as pieces:
             piece = await anext(pieces)
-        span = SampledSpan(
+        span = SampledSegment(
             generation=GenerationId(f"{index}.0"),
             start=len(prompt),
             logprobs=piece.logprobs,
@@ -76,8 +118,8 @@ class Local:
 
 def credited(row: Row, advantage: float) -> Row:
     """The row with every sampled token worth so much."""
-    spans = [replace(s, advantages=(advantage,) * len(s.logprobs)) for s in row.spans]
-    return replace(row, spans=tuple(spans))
+    segments = [replace(s, advantages=(advantage,) * len(s.logprobs)) for s in row.segments]
+    return replace(row, segments=tuple(segments))
 
 
 def prompts(folder: Path, count: int, *, length: int | None = None) -> list[list[int]]:

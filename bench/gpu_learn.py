@@ -23,15 +23,15 @@ from statistics import fmean
 import gpu_common as gpu
 
 import whet
-from whet.config import AdamConfig, LossConfig, TrainerConfig
+from whet.config import AdamStep, LocalTrainerConfig, LossConfig
 from whet.demos.arithmetic import solve
 from whet.demos.problems import CALCULATOR, PATTERNS, SYSTEM, calculate, draw, problems
 from whet.gateway.messages import Message, ToolCall
-from whet.gateway.template import ChatTemplate
-from whet.policies.local import LocalPolicy
-from whet.rows import normalise
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import LocalTrainer
-from whet.types import GenerationId, Row, SampledSpan
+from whet.training.rows import normalize
+from whet.types import GenerationId, Row, SampledSegment
 
 GOAL = 0.25
 TEST_SEED = 1
@@ -56,8 +56,8 @@ def dialogue(template: ChatTemplate, index: int, rng: random.Random) -> Row:
         (len(ids(asked, open=True)), len(ids([*asked, calls], open=False)) - newline),
         (len(ids([*asked, calls, told], open=True)), len(whole) - newline),
     ]
-    spans = tuple(
-        SampledSpan(
+    segments = tuple(
+        SampledSegment(
             generation=GenerationId(f"{index}.{turn}"),
             start=start,
             logprobs=(0.0,) * (end - start),
@@ -70,7 +70,7 @@ def dialogue(template: ChatTemplate, index: int, rng: random.Random) -> Row:
         )
         for turn, (start, end) in enumerate(edges)
     )
-    return Row(tuple(whole[: edges[-1][1]]), spans, rollout=f"d{index}", group=f"d{index}")
+    return Row(tuple(whole[: edges[-1][1]]), segments, rollout=f"d{index}", group=f"d{index}")
 
 
 def warm_up(folder: Path, into: Path, args: argparse.Namespace) -> dict[str, float]:
@@ -78,7 +78,7 @@ def warm_up(folder: Path, into: Path, args: argparse.Namespace) -> dict[str, flo
     template = ChatTemplate(folder)
     rng = random.Random("warm-up")
     rows = [dialogue(template, index, rng) for index in range(args.dialogues)]
-    config = TrainerConfig(weights="full")
+    config = LocalTrainerConfig(weights="full")
     trainer = LocalTrainer(LocalPolicy(folder, config, device=args.device, seed=0))
     losses: list[float] = []
 
@@ -87,9 +87,9 @@ def warm_up(folder: Path, into: Path, args: argparse.Namespace) -> dict[str, flo
             if losses and fmean(losses[-4:]) < args.until:
                 break
             some = [rows[index % len(rows)] for index in range(begin, begin + args.batch)]
-            batch = normalise(some, LossConfig())
+            batch = normalize(some, LossConfig(), rollouts=len(some))
             metrics = await trainer.forward_backward(batch, LossConfig(name="cross_entropy"))
-            await trainer.optim_step(AdamConfig(lr=args.warm_up_rate))
+            await trainer.optim_step(AdamStep(lr=args.warm_up_rate))
             losses.append(metrics["loss"])
         await trainer.export(into)
 
@@ -125,7 +125,7 @@ def run(model: Path, args: argparse.Namespace, *, steps: int, name: str) -> whet
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dialogues", type=int, default=384)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16)
@@ -161,16 +161,20 @@ def main() -> int:
         ("after RL", result.comparison, "trained"),
     ):
         cells: list[str] = []
-        for measure in of.measures.values():
-            mean, (low, high) = measure[side].mean, measure[side].ci95
-            cells.append(f"{mean:6.1%}  [{low:6.1%}, {high:6.1%}]")
-        means[name] = of.measures["greedy"][side].mean
+        for measure, by_side in of.measures.items():
+            found = by_side[side]
+            assert found
+            low, high = found.ci95 or (0.0, 1.0)
+            cells.append(f"{found.mean:6.1%}  [{low:6.1%}, {high:6.1%}]")
+            if measure == "greedy":
+                means[name] = found.mean
         print(f"{name:<16} " + "   ".join(cells))
     gained = result.comparison.gains["greedy"]["trained"]
-    low, high = gained.ci95
+    assert gained
+    low, high = gained.ci95 or (-1.0, 1.0)
     print(f"RL adds {gained.mean:+.1%} [{low:+.1%}, {high:+.1%}], paired; {seconds:.0f} s in all")
     report = {
-        "rewards": [step.metrics["reward"] for step in result.steps],
+        "rewards": result.rewards,
         "gap": [step.metrics.get("logprob_gap", 0.0) for step in result.steps],
         "collect": [step.metrics["collect_seconds"] for step in result.steps],
         "train": [step.metrics["train_seconds"] for step in result.steps],

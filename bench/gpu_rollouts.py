@@ -22,14 +22,15 @@ import torch
 from datasets import Dataset
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 import whet
-from whet.config import AdamConfig, LossConfig
+from whet.config import AdamStep, LossConfig
 from whet.demos.problems import problems
-from whet.gateway.template import ChatTemplate
-from whet.rows import normalise
+from whet.gateway.templates.chat_template import ChatTemplate
 from whet.trainers.local import LocalTrainer
+from whet.training.rows import normalize
 from whet.types import Row
 
 GROUP = 16
@@ -52,13 +53,13 @@ async def own(folder, prompts, answer: int, steps: int, device: str) -> tuple[fl
     parts = {"sample": 0.0, "train": 0.0}
 
     def credit(rows: list[Row]) -> list[Row]:
-        rewards = [reward(template.decode(row.tokens[row.spans[0].start :])) for row in rows]
+        rewards = [reward(template.decode(row.tokens[row.segments[0].start :])) for row in rows]
         credited: list[Row] = []
         for begin in range(0, len(rows), GROUP):
             mean = fmean(rewards[begin : begin + GROUP])
             for index in range(begin, begin + GROUP):
                 credited.append(gpu.credited(rows[index], rewards[index] - mean))
-        return normalise(credited, LossConfig())
+        return normalize(credited, LossConfig(), rollouts=len(credited))
 
     async def step() -> None:
         began = time.perf_counter()
@@ -66,7 +67,7 @@ async def own(folder, prompts, answer: int, steps: int, device: str) -> tuple[fl
         parts["sample"] += time.perf_counter() - began
         began = time.perf_counter()
         await trainer.forward_backward(credit(rows), LossConfig())
-        await trainer.optim_step(AdamConfig(lr=RATE))
+        await trainer.optim_step(AdamStep(lr=RATE))
         gpu.synchronize()
         parts["train"] += time.perf_counter() - began
 
@@ -159,7 +160,7 @@ def by_gateway(folder, prompts: int, answer: int, steps: int, device: str) -> fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)

@@ -26,6 +26,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import gpu_common as gpu
 import numpy as np
@@ -34,9 +35,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tinker import types
 
+from whet.app.tinker_server.storage import Storage
 from whet.gateway.messages import Message
-from whet.gateway.template import ChatTemplate
-from whet.tinker_server.records import Records
+from whet.gateway.templates.chat_template import ChatTemplate
 
 KEY = "tml-of-the-bench"
 os.environ["TINKER_TELEMETRY"] = "0"
@@ -69,7 +70,7 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.name = f"{device} {precision}"
-        command = [sys.executable, "-m", "whet.app.cli", "tinker-server", "--model", args.model]
+        command = [sys.executable, "-m", "whet", "tinker-server", "--model", args.model]
         command += ["--port", str(port), "--dir", str(folder), "--engine.device", device]
         command += ["--trainer.precision", precision, "--engine.kv-tokens", str(args.kv_tokens)]
         self._log = (args.out / "server.log").open("a")
@@ -122,7 +123,7 @@ def agree(args: argparse.Namespace, folder: Path) -> bool:
         start = training.save_state("start").result().path
         sampled = sample(training.save_weights_and_get_sampling_client(), prompts, 4, 32)
         data = {loss: examples(sampled, loss) for loss in LOSSES}
-        records = Records(folder / "tinker")
+        records = Storage(folder / "tinker")
         wanted = ask(service, records, start, data)
         print_own(service, start, prompts[:2], 4, 32, "cpu fp32")
     kept = True
@@ -135,7 +136,7 @@ def agree(args: argparse.Namespace, folder: Path) -> bool:
     return kept
 
 
-def ask(service: tinker.ServiceClient, records: Records, start: str, data: dict) -> Told:
+def ask(service: tinker.ServiceClient, records: Storage, start: str, data: dict) -> Told:
     told = Told()
     for loss in LOSSES:
         training = service.create_training_client_from_state(start)
@@ -152,7 +153,7 @@ def ask(service: tinker.ServiceClient, records: Records, start: str, data: dict)
     return told
 
 
-def weights(records: Records, path: str) -> dict[str, NDArray]:
+def weights(records: Storage, path: str) -> dict[str, NDArray]:
     return load_file(records.folder(path) / "weights.safetensors")
 
 
@@ -204,7 +205,7 @@ def resumes(service: tinker.ServiceClient, start: str, data: dict, near: Toleran
     step(first)
     path = first.save_state("between").result().path
     went_on = step(first)
-    first.load_state_with_optimizer(path).result()
+    first.load_state_with_optimizer(path).result()  # pyright: ignore[reportDeprecated]  # clients still call it
     loaded = step(first)
     other = step(service.create_training_client_from_state_with_optimizer(path))
     print(f"    a step later the loss is {went_on:.5f}, loaded {loaded:.5f}, elsewhere {other:.5f}")
@@ -217,10 +218,10 @@ Sampled = list[tuple[list[int], list[int], list[float]]]
 
 
 def sample(
-    client: tinker.SamplingClient, prompts: list, count: int, length: int, **params: object
+    client: tinker.SamplingClient, prompts: list, count: int, length: int, **params: Any
 ) -> Sampled:
     """Prompt, answer and its log-probabilities; all prompts at once."""
-    wanted = types.SamplingParams(**{"max_tokens": length, "stop": [], **params})
+    wanted = types.SamplingParams.model_validate({"max_tokens": length, "stop": [], **params})
     asked = [client.sample(types.ModelInput.from_ints(p), count, wanted) for p in prompts]
     return [
         (prompt, list(sequence.tokens), list(sequence.logprobs or ()))
@@ -235,7 +236,7 @@ def examples(sampled: Sampled, loss: str, advantages: list[float] | None = None)
     for index, (prompt, answer, logprobs) in enumerate(sampled):
         tokens, before = [*prompt, *answer], [0.0] * (len(prompt) - 1)
         worth = advantages[index] if advantages else (1.0, -0.5)[index % 2]
-        inputs = {"target_tokens": tokens[1:]}
+        inputs: dict[str, Any] = {"target_tokens": tokens[1:]}  # lists become tensors
         if loss == "cross_entropy":
             inputs["weights"] = [*before, *[1.0] * len(answer)]
         else:
@@ -330,7 +331,7 @@ def learn_sums(
 ) -> float:
     template = ChatTemplate(gpu.model_folder(args.model))
     dice = random.Random(args.seed)
-    sums = list(itertools.product(range(1, 21), repeat=2))
+    sums = list(itertools.product(range(1, 21), range(1, 21)))
     dice.shuffle(sums)
     test, train = sums[:100], sums[100:]
 
@@ -372,7 +373,7 @@ def learn_sums(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default="agree,speed,learn")

@@ -1,4 +1,4 @@
-"""HTTP load from one process, fast enough to be no bottleneck: replies are not even parsed."""
+"""HTTP load from one process; replies are not parsed, so that it is no bottleneck."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from typing import cast
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time on a kept-alive connection; replies are told apart, not parsed."""
+    """One request at a time on a kept-alive connection; only the end of a reply is detected."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -33,7 +33,7 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(ConnectionError("the server closed the connection"))
 
     async def send(self, request: bytes) -> bytes:
-        """The body of the reply. Raises ConnectionError, also for a reply that is no 200."""
+        """Return the body of the reply. Raises ConnectionError, also for any status but 200."""
         assert self._transport is not None
         self._received.clear()
         self._done = asyncio.get_running_loop().create_future()
@@ -61,7 +61,7 @@ class Connection(asyncio.Protocol):
 
 
 async def ask(address: str, request: bytes) -> bytes:
-    """The body of the reply to one request, on a connection of its own."""
+    """Send one request on a new connection and return the body of the reply."""
     host, port = address.removeprefix("http://").split(":")
     loop = asyncio.get_running_loop()
     _, line = await loop.create_connection(Connection, host, int(port))
@@ -85,7 +85,7 @@ class Measured:
 
     @property
     def cpu_ms(self) -> float:
-        """Processor time of the server for each request."""
+        """CPU time of the server for each request."""
         return 1000 * self.cpu_s / len(self.latencies)
 
     def latency_ms(self, share: float) -> float:
@@ -118,9 +118,9 @@ async def put_load(
     concurrency: int,
     seconds: float,
 ) -> Measured:
-    """As many agents at once as `concurrency`, each with a connection of its own.
+    """Run `concurrency` agents at once, each with its own connection.
 
-    `process` is the server's, whose processor time is counted.
+    `process` is the server's, whose CPU time is measured.
     """
     host, port = address.removeprefix("http://").split(":")
     loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ async def put_load(
 
 
 def cpu_s(process: int | None) -> float:
-    """Processor time of a process and of all that came of it, so far; none of no process."""
+    """Return the CPU time of a process and its descendants so far; zero without a process."""
     family, ticks = {process}, 0
     for stat in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
         try:

@@ -16,48 +16,49 @@ from pathlib import Path
 
 import anyio
 
-from whet.config import EngineConfig, LossConfig, TrainerConfig
-from whet.engines.local import LocalEngine
-from whet.gateway.calls import Ask, Source
+from whet.config import LocalEngineConfig, LocalTrainerConfig, LossConfig
+from whet.engines.local.engine import LocalEngine
 from whet.gateway.messages import Message
-from whet.gateway.render import Renderer
-from whet.gateway.service import Service
-from whet.gateway.template import ChatTemplate
-from whet.policies.catalogue import resolve_model
-from whet.policies.local import LocalPolicy
-from whet.rows import build_rows
+from whet.gateway.pipeline import CallPipeline
+from whet.gateway.requests import ModelRequest, RequestSource
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
+from whet.models.catalog import resolve_model
+from whet.models.huggingface import LocalPolicy
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
+from whet.training.rows import build_rows
 from whet.types import Attempt, Credit, Outcome, Rollout, Row, Sampling, Trajectory
 
 
-async def converse(service: Service, store: SQLiteStore, name: str, turns: int) -> Trajectory:
+async def converse(pipeline: CallPipeline, store: SQLiteStore, name: str, turns: int) -> Trajectory:
     await store.enqueue([Rollout(id=name, task=None, group=name)])
     attempt = await store.claim("bench", lease_s=600, wait_s=0)
     assert attempt is not None
     messages = [Message("user", "Let us count together.")]
     for turn in range(turns):
-        messages.append(await one_call(service, attempt, tuple(messages), turn))
+        messages.append(await one_call(pipeline, attempt, tuple(messages), turn))
         messages.append(Message("user", f"Good. Number {turn + 2}, please."))
     await store.finish(attempt.id, Outcome(reward=1.0))
     return (await store.trajectories([name]))[0]
 
 
 async def one_call(
-    service: Service, attempt: Attempt, messages: tuple[Message, ...], turn: int
+    pipeline: CallPipeline, attempt: Attempt, messages: tuple[Message, ...], turn: int
 ) -> Message:
-    ask = Ask(messages=messages, sampling=Sampling(max_tokens=16))
-    source = Source(attempt, "bench", service.models[0], "", f"{attempt.id}/{turn}", False)
-    _, graph = await service.find(attempt.id)
-    done = await service.complete(await service.prompt(source, ask, graph))
-    return done.messages[0]
+    request = ModelRequest(messages=messages, sampling=Sampling(max_tokens=16))
+    source = RequestSource(attempt, "bench", pipeline.models[0], "", f"{attempt.id}/{turn}", False)
+    _, graph = await pipeline.find(attempt.id)
+    call = await pipeline.render(source, request, graph)
+    completed = await pipeline.record(call, await pipeline.sample(call))
+    return completed.messages[0]
 
 
 def one_row_per_call(rows: list[Row]) -> list[Row]:
     return [
-        replace(row, tokens=row.tokens[: span.end], spans=(span,))
+        replace(row, tokens=row.tokens[: segment.end], segments=(segment,))
         for row in rows
-        for span in row.spans
+        for segment in row.segments
     ]
 
 
@@ -74,18 +75,18 @@ async def seconds(trainer: LocalTrainer, passes: list[list[Row]], repeats: int =
 async def bench(turns: int, conversations: int) -> None:
     folder = resolve_model("tiny")
     policy = LocalPolicy(
-        folder, TrainerConfig(weights="full", micro_batch_tokens=4096), device="cpu", seed=0
+        folder, LocalTrainerConfig(weights="full", micro_batch_tokens=4096), device="cpu", seed=0
     )
     template = ChatTemplate(folder)
-    engine = LocalEngine(policy, EngineConfig(), template.decode)
+    engine = LocalEngine(policy, LocalEngineConfig(), template.decode)
     trainer = LocalTrainer(policy)
     with tempfile.TemporaryDirectory() as directory:
         async with SQLiteStore(Path(directory) / "store.db") as store:
-            service = Service(
+            pipeline = CallPipeline(
                 engine=engine, log=store, renderer=Renderer(template), models=("policy",)
             )
             trajectories = [
-                await converse(service, store, f"c{number}", turns)
+                await converse(pipeline, store, f"c{number}", turns)
                 for number in range(conversations)
             ]
     credits = [Credit(t, {call.generation_id(0): 1.0 for call in t.calls}) for t in trajectories]
@@ -109,7 +110,7 @@ def report(turns: int, merged: list[Row], separate: list[Row], ours: float, thei
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--conversations", type=int, default=4)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The runner on an agent that asks no model, beside Agent Lightning's where that is installed.
+"""Rate of the runner on an agent without model calls, beside Agent Lightning's if installed.
 
     python bench/runners.py [--rollouts 3000] [--at-once 300]
     AGL_PYTHON=/path/to/python bench/runners.py     # of an environment with agentlightning 0.3
@@ -20,8 +20,8 @@ from pathlib import Path
 import anyio
 
 from whet.config import RunnerConfig
-from whet.runners.gateways import OwnGateway
-from whet.runners.local import LocalRunner
+from whet.runners.endpoints import FixedEndpoint
+from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, Endpoint, Rollout
 
@@ -43,15 +43,16 @@ def endpoint(attempt: Attempt) -> Endpoint:
 async def ours(rollouts: int, at_once: int, *, is_async: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         async with SQLiteStore(Path(folder) / "store.db") as store:
-            runner = LocalRunner(
+            runner = Runner(
                 agent if is_async else work,
                 RunnerConfig(concurrency=at_once),
                 store=store,
-                gateways=OwnGateway(endpoint),
+                endpoints=FixedEndpoint(endpoint),
             )
             wanted = [Rollout(id=f"r{n}", group="g", task={"n": n}) for n in range(rollouts)]
             await store.enqueue(wanted)
             began, cpu = time.perf_counter(), time.process_time()
+            took = 0.0
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(runner.run)
                 await store.wait([rollout.id for rollout in wanted])
@@ -98,9 +99,9 @@ def main() -> None:
         anyio.run(lambda: ours(args.rollouts, args.at_once, is_async=False)),
     )
     if python := os.environ.get("AGL_PYTHON"):
-        for how, said in THEIRS.items():
+        for how, label in THEIRS.items():
             found = theirs(python, how, 200)
-            show(f"Agent Lightning, {said}", found)
+            show(f"Agent Lightning, {label}", found)
             faster = mine["rollouts_per_s"] / found["rollouts_per_s"]
             less = (
                 f", {found['cpu_ms'] / mine['cpu_ms']:.1f} times in CPU"

@@ -1,14 +1,14 @@
-"""The store at work, beside Agent Lightning's where that is installed.
+"""Benchmark of the store, with Agent Lightning's beside it where that is installed.
 
     python bench/store.py [--cycles 1000] [--workers 32] [--rounds 3] [--million] [--no-postgres]
     AGL_PYTHON=/path/to/python bench/store.py       # of an environment with agentlightning 0.3
 
-The same work on each: enqueue in batches of 100; workers that claim a rollout, record 5 calls of
-500 sampled tokens after 500 of context, and finish it; a training batch of 512 rollouts read
-back; the first 100 succeeded rollouts listed in a store of 1k, 10k and 100k. Ours is durable on
-disk when a call returns; theirs is in memory. All take turns at the cycles, several rounds of them,
-and the medians are compared: a machine is not as fast at one minute as at the next. `--million`
-also times claims in a file of a million.
+Each store does the same work: enqueue in batches of 100; workers that claim a rollout, record 5
+calls of 500 sampled tokens after 500 of context, and finish it (a cycle); read back a training
+batch of 512 rollouts; list the first 100 succeeded rollouts of 1k, 10k and 100k. whet's records are
+durable on disk when a call returns; Agent Lightning's are in memory. The stores take turns at the
+cycles for several rounds, and medians are compared, since the speed of a machine changes from
+minute to minute. `--million` also times claims in a file of a million rollouts.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 import anyio
 
 from whet.protocols import Store
-from whet.store.client import HTTPStore
+from whet.store.http.client import HTTPStore
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
     Attempt,
@@ -53,7 +53,7 @@ PROMPT = {"role": "user", "content": "x" * 400}
 
 Numbers = dict[str, float]
 IN_TURNS = ("cycles_per_s", "cpu_ms_per_cycle")
-"""What is measured in every round; the rest in the first."""
+"""Numbers measured in every round; the others in the first only."""
 
 
 def rss_mb() -> float:
@@ -66,7 +66,7 @@ def size_of(folder: Path) -> int:
 
 
 def call(attempt: Attempt, number: int) -> Call:
-    """As the gateway makes it, which does not check again what it has made itself."""
+    """Make a call as the gateway does: without validation."""
     ids = random.choice(IDS)
     return Call.unchecked(
         id=CallId(f"{attempt.id}-{number}"),
@@ -132,10 +132,10 @@ async def latency_ms(times: int, act: Callable[[], Awaitable[object]]) -> float:
 
 
 async def wake_ms(store: Store) -> float:
-    """From an enqueue to the claim that waited for it."""
+    """Median milliseconds from an enqueue to the claim that waits for it."""
     took: list[float] = []
     for n in range(20):
-        claimed: list[float] = []
+        began, claimed = 0.0, list[float]()
 
         async def wait(claimed: list[float] = claimed) -> None:
             attempt = await store.claim("w", lease_s=60, wait_s=30)
@@ -193,7 +193,7 @@ async def on_sqlite(count: int, workers: int, whole: bool) -> Numbers:
 
 async def on_postgres(count: int, workers: int, whole: bool) -> Numbers:
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
-    from postgres_server import postgres_server  # noqa: PLC0415 - of the tests, if they are there
+    from support.postgres_server import postgres_server  # noqa: PLC0415 - in the tests
     from whet.store.postgres import PostgresStore  # noqa: PLC0415 - needs the extra
 
     with ExitStack() as stack:
@@ -206,7 +206,7 @@ async def on_postgres(count: int, workers: int, whole: bool) -> Numbers:
 SERVE = """
 import sys
 from pathlib import Path
-from whet.store.server import StoreServer
+from whet.store.http.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 server = StoreServer(SQLiteStore(Path(sys.argv[1])), token="bench")
 print(server.url, flush=True)
@@ -216,7 +216,7 @@ server.close()
 
 
 def over_http(count: int, workers: int, whole: bool) -> Numbers:
-    """The server is a process of its own, and the workers share one client."""
+    """Measure a server in another process; the workers share one client."""
     pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-c", SERVE, str(Path(name) / "store.db")]
@@ -246,7 +246,7 @@ async def on_a_million() -> Numbers:
             return result
 
 
-def theirs(how: str, python: str, count: int, workers: int, whole: bool) -> Numbers:
+def agent_lightning(how: str, python: str, count: int, workers: int, whole: bool) -> Numbers:
     work = (how, str(count), str(workers), "whole" if whole else "cycles")
     command = [python, str(Path(__file__).with_name("agl_store.py")), *work]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -254,7 +254,7 @@ def theirs(how: str, python: str, count: int, workers: int, whole: bool) -> Numb
 
 
 def in_turns(sides: dict[str, Callable[[bool], Numbers]], rounds: int) -> dict[str, Numbers]:
-    """Everything of each side once, and of what is compared the median of its rounds."""
+    """Run all sides in turns: each number once, and the median of those measured in every round."""
     found: dict[str, list[Numbers]] = {name: [] for name in sides}
     for number in range(rounds):
         for name, side in sides.items():
@@ -297,8 +297,9 @@ def main() -> None:
     if args.postgres:
         sides["postgres"] = partial(anyio.run, on_postgres, *work)
     if python := os.environ.get("AGL_PYTHON"):
-        sides["agl memory"] = partial(theirs, "memory", python, *work)
-        sides["agl http"] = partial(theirs, "http", python, min(args.cycles, 200), args.workers)
+        sides["agl memory"] = partial(agent_lightning, "memory", python, *work)
+        few = min(args.cycles, 200)
+        sides["agl http"] = partial(agent_lightning, "http", python, few, args.workers)
     results = in_turns(sides, args.rounds)
     if args.million:
         results["sqlite, 1M"] = anyio.run(on_a_million)

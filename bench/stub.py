@@ -1,9 +1,8 @@
-"""The bare stub of `bench/gateway.py`: replies that lie in a folder, and nothing else done.
+"""The stub of `bench/gateway.py`: an ASGI app that sends the replies in a folder.
 
-    python bench/stub.py FOLDER h11|httptools
+    python bench/stub.py FOLDER
 
-A bare ASGI app, so that no framework is measured along with it. Prints its address, and ends with
-its input. uvicorn reads HTTP with h11, in Python, unless httptools, in C, is installed beside it.
+No framework, so that none is measured along with it. Prints its address, and ends with its input.
 """
 
 import socket
@@ -25,18 +24,18 @@ def build_app(folder: Path) -> Callable[..., Any]:
     events = [event + b"\n\n" for event in (folder / "events").read_bytes().split(b"\n\n")[:-1]]
     numbers = count()
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: what ASGI servers pass
-        asked, more = b"", True
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # Any: ASGI's own types
+        body, more = b"", True
         while more:
             message = await receive()
-            asked += message.get("body", b"")
+            body += message.get("body", b"")
             more = message.get("more_body", False)
         id = b"chatcmpl-%024x" % next(numbers)
-        if b'"stream": true' in asked or b'"stream":true' in asked:
+        if b'"stream": true' in body or b'"stream":true' in body:
             await send(_start(b"text/event-stream"))
             for event in events:
-                body = event.replace(UNIQUE, id)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                data = event.replace(UNIQUE, id)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         else:
             await send(_start(b"application/json", (b"content-length", b"%d" % len(whole))))
@@ -50,12 +49,12 @@ def _start(kind: bytes, *more: tuple[bytes, bytes]) -> dict[str, object]:
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-def main(folder: str, parser: str) -> None:
+def main(folder: str) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
         build_app(Path(folder)),
-        http="h11" if parser == "h11" else "httptools",
+        http="httptools",
         lifespan="off",
         access_log=False,
         log_level="warning",
