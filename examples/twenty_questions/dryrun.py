@@ -1,76 +1,72 @@
-"""A few games through the whole path: gateway, store, and a runner in the other environment."""
+"""A few games through the whole path: store, gateway, and a runner in the other environment."""
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import anyio
 from game import tasks
 
-from whet.app.local_models import serve_model
-from whet.app.sources import read_models
-from whet.config import RunConfig
-from whet.gateway import keys
-from whet.store.server import StoreServer
-from whet.store.sqlite import SQLiteStore
-from whet.types import Rollout, Trajectory
+import whet
 
-RUN, TOKEN = "dry", "of the dry run"
+RUN = "dry"
 GAMES = 4
 
 
 def main(args: argparse.Namespace) -> int:
-    """Play, and show what was said, what it earned, and what would have been trained."""
-    return anyio.run(dry_run, args.model, args.runner_python, args.turns)
-
-
-async def dry_run(model: str, runner_python: str, turns: int) -> int:
-    config = RunConfig()
-    [player] = read_models([f"player={model}"], None, print)
-    rollouts = [
-        Rollout(id=f"game-{number}", group=f"game-{number}", task=task)
-        for number, task in enumerate(tasks("test", turns)[:GAMES])
-    ]
-    ids = [rollout.id for rollout in rollouts]
-    with tempfile.TemporaryDirectory() as folder:
-        async with (
-            SQLiteStore(Path(folder) / "store.db", run=RUN) as store,
-            serve_model(player, config, store, keys.secret_of(TOKEN, RUN), Path(folder)) as gateway,
-        ):
-            await store.enqueue(rollouts)
-            with at_work(runner_python, store, gateway.url):
-                await store.wait(ids)
-            played = await store.trajectories(ids)
+    """Play, and show the player's lines, their rewards and what would be trained."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        store = f"http://127.0.0.1:{port}"
+        place = ("--store", store, "--run", RUN, "--dir", folder)
+        agent = f"{Path(__file__).with_name('agent.py')}:guess"
+        stack.enter_context(started("store", "--port", str(port), "--dir", folder))
+        stack.enter_context(started("serve", *place))
+        stack.enter_context(started("runner", agent, *place, python=args.runner_python))
+        games = tasks("test", args.turns)[:GAMES]
+        played = play.run(
+            tasks=games, store=store, name=RUN, dir=folder, model=args.model, quiet=True
+        )
     for trajectory in played:
         show(trajectory)
-    print(f"{len(played)} of {len(ids)} games reached their end")
-    return int(len(played) < len(ids))
+    print(f"{len(played)} of {len(games)} games reached their end")
+    return int(len(played) < len(games))
+
+
+@whet.algorithm
+async def play(store, tasks) -> list[whet.Trajectory]:
+    """Play every task once; whet starts the function beside the other processes."""
+    rollouts = [
+        whet.Rollout(id=f"game-{number}", group=f"game-{number}", task=task)
+        for number, task in enumerate(tasks)
+    ]
+    ids = [rollout.id for rollout in rollouts]
+    await store.enqueue(rollouts)
+    await store.wait(ids)
+    return await store.trajectories(ids)
 
 
 @contextmanager
-def at_work(python: str, store: SQLiteStore, gateway: str) -> Generator[None]:
-    server = StoreServer(store, token=TOKEN)
-    agent = f"{Path(__file__).with_name('agent.py')}:guess"
-    place = ("--store", server.url, "--run", RUN, "--gateway", gateway)
+def started(*arguments: str, python: str = sys.executable) -> Generator[None]:
+    """A process of `whet` that is stopped at the end of the block."""
     process = subprocess.Popen(
-        [python, "-m", "whet.app.cli", "runner", agent, *place],
-        env={**os.environ, "WHET_STORE_TOKEN": TOKEN},
-        stdout=sys.stderr,
+        [python, "-m", "whet", *arguments], env=os.environ, stdout=sys.stderr
     )
     try:
         yield
     finally:
         process.terminate()
         process.wait(60)
-        server.close()
 
 
-def show(trajectory: Trajectory) -> None:
+def show(trajectory: whet.Trajectory) -> None:
     sampled = [generation for call in trajectory.calls for generation in call.generations]
     lines = [str(generation.message.get("content")) for generation in sampled]
     print(f"{trajectory.attempt.rollout.task}: reward {trajectory.reward:.2f}")

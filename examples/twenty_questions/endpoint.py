@@ -1,36 +1,32 @@
-"""A model or a run of this machine behind an OpenAI-compatible URL, for `evaluate.py`."""
+"""Serve a model or a run of this machine at an OpenAI-compatible URL, for `evaluate.py`."""
 
 import argparse
-import secrets
+import asyncio
 import tempfile
 from pathlib import Path
 
-import anyio
-
-from whet.app.local_models import serve_model
-from whet.app.signals import run_async, stoppable
-from whet.app.sources import read_models
-from whet.config import resolve
-from whet.store.sqlite import SQLiteStore
+import whet
 
 
 def main(args: argparse.Namespace) -> int:
-    """Serve until told to stop."""
-    run_async(serve, args.model, args.port)
+    """Serve until Ctrl-C or SIGTERM."""
+    model = Path(args.model)
+    if (model / "model").is_dir():  # a run
+        model = model / "model"
+    with tempfile.TemporaryDirectory() as folder:
+        gateway = {"port": args.port, "allow_unattributed": True}
+        serve.run(idle, model=str(model), dir=folder, gateway=gateway, quiet=True)
     return 0
 
 
-async def serve(model: str, port: int) -> None:
-    [found] = read_models([f"player={model}"], None, print)
-    config = resolve({"gateway": {"port": port, "allow_unattributed": True}})
-    with tempfile.TemporaryDirectory() as folder:
-        async with (
-            stoppable() as stop,
-            SQLiteStore(Path(folder) / "store.db") as store,
-            serve_model(found, config, store, secrets.token_bytes(16), Path(folder)) as gateway,
-        ):
-            own = gateway.own_endpoint
-            print(f"export OPENAI_BASE_URL={own.base_url} OPENAI_API_KEY={own.api_key}")
-            print(f"model: {own.model}", flush=True)
-            with stop.cancels():
-                await anyio.sleep_forever()
+@whet.algorithm
+async def serve(gateway: whet.Endpoint) -> None:
+    """Print the address; whet serves the model while this function runs."""
+    print(f"export OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={gateway.api_key}")
+    print(f"model: {gateway.model}", flush=True)
+    await asyncio.Event().wait()
+
+
+def idle(task: object) -> float:
+    """An agent that is never run: nothing is enqueued."""
+    return 0.0

@@ -20,33 +20,33 @@ MAX_TOKENS = 16
 
 
 class EndpointHelper:
-    """Has a model answer and search."""
+    """Answers and searches with a model."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
     async def answer(self, question: str, secret: str) -> str:
-        said = await self.llm.acall(
+        reply = await self.llm.acall(
             f"In a game of 20 Questions the secret is {secret!r}. Answer with yes, no or unclear, "
             f"and nothing else: {question}"
         )
-        return _plain(said)
+        return _plain(reply)
 
     async def search(self, facts: Sequence[Fact]) -> list[str]:
         known = "; ".join(f"{fact.question} {fact.answer}" for fact in facts)
-        said = await self.llm.acall(
+        reply = await self.llm.acall(
             "Name at most nine everyday things that fit, each one word, separated by commas, and "
             f"nothing else: {known or 'anything'}"
         )
-        return [noun.strip() for noun in _plain(said).split(",") if noun.strip()]
+        return [noun.strip() for noun in _plain(reply).split(",") if noun.strip()]
 
 
-def _plain(said: object) -> str:
-    return str(said).strip().lower().rstrip(".")
+def _plain(reply: object) -> str:
+    return str(reply).strip().lower().rstrip(".")
 
 
 class SearchTool(BaseTool):
-    """Looks up what fits the facts."""
+    """Searches for things that fit the facts."""
 
     name: str = "search"
     description: str = "Lists things that fit a list of questions with their answers."
@@ -70,7 +70,7 @@ class Table(BaseModel):
 
 
 class TwentyQuestions(Flow[Table]):
-    """A turn after the other until the game is over."""
+    """One turn after the other until the game is over."""
 
     _player: LLM = PrivateAttr()
     _helper: Helper = PrivateAttr()
@@ -91,7 +91,7 @@ class TwentyQuestions(Flow[Table]):
 
 
 def player_at(base_url: str, api_key: str, model: str, temperature: float | None = None) -> LLM:
-    """A model that plays."""
+    """Build the player's model."""
     return LLM(
         model=model,
         provider="openai",
@@ -103,7 +103,7 @@ def player_at(base_url: str, api_key: str, model: str, temperature: float | None
 
 
 def helper_for(things: Sequence[Thing]) -> Helper:
-    """Who answers and searches: a model if HELPER_BASE_URL is set, else the word list."""
+    """Build the helper: a model if HELPER_BASE_URL is set, else the word list."""
     if url := os.environ.get("HELPER_BASE_URL"):
         key = os.environ.get("HELPER_API_KEY", "none")
         model = os.environ.get("HELPER_MODEL", "gpt-5-mini")

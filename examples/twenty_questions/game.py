@@ -31,7 +31,7 @@ QUESTIONS = {
     "legs": "Has it legs?",
     "sound": "Does it sound?",
 }
-"""What the local answerer knows of every thing, and how one may ask for it."""
+"""The attributes that the local helper knows of every thing, with a question for each."""
 
 RULES = (
     "20 Questions. Ask: alive, eat, big, metal, wheels, water, fly, wear, indoors, soft, legs,"
@@ -39,11 +39,11 @@ RULES = (
 )
 TURNS = 6
 AMONG = 15
-"""A game is about so many things: one of them is the secret."""
+"""Things in a game; one of them is the secret."""
 SHOWN = 9
-"""A search shows so many things at most; if more fit, it tells how many."""
+"""Things that a search shows at most; if more fit, it returns their number."""
 NARROWING, FINDING = 0.3, 0.2
-"""What it is worth to rule out all things but one, and to have a search show the rest."""
+"""Rewards for ruling out all things but one, and for a search that shows the rest."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def tasks(split: Literal["train", "test"], turns: int) -> list[dict[str, str | i
 
 
 def among(things: Sequence[Thing], secret: str, game: int = 0) -> list[Thing]:
-    """What a game is about: the secret and others, the same ones whenever it is played again."""
+    """The things of a game: the secret and others, the same whenever it is played again."""
     others = [thing for thing in things if thing.noun != secret]
     drawn = {thing.noun for thing in random.Random(f"{secret} {game}").sample(others, AMONG - 1)}
     return [thing for thing in things if thing.noun in drawn | {secret}]
@@ -79,14 +79,14 @@ def among(things: Sequence[Thing], secret: str, game: int = 0) -> list[Thing]:
 
 @dataclass
 class Fact:
-    """A question and what was answered."""
+    """A question and its answer."""
 
     question: str
     answer: str
 
 
 class Helper(Protocol):
-    """Whoever answers and searches."""
+    """Answers questions and searches for things."""
 
     async def answer(self, question: str, secret: str) -> str:
         """`yes`, `no` or anything else for a question that cannot be answered."""
@@ -98,7 +98,7 @@ class Helper(Protocol):
 
 
 class LocalHelper:
-    """Answers from the word list, and says what it does not understand."""
+    """Answers from the word list, or `unclear`."""
 
     def __init__(self, things: Sequence[Thing]) -> None:
         self.things = {thing.noun: thing for thing in things}
@@ -139,24 +139,24 @@ Search = Callable[[list[Fact]], Awaitable[list[str]]]
 
 @dataclass
 class Game:
-    """What has been said so far."""
+    """A game in progress."""
 
     secret: str
     turns: int
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     facts: list[Fact] = field(default_factory=list[Fact])
     found: list[str] = field(default_factory=list[str])
-    """By the last search, if it found few enough to show."""
+    """Things that the last search showed."""
     guesses: list[str] = field(default_factory=list[str])
     progress: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
     """After each turn: how many facts were known, and whether any things were found."""
 
     def __post_init__(self) -> None:
-        self.messages = self.messages or [{"role": "user", "content": self._told(RULES)}]
+        self.messages = self.messages or [{"role": "user", "content": self._with_turns_left(RULES)}]
 
     @property
     def taken(self) -> int:
-        """Lines the player has said."""
+        """Turns that the player has used."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
@@ -168,23 +168,23 @@ class Game:
         return self.won or self.taken >= self.turns
 
     async def turn(self, line: str, answer: Answer, search: Search) -> None:
-        """What a line of the player leads to."""
+        """Play one line of the player."""
         self.messages.append({"role": "assistant", "content": line})
-        wanted, of = read_line(line)
-        if wanted == "guess":
-            heard = self._guess(of)
-        elif wanted == "search":
-            heard = self._show(await search(self.facts))
+        action, about = read_line(line)
+        if action == "guess":
+            reply = self._guess(about)
+        elif action == "search":
+            reply = self._show(await search(self.facts))
         else:
-            heard = await answer(of, self.secret)
-            if heard in ("yes", "no"):
-                self.facts.append(Fact(of, heard))
-        self.messages.append({"role": "user", "content": self._told(heard)})
+            reply = await answer(about, self.secret)
+            if reply in ("yes", "no"):
+                self.facts.append(Fact(about, reply))
+        self.messages.append({"role": "user", "content": self._with_turns_left(reply)})
         self.progress.append((len(self.facts), bool(self.found)))
 
-    def _guess(self, of: str) -> str:
-        place = int(of) if of.isdecimal() else 0
-        self.guesses.append(self.found[place - 1] if 0 < place <= len(self.found) else of)
+    def _guess(self, about: str) -> str:
+        place = int(about) if about.isdecimal() else 0
+        self.guesses.append(self.found[place - 1] if 0 < place <= len(self.found) else about)
         return "right" if self.won else "wrong"
 
     def _show(self, found: list[str]) -> str:
@@ -192,12 +192,12 @@ class Game:
         numbered = ", ".join(f"{place} {noun}" for place, noun in enumerate(self.found, start=1))
         return f"found {numbered}" if numbered else f"{len(found)} things"
 
-    def _told(self, text: str) -> str:
+    def _with_turns_left(self, text: str) -> str:
         return f"{text.rstrip('.')}. {self.turns - self.taken} left."
 
 
 def read_line(line: str) -> tuple[Literal["guess", "search", "ask"], str]:
-    """What the player wants, and of what."""
+    """Parse a line of the player into an action and its object."""
     text = line.strip()
     word, _, rest = text.partition(" ")
     if word.lower().strip(".:") == "guess":
@@ -207,10 +207,10 @@ def read_line(line: str) -> tuple[Literal["guess", "search", "ask"], str]:
     return "ask", text
 
 
-def earned(game: Game, things: Sequence[Thing]) -> list[float]:
-    """What each turn is worth beside the victory: what it ruled out, in bits, or made known.
+def turn_rewards(game: Game, things: Sequence[Thing]) -> list[float]:
+    """Rewards of the turns, besides that of winning: for things ruled out, in bits, and found.
 
-    A question that is unclear or was asked before, a search in vain and a wild guess are worth 0.
+    An unclear or repeated question, a search without result and a wild guess earn 0.
     """
     values: list[float] = []
     left, found = len(things), False
@@ -223,5 +223,5 @@ def earned(game: Game, things: Sequence[Thing]) -> list[float]:
 
 
 def score(game: Game, things: Sequence[Thing]) -> float:
-    """1 for a game that was won, and what its turns earned."""
-    return float(game.won) + sum(earned(game, things))
+    """1 for a game that was won, plus the rewards of its turns."""
+    return float(game.won) + sum(turn_rewards(game, things))

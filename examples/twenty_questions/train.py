@@ -1,4 +1,4 @@
-"""Train a model to play 20 Questions, in the processes that take part.
+"""Train a model to play 20 Questions, in several processes.
 
     python train.py warmup                    # a model that can talk the game: about 2 minutes
     python train.py dryrun                    # four games through the whole path, no training
@@ -7,59 +7,72 @@
     python train.py runner                    # in the environment that has CrewAI
     python train.py algo
 
-`endpoint` serves a model or a run to `evaluate.py`, which plays with words that were never trained
-on, or to anything else that speaks to OpenAI.
+`endpoint` serves a model or a run to `evaluate.py`, which plays with held-out words, or to any
+other client of the OpenAI API.
 """
 
 import argparse
 import importlib
+import json
+import os
 import sys
 from pathlib import Path
 
 from game import TURNS, tasks
+from warmup import write_games
 
-from whet.app.addresses import DEFAULT_STORE
-from whet.app.cli import main as whet_command
-from whet.jsonlines import JsonLines
-
-HERE = Path(__file__).parent
+AGENT = f"{Path(__file__).with_name('agent.py')}:guess"
 RUN = "twenty-questions"
+WARMUP = "twenty-questions-warmup"
+STORE = "http://127.0.0.1:4747"
 SETTINGS = (
     *("--trainer.weights", "full", "--adam.lr", "3e-4", "--algorithm.credit", "turn"),
     *("--tasks-per-step", "8", "--group-size", "8"),
 )
 
 
+WARMUP_SETTINGS = (
+    *("--model", "tiny", "--trainer.weights", "full", "--adam.lr", "2e-3"),
+    *("--adam.warmup-steps", "10", "--adam.schedule", "linear"),
+)
+
+
 def write_tasks(args: argparse.Namespace) -> str:
-    """The words to train on as a file of tasks."""
+    """Write the words to train on as a file of tasks."""
     some = tasks("train", args.turns)[: args.words]
     file = Path(args.dir) / f"words-{args.turns}-{len(some)}.jsonl"
     if not file.exists():
-        JsonLines(file).append(*some)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(task) + "\n" for task in some))
     return str(file)
 
 
-def algo(args: argparse.Namespace) -> int:
-    where = ["--store", args.store, "--name", RUN, "--dir", args.dir, "--model", args.model]
-    given = ["--tasks", write_tasks(args), "--steps", str(args.steps)]
-    return whet_command(["train", *where, *given, *SETTINGS])
+def start(*arguments: str) -> None:
+    """Become the `whet` command with these arguments."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "whet", *arguments])
 
 
 def main() -> int:
     args = parse()
     place = ["--store", args.store, "--run", RUN, "--dir", args.dir]
     match args.part:
+        case "warmup":
+            games = Path(args.dir) / f"games-{args.turns}-{args.games}.jsonl"
+            write_games(games, turns=args.turns, games=args.games)
+            start("sft", str(games), "--name", WARMUP, "--dir", args.dir, *WARMUP_SETTINGS)
         case "algo":
-            return algo(args)
+            tasks = ["--tasks", write_tasks(args), "--steps", str(args.steps)]
+            start("train", *place, "--model", args.model, *tasks, *SETTINGS)
         case "store":
-            return whet_command(["store", "--port", args.store.rpartition(":")[2], *place[-2:]])
+            start("store", "--port", args.store.rpartition(":")[2], "--dir", args.dir)
         case "serve":
-            return whet_command(["serve", *place])
+            start("serve", *place)
         case "runner":
-            agent = f"{HERE / 'agent.py'}:guess"
-            return whet_command(["runner", agent, "--concurrency", "32", *place])
-        case own:  # these need torch, which the runner's environment has not
-            return importlib.import_module(own).main(args)
+            start("runner", AGENT, "--concurrency", "32", *place)
+        case part:  # these need torch, which the runner's environment does not have
+            return importlib.import_module(part).main(args)
+    return 0
 
 
 def parse() -> argparse.Namespace:
@@ -68,19 +81,21 @@ def parse() -> argparse.Namespace:
     )
     parts = ["warmup", "dryrun", "store", "serve", "runner", "algo", "endpoint"]
     parser.add_argument("part", choices=parts)
-    parser.add_argument("--dir", default=".whet", help="where runs live [.whet]")
-    parser.add_argument("--model", default=None, help="that plays [what `warmup` made]")
-    parser.add_argument("--store", default=DEFAULT_STORE, metavar="URL", help=f"[{DEFAULT_STORE}]")
-    parser.add_argument("--steps", type=int, default=16, help="of `algo` [16]")
-    parser.add_argument("--turns", type=int, default=TURNS, help=f"of a game [{TURNS}]")
-    parser.add_argument("--words", type=int, default=None, help="to train on [all]")
-    parser.add_argument("--games", type=int, default=1600, help="of `warmup` [1600]")
-    parser.add_argument("--port", type=int, default=8001, help="of `endpoint` [8001]")
+    parser.add_argument("--dir", default=".whet", help="folder of runs (default .whet)")
+    parser.add_argument("--model", default=None, help="the player (default: made by `warmup`)")
+    parser.add_argument("--store", default=STORE, metavar="URL", help=f"store (default {STORE})")
+    parser.add_argument("--steps", type=int, default=16, help="steps of `algo` (default 16)")
     parser.add_argument(
-        "--runner-python", default=sys.executable, metavar="FILE", help="that has CrewAI"
+        "--turns", type=int, default=TURNS, help=f"turns of a game (default {TURNS})"
+    )
+    parser.add_argument("--words", type=int, default=None, help="words to train on (default all)")
+    parser.add_argument("--games", type=int, default=1600, help="games of `warmup` (default 1600)")
+    parser.add_argument("--port", type=int, default=8001, help="port of `endpoint` (default 8001)")
+    parser.add_argument(
+        "--runner-python", default=sys.executable, metavar="FILE", help="the Python with CrewAI"
     )
     args = parser.parse_args()
-    args.model = args.model or str(Path(args.dir) / "models" / RUN)
+    args.model = args.model or str(Path(args.dir) / "runs" / WARMUP / "model")
     return args
 
 

@@ -26,8 +26,8 @@ async def solve(task, llm):
 
 
 async def ask(endpoint, messages, stream):
-    asked = {**endpoint, "messages": messages, "tools": [CALCULATOR], "max_tokens": 64}
-    reply = await litellm.acompletion(**asked, stream=bool(stream))
+    request = {**endpoint, "messages": messages, "tools": [CALCULATOR], "max_tokens": 64}
+    reply = await litellm.acompletion(**request, stream=bool(stream))
     if stream:
         reply = litellm.stream_chunk_builder([chunk async for chunk in reply], messages=messages)
     return reply.choices[0].message

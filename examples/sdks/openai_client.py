@@ -26,10 +26,10 @@ async def solve(task, llm):
 
 
 async def ask(client, model, messages, stream):
-    asked = {"model": model, "messages": messages, "tools": [CALCULATOR], "max_tokens": 64}
+    request = {"model": model, "messages": messages, "tools": [CALCULATOR], "max_tokens": 64}
     if stream:
-        async with client.chat.completions.stream(**asked) as events:
+        async with client.chat.completions.stream(**request) as events:
             reply = await events.get_final_completion()
     else:
-        reply = await client.chat.completions.create(**asked)
+        reply = await client.chat.completions.create(**request)
     return reply.choices[0].message

@@ -42,6 +42,6 @@ async def answer(task, model):
                 pass
         else:
             result = await Runner.run(agent, task["question"], max_turns=4)
-    except AgentsException:  # it called a tool that is none, or too many
+    except AgentsException:  # it called an unknown tool, or too many
         return 0.0
     return graded(result.final_output, task)

@@ -1,12 +1,11 @@
 """An agent of the OpenAI Agents SDK as a service, in an environment of its own.
 
-    pip install -r examples/service/requirements.txt
-    python examples/service/agent_server.py 8001
+    pip install -r examples/http_agent/requirements.txt
+    python examples/http_agent/agent_server.py 8001
 
-    whet train --tasks examples/service/tasks.jsonl --model tiny --service http://127.0.0.1:8001
+    whet train --tasks examples/http_agent/tasks.jsonl --model tiny --service http://127.0.0.1:8001
 
-It knows nothing of whet: it is told with each request where its model is, and its answer has the
-reward.
+It knows nothing of whet: each request has the address of its model, and each response the reward.
 """
 
 import sys
@@ -38,8 +37,8 @@ def add(a: int, b: int) -> int:
 
 async def chat(request: Request) -> JSONResponse:
     """Work on one sample."""
-    asked = await request.json()
-    llm, sample = asked["llm"], asked["sample"]
+    body = await request.json()
+    llm, sample = body["llm"], body["sample"]
     async with AsyncOpenAI(base_url=llm["base_url"], api_key=llm["api_key"]) as client:
         agent = Agent(
             name="Assistant",
@@ -49,7 +48,7 @@ async def chat(request: Request) -> JSONResponse:
             model_settings=ModelSettings(extra_headers=llm["headers"], max_tokens=16),
         )
         try:
-            result = await Runner.run(agent, sample["question"], max_turns=asked["max_turns"])
+            result = await Runner.run(agent, sample["question"], max_turns=body["max_turns"])
             text = str(result.final_output)
         except MaxTurnsExceeded:
             text = ""

@@ -12,16 +12,16 @@ async def solve(task, llm):
     model = ChatOpenAI(base_url=llm.base_url, api_key=llm.api_key, model=llm.model)
     # whet: end
     agent = create_agent(model, tools=[tool(calculator)], system_prompt=SYSTEM)
-    asked = {"messages": [{"role": "user", "content": task["question"]}]}
+    request = {"messages": [{"role": "user", "content": task["question"]}]}
     limits = {"recursion_limit": 10}
     try:
         if task.get("stream"):
-            said = ""
-            async for part, _ in agent.astream(asked, limits, stream_mode="messages"):
+            text = ""
+            async for part, _ in agent.astream(request, limits, stream_mode="messages"):
                 if part.type == "AIMessageChunk":
-                    said += part.text
-            return graded(said, task)
-        result = await agent.ainvoke(asked, limits)
+                    text += part.text
+            return graded(text, task)
+        result = await agent.ainvoke(request, limits)
     except GraphRecursionError:
         return 0.0
     return graded(result["messages"][-1].text, task)

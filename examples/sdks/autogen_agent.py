@@ -1,4 +1,4 @@
-"""AutoGen's assistant. Its client must be told what a model it does not know can do."""
+"""AutoGen's assistant. Its client needs the abilities of a model it does not know."""
 
 from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient

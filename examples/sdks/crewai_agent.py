@@ -1,4 +1,4 @@
-"""CrewAI: an agent that is asked directly. In a crew its model is set in the same way."""
+"""CrewAI: a single agent. In a crew, the model is set in the same way."""
 
 from crewai import LLM, Agent
 from crewai.tools import tool

@@ -35,12 +35,12 @@ class Solver(dspy.Module):
 
     async def aforward(self, question):
         tool = dspy.Tool(calculator)
-        said = await self.call.acall(question=question, tools=[tool])
-        asked = [call.args for call in (said.calls.tool_calls if said.calls else [])]
-        results = [calculator(**args) for args in asked if args.keys() == {"expression"}]
+        reply = await self.call.acall(question=question, tools=[tool])
+        calls = [call.args for call in (reply.calls.tool_calls if reply.calls else [])]
+        results = [calculator(**args) for args in calls if args.keys() == {"expression"}]
         if results:
-            said = await self.answer.acall(question=question, results=" ".join(results))
-        return dspy.Prediction(answer=said.answer, results=results)
+            reply = await self.answer.acall(question=question, results=" ".join(results))
+        return dspy.Prediction(answer=reply.answer, results=results)
 
 
 async def solve(task, llm):
@@ -50,10 +50,10 @@ async def solve(task, llm):
     adapter = Plain(use_native_function_calling=True, use_json_adapter_fallback=False)
     with dspy.context(lm=lm, adapter=adapter):
         try:
-            said = await ask(Solver(), task)
-        except AdapterParseError:  # it said nothing at all
+            reply = await ask(Solver(), task)
+        except AdapterParseError:  # an empty reply
             return 0.0
-    return graded(said.answer, task, has_calculated=bool(said.results))
+    return graded(reply.answer, task, has_calculated=bool(reply.results))
 
 
 async def ask(solver, task):

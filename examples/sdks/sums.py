@@ -1,4 +1,4 @@
-"""What the agents here do: they answer word problems, with a calculator."""
+"""Task of the agents in this folder: word problems, with a calculator."""
 
 import re
 

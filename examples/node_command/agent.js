@@ -1,14 +1,15 @@
 // An agent in JavaScript: whet runs `node agent.js` once for each attempt.
 //
-//     whet train --tasks examples/node/tasks.jsonl --model tiny -- node examples/node/agent.js
+//     whet train --tasks examples/node_command/tasks.jsonl --model tiny -- \
+//         node examples/node_command/agent.js
 //
-// Its task is on stdin, its model in the variables that clients for OpenAI's API read, and its
-// reward is the last line it prints.
+// Its task is in the file that WHET_TASK_FILE names, its model in the variables that
+// clients for OpenAI's API read, and its reward is the last line it prints.
 
 const { readFileSync } = require("node:fs");
 
 async function main() {
-  const task = JSON.parse(readFileSync(0, "utf8"));
+  const task = JSON.parse(readFileSync(process.env.WHET_TASK_FILE, "utf8"));
   const reply = await fetch(`${process.env.OPENAI_BASE_URL}/chat/completions`, {
     method: "POST",
     headers: {

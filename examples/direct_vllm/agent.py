@@ -1,4 +1,4 @@
-"""A Strands agent that asks a vLLM itself; its recorder tells the tokens by its spans."""
+"""A Strands agent that calls a vLLM directly; its recorder puts the token ids into its spans."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from strands import Agent, tool
 from strands_vllm import VLLMModel, VLLMTokenRecorder
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "agents"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "sdks"))
 
 from sums import SYSTEM, calculator, graded
 
@@ -18,7 +18,7 @@ async def solve(task, llms):
         api_key=llm.api_key,
         model_id=llm.model,
         return_token_ids=True,
-        # What a gateway would see to: log-probs are those of this distribution.
+        # A gateway would enforce this: log-probs are those of this distribution.
         params={"temperature": 1.0, "top_p": 1.0, "max_tokens": 100},
     )
     agent = Agent(

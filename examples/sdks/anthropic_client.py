@@ -35,11 +35,11 @@ async def solve(task, llm):
 
 
 async def ask(client, model, messages, stream):
-    asked = {"model": model, "system": SYSTEM, "messages": messages, "tools": [TOOL]}
+    request = {"model": model, "system": SYSTEM, "messages": messages, "tools": [TOOL]}
     if stream:
-        async with client.messages.stream(**asked, max_tokens=64) as events:
+        async with client.messages.stream(**request, max_tokens=64) as events:
             return await events.get_final_message()
-    return await client.messages.create(**asked, max_tokens=64)
+    return await client.messages.create(**request, max_tokens=64)
 
 
 def run(use):

@@ -1,7 +1,7 @@
-"""Enqueue problems, wait for them, and look at what was sampled: an algorithm in twenty lines.
+"""A custom driver in twenty lines: enqueue problems, wait for them, and print the sampled tokens.
 
 Run it alone, or with WHET_STORE set beside `whet store`, `whet serve` and
-`whet runner examples/collect.py:solve`.
+`whet runner examples/custom_driver/collect.py:solve`.
 """
 
 from statistics import fmean
