@@ -3,20 +3,24 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+DEMO := .venv/.demo
 READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check fix bench clean
+.PHONY: help demo test test-slow test-vllm test-cookbook check fix docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(READY) ## train a small model on this machine, in minutes
+demo: $(DEMO) ## train a small model on this machine, in minutes
 	@$(BIN)/whet demo $(ARGS)
 
-test: $(READY) ## run the core suite
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## run the core suite on all cores
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+test-slow: $(READY) ## run the slow suites, two files at a time: crashes, examples, SDKs
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else a CPU build is installed
 	@test -n "$$WHET_VLLM" || $(MAKE) --no-print-directory .vllm/.installed
@@ -32,10 +36,23 @@ test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else 
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0.dist-info/METADATA
 	@touch $@
 
-check: $(READY) ## lint, format and types
+test-cookbook: $(READY) ## run recipes of tinker-cookbook against the Tinker server; WHET_COOKBOOK names their Python
+	@test -n "$$WHET_COOKBOOK" || $(MAKE) --no-print-directory .cookbook/.installed
+	WHET_COOKBOOK=$${WHET_COOKBOOK:-$(CURDIR)/.cookbook/bin/python} $(BIN)/python -m pytest tests/cookbook -m slow $(ARGS)
+
+.cookbook/.installed:
+	$(PYTHON) -m venv .cookbook
+	.cookbook/bin/pip install --quiet 'tinker-cookbook[math-rl]==0.5.8' tinker==0.36.0
+	@touch $@
+
+check: $(READY) ## lint, format, spelling and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell src docs tests examples bench scripts *.md
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(READY) ## build the documentation into site/, offline; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fix: $(READY) ## repair what lint and format can repair
 	$(BIN)/ruff check --fix .
@@ -45,14 +62,23 @@ bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
-	rm -rf .venv .vllm .sdks build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm .cookbook .sdks build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py
 
-$(READY): pyproject.toml constraints.txt
+# PyPI's torch is the build for NVIDIA GPUs, ten times the size of the one for CPUs.
+TORCH_CPU := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10
+
+$(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "whet needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
+	@command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt --no-deps $(TORCH_CPU) torch \
+		2>/dev/null || echo "no CPU build of torch from download.pytorch.org: installing PyPI's"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local]'
+	@touch $@
+
+$(READY): $(DEMO)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -1,31 +1,37 @@
-"""Write the table of keys in docs/configuration.md from the config itself."""
+"""Write the table of keys in docs/reference/configuration.md from the config itself."""
 
 from pathlib import Path
 
-from whet.app.flags import config_leaves
-from whet.config import RunConfig
+from whet.app.cli.config_flags import config_fields
+from whet.config import UNIONS, RunConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "configuration.md"
 HEAD = "\n| key | default | meaning |\n|---|---|---|\n"
 
 
 def keys() -> str:
     """A table for each section."""
     text, last = "", None
-    for key, field in config_leaves():
+    for key, field in config_fields():
         section = key.rpartition(".")[0]
         if section != last:
-            kind = RunConfig.model_fields[section].annotation if section else None
-            title = f"\n### `[{section}]`\n\n{kind.__doc__}\n" if kind else ""
-            text += title + HEAD
+            text += (f"\n### `[{section}]`\n\n{describe(section)}\n" if section else "") + HEAD
             last = section
         default = "" if field.default is None else f"`{field.default}`"
         text += f"| `{key}` | {default} | {' '.join((field.description or '').split())} |\n"
     return text
 
 
+def describe(section: str) -> str:
+    """What a section is, or its kinds."""
+    if section in UNIONS:
+        return "The keys depend on `kind`; one that its kind does not have is an error."
+    kind = RunConfig.model_fields[section].annotation
+    return str(kind.__doc__ if kind else "")
+
+
 if __name__ == "__main__":
     page = PAGE.read_text()
-    above, rest = page.split("Absent where no default is shown.\n")
-    below = rest[rest.index("\n## Commands") :]
-    PAGE.write_text(f"{above}Absent where no default is shown.\n{keys()}{below}")
+    above, rest = page.split("Keys without a default are absent unless set.\n")
+    below = rest[rest.index("\n## Environment") :]
+    PAGE.write_text(f"{above}Keys without a default are absent unless set.\n{keys()}{below}")

@@ -1,4 +1,4 @@
-"""Write the table and the recipes of `docs/agents.md` from what `tests/sdks` holds."""
+"""Write the table and the recipes of `docs/guides/sdks.md` from the data in `tests/sdks`."""
 
 import json
 import re
@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "agents.md"
+PAGE = ROOT / "docs" / "guides" / "sdks.md"
 GENERATED = re.compile(r"(<!-- sdks: begin -->\n).*(<!-- sdks: end -->\n)", re.DOTALL)
 
-sys.path.insert(0, str(ROOT / "tests" / "sdks"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from recipes import RECIPES, Recipe  # noqa: E402 - found by the line above
+from sdks.recipes import RECIPES, Recipe  # noqa: E402 - found by the line above
 
 
 def documented() -> str:
-    """The page as it should be."""
+    """Return the page with its generated part up to date."""
     found = json.loads((ROOT / "tests" / "sdks" / "matrix.json").read_text())
     columns = list(next(iter(found.values())))
     table = [
@@ -38,8 +38,8 @@ def _section(recipe: Recipe) -> str:
     note = f"\n{recipe.note}\n" if recipe.note else ""
     return (
         f"### {recipe.name}\n\n```python\n{recipe.changed}```\n{note}\n"
-        f"The whole agent: [examples/agents/{recipe.example}.py]"
-        f"(../examples/agents/{recipe.example}.py)\n"
+        f"Complete agent: [examples/sdks/{recipe.example}.py]"
+        f"(../../examples/sdks/{recipe.example}.py)\n"
     )
 
 

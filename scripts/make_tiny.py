@@ -1,4 +1,4 @@
-"""Make the model that ships in `src/whet/tiny`: its tokenizer, its template and its weights.
+"""Make the model that ships in `src/whet/demos/tiny`: its tokenizer, its template and its weights.
 
     PYTHONPATH=src python scripts/make_tiny.py [--steps N] [--device auto|cpu|cuda] [--out DIR]
 
@@ -16,13 +16,13 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from tiny_dialogues import Dialogue, dialogues
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -34,7 +34,7 @@ CHUNK = 5_000
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ASSISTANT = f"{START}assistant\n"
 
-TEMPLATE = (Path(__file__).parents[1] / "src/whet/tiny/chat_template.jinja").read_text()
+TEMPLATE = (Path(__file__).parents[1] / "src/whet/demos/tiny/chat_template.jinja").read_text()
 
 README = """\
 # whet-tiny
@@ -99,8 +99,15 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 RENDERER = wrap(untrained_tokenizer())
 
 
+def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    found = tokenizer.backend_tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 def render(dialogue: Dialogue) -> str:
-    return RENDERER.apply_chat_template(dialogue.messages, tools=dialogue.tools, tokenize=False)
+    tools: list[Any] | None = dialogue.tools
+    return str(RENDERER.apply_chat_template(dialogue.messages, tools=tools, tokenize=False))
 
 
 def render_chunk(chunk: int) -> list[str]:
@@ -161,7 +168,7 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Corpus:
     backend = tokenizer.backend_tokenizer
     rows = [np.array(e.ids, np.int16) for e in backend.encode_batch(list(texts))]
     tokens = np.concatenate(rows)
-    said = mark_said(tokens, backend.encode(ASSISTANT).ids, tokenizer.eos_token_id)
+    said = mark_said(tokens, backend.encode(ASSISTANT).ids, token_id(tokenizer, END))
     return Corpus(tokens, said, np.cumsum([0, *map(len, rows)]))
 
 
@@ -207,8 +214,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             max_position_embeddings=1024,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=token_id(tokenizer, END),
+            pad_token_id=token_id(tokenizer, PAD),
             dtype=torch.float32,
         )
     )
@@ -222,7 +229,7 @@ def train(
     data: Iterator[list[tuple[Tensor, Tensor]]],
 ) -> float:
     """Cross-entropy on what the assistant said; returns the mean loss of the last steps."""
-    model.to(device).train()
+    nn.Module.to(model, device).train()
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05, fused=device == "cuda"
     )
@@ -296,7 +303,7 @@ def reply(
     conversations: list[list[Message]],
     sample: bool,
 ) -> list[str]:
-    texts = tokenizer.apply_chat_template(
+    texts: Any = tokenizer.apply_chat_template(
         conversations, tools=[CALCULATOR], tokenize=False, add_generation_prompt=True
     )
     batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
@@ -305,10 +312,10 @@ def reply(
         do_sample=sample,
         **({"top_k": 0} if sample else {}),
         max_new_tokens=64,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=token_id(tokenizer, END),
+        pad_token_id=token_id(tokenizer, PAD),
     )
-    output = model.generate(**batch, generation_config=config)
+    output = cast(Any, model).generate(**batch, generation_config=config)
     return tokenizer.batch_decode(
         output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
     )
@@ -400,7 +407,7 @@ def show(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        eos_token_id=token_id(tokenizer, END), pad_token_id=token_id(tokenizer, PAD)
     )
     model.cpu().float().save_pretrained(out)
     tokenizer.backend_tokenizer.no_padding()
@@ -430,7 +437,7 @@ def main() -> None:
     parser.add_argument("--tests", type=int, default=400, help="problems to evaluate on")
     parser.add_argument("--samples", type=int, default=4, help="samples of each")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--out", type=Path, default=Path("src/whet/tiny"))
+    parser.add_argument("--out", type=Path, default=Path("src/whet/demos/tiny"))
     args = parser.parse_args()
     gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = "cuda" if gpu else "cpu"
