@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 from load import cpu_s
 
-from whet.app.gateway_server import Gateway
+from whet.app.composition.gateway_server import Gateway
 from whet.config import GatewayConfig
 from whet.demos.problems import problems
 from whet.engines.remote.connect import connect_servers

@@ -79,7 +79,7 @@ FENCES: dict[str, set[str]] = {
 
 BANNED = {"unittest", "pickle", "marshal", "shelve", "requests"}
 BANNED_CALLS = {"eval", "exec", "print", "breakpoint", "__import__"}
-MAX_FILE, MAX_FUNCTION = 500, 60
+MAX_FILE, MAX_FUNCTION, MAX_ENTRIES = 500, 60, 16
 
 
 class Import(NamedTuple):

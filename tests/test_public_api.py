@@ -40,7 +40,7 @@ SIGNATURES = {
     "float | collections.abc.Awaitable[float]] | None = None, max_turns: int = 10, "
     "concurrency: int | None = None, patience_s: float = 60.0) -> None",
     "StepRecord": None,
-    "Trainer": "(*, algorithm: whet.protocols.Algorithm | whet.app.driver.Driver | "
+    "Trainer": "(*, algorithm: whet.protocols.Algorithm | whet.app.composition.driver.Driver | "
     "dict[str, JsonValue] | str | None = None, tracer: str | None = None, "
     "n_workers: int | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
@@ -49,7 +49,8 @@ SIGNATURES = {
     "Trajectory": None,
     "WhetError": None,
     "add_calls_from_spans": None,
-    "algorithm": "(function: collections.abc.Callable[..., typing.Any]) -> whet.app.driver.Driver",
+    "algorithm": "(function: collections.abc.Callable[..., typing.Any]) -> "
+    "whet.app.composition.driver.Driver",
     "build_algorithm": "(config: whet.config.run.RunConfig, *, "
     "teacher: whet.protocols.Scorer | None = None) -> whet.protocols.Algorithm",
     "command": "(arguments: collections.abc.Sequence[str], *, "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from whet.algorithms import build_algorithm
-    from whet.app.driver import algorithm
+    from whet.app.composition.driver import algorithm
     from whet.app.evaluation.evaluate import Evaluation, evaluate
     from whet.app.experiment import Result
     from whet.app.inputs import plan_rollouts
@@ -80,7 +80,7 @@ _HOME = {
     "Trajectory": "whet.types",
     "WhetError": "whet.errors",
     "add_calls_from_spans": "whet.io.genai_spans",
-    "algorithm": "whet.app.driver",
+    "algorithm": "whet.app.composition.driver",
     "build_algorithm": "whet.algorithms",
     "command": "whet.runners.executors.command",
     "dpo": "whet.app.supervised.tuning",

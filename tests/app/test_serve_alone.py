@@ -9,7 +9,7 @@ import pytest
 
 import whet
 from whet.app.cli.main import main
-from whet.app.run import serve_alone
+from whet.app.composition.run import serve_alone
 from whet.config import RunConfig
 from whet.errors import ConfigError
 

@@ -11,8 +11,8 @@ from sdks.environments import python_of
 from sdks.recipes import EXAMPLES, HERE
 from sdks.trial import PATIENCE_S, RUN, TOKEN, Runner, at_work
 from whet.algorithms.grpo import GRPO
-from whet.app.gateway_server import serve_gateway
-from whet.app.samplers import local_sampler
+from whet.app.composition.gateway_server import serve_gateway
+from whet.app.composition.samplers import local_sampler
 from whet.config import LocalTrainerConfig, resolve
 from whet.demos.problems import problems
 from whet.engines.scorer import LocalScorer

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from support.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
 from support.tiny_llama import nudge, plain_logprobs
-from whet.app.gateway_server import Gateway
+from whet.app.composition.gateway_server import Gateway
 from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, SYSTEM, problems, use_tool
 from whet.engines.remote.connect import connect_servers

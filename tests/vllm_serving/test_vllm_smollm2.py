@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from support.real_vllm import NEEDS_VLLM, Launch
-from whet.app.gateway_server import Gateway
+from whet.app.composition.gateway_server import Gateway
 from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import problems
 from whet.engines.remote.connect import connect_servers

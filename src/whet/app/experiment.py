@@ -13,11 +13,11 @@ from anyio import CancelScope, to_thread
 from pydantic import JsonValue
 
 from whet.app.cli.display import Display
+from whet.app.composition.run import Run
 from whet.app.evaluation.comparison import Comparison, compare
 from whet.app.evaluation.statistics import Interval, Scores, complete_tasks, measures
 from whet.app.evaluation.trials import ended_rollouts, plan_trials, read_scores, run_trials
 from whet.app.inputs import check_held_out, plan_rollouts
-from whet.app.run import Run
 from whet.app.run_folder import RunFolder
 from whet.config import EvaluationConfig, changed_keys
 from whet.errors import ConfigError

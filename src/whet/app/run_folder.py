@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import JsonValue, ValidationError
 
-from whet.app.distributed import DATABASE, STORE_VARIABLE
+from whet.app.composition.distributed import DATABASE, STORE_VARIABLE
 from whet.app.inputs import TaskMix
 from whet.config import UNIONS, RunConfig, explain, merge, resolve
 from whet.errors import ConfigError

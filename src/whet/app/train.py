@@ -11,7 +11,13 @@ from rich.console import Console
 from whet.algorithms import check_algorithm, is_custom
 from whet.app.cli.display import ConsoleDisplay, Display, print_next, print_start
 from whet.app.cli.report import draw_picture, print_report
-from whet.app.distributed import STORE_VARIABLE, connect_store, find_store, watch_workers
+from whet.app.composition.distributed import (
+    STORE_VARIABLE,
+    connect_store,
+    find_store,
+    watch_workers,
+)
+from whet.app.composition.run import algorithm_name, check_credit, load_algorithm, open_run
 from whet.app.evaluation.models import resolve_start
 from whet.app.experiment import Result, run_experiment
 from whet.app.inputs import (
@@ -25,7 +31,6 @@ from whet.app.inputs import (
     parse_resources,
     plan_rollouts,
 )
-from whet.app.run import algorithm_name, check_credit, load_algorithm, open_run
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, SupervisedConfig, merge, resolve
 from whet.errors import ConfigError, RunFailed

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.driver import Driver
+from whet.app.composition.driver import Driver
 from whet.app.inputs import AgentContext, ResourceValues, Tasks, parse_resources
 from whet.app.inspection.dry_run import DryRun, dry_run
 from whet.app.train import train

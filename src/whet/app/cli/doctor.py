@@ -15,7 +15,7 @@ import anyio
 from pydantic import JsonValue
 
 from whet.app.cli.flags import CommandParser
-from whet.app.distributed import STORE_VARIABLE
+from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.inspection.exactness import exactness_report
 from whet.app.inspection.traffic import traffic_report
 from whet.app.run_folder import RunFolder

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
-from whet.app.distributed import DEFAULT_STORE, STORE_VARIABLE
+from whet.app.composition.distributed import DEFAULT_STORE, STORE_VARIABLE
 from whet.config import RunConfig
 from whet.errors import ConfigError, MissingExtra, boundary
 from whet.runners.agent import Agent, check_agent

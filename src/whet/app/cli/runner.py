@@ -13,7 +13,7 @@ import anyio
 from anyio import create_task_group
 
 from whet.app.cli.flags import CommandParser, add_agent_flags, add_store_flags, load_agent
-from whet.app.distributed import (
+from whet.app.composition.distributed import (
     StoreAddress,
     connect_store,
     find_store,

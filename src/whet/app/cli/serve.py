@@ -13,16 +13,16 @@ import anyio
 
 from whet.app.cli.config_flags import add_config_flags, config_values
 from whet.app.cli.flags import CommandParser, add_store_flags
-from whet.app.distributed import (
+from whet.app.composition.distributed import (
     StoreAddress,
     connect_store,
     find_store,
     print_line,
     raise_file_limit,
 )
-from whet.app.gateway_server import serve_published
-from whet.app.samplers import open_sampler
-from whet.app.weight_sync import PublishedPolicy, read_policy
+from whet.app.composition.gateway_server import serve_published
+from whet.app.composition.samplers import open_sampler
+from whet.app.composition.weight_sync import PublishedPolicy, read_policy
 from whet.config import RunConfig, resolve
 from whet.errors import NotFound
 from whet.io.process import follow_supervisor, stoppable
@@ -80,7 +80,7 @@ async def _serve(args: Arguments, config: RunConfig) -> None:
 
 
 async def _serve_alone(args: Arguments, config: RunConfig) -> None:
-    from whet.app.run import serve_alone  # noqa: PLC0415 - imports torch
+    from whet.app.composition.run import serve_alone  # noqa: PLC0415 - imports torch
 
     async with stoppable() as stop:
         with stop.cancel_on_request():

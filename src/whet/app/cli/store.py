@@ -9,7 +9,13 @@ from pathlib import Path
 from anyio import to_thread
 
 from whet.app.cli.flags import CommandParser, add_dir_flag, add_run_flag
-from whet.app.distributed import DATABASE, PORT, find_store, print_line, raise_file_limit
+from whet.app.composition.distributed import (
+    DATABASE,
+    PORT,
+    find_store,
+    print_line,
+    raise_file_limit,
+)
 from whet.errors import ConfigError, StoreError
 from whet.gateway import auth
 from whet.io.process import follow_supervisor, stoppable

@@ -8,7 +8,7 @@ import anyio
 
 from whet.app.cli.config_flags import add_config_flags, config_values
 from whet.app.cli.flags import CommandParser
-from whet.app.distributed import print_line, raise_file_limit
+from whet.app.composition.distributed import print_line, raise_file_limit
 from whet.config import RunConfig, resolve
 from whet.errors import ConfigError, requires_extra
 from whet.io.process import follow_supervisor, stoppable

@@ -22,8 +22,8 @@ from whet.app.cli.flags import (
     has_agent,
     load_agent,
 )
-from whet.app.distributed import STORE_VARIABLE
-from whet.app.driver import Driver
+from whet.app.composition.distributed import STORE_VARIABLE
+from whet.app.composition.driver import Driver
 from whet.app.inputs import check_held_out, load_tasks
 from whet.app.run_folder import RunFolder
 from whet.config import resolve

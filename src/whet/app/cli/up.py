@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
 from whet.app.cli.flags import CommandParser, add_agent_flags, add_tasks_flags, agent_arguments
-from whet.app.distributed import print_line
+from whet.app.composition.distributed import print_line
 from whet.config import RunConfig, merge, resolve
 from whet.errors import ConfigError
 from whet.io.process import SUPERVISED, RestartBackoff, find_free_port, stoppable

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.app.cli.display import ConsoleDisplay, Display
+from whet.app.composition.gateway_server import Gateway, run_agents
 from whet.app.evaluation.comparison import (
     Comparison,
     compare,
@@ -31,7 +32,6 @@ from whet.app.evaluation.trials import (
     read_scores,
     run_trials,
 )
-from whet.app.gateway_server import Gateway, run_agents
 from whet.app.inputs import Tasks, load_tasks
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, resolve
@@ -259,7 +259,7 @@ async def _serve(
     if isinstance(model, LocalModel):
         place = folder.path / "serve" / model.name
         with requires_extra("a model on this machine", "local"):
-            from whet.app.run import serve_model  # noqa: PLC0415 - imports torch
+            from whet.app.composition.run import serve_model  # noqa: PLC0415 - imports torch
         async with serve_model(model, config, store, secret, place) as gateway:
             yield gateway
         return

@@ -7,9 +7,9 @@ from pathlib import Path
 from pydantic import JsonValue
 from rich.console import Console
 
+from whet.app.composition.run import open_run
 from whet.app.inputs import NO_CONTEXT, AgentContext, Tasks, load_tasks, plan_rollouts
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt, read_attempt
-from whet.app.run import open_run
 from whet.app.run_folder import RunFolder
 from whet.app.train import prepare_run
 from whet.errors import ConfigError

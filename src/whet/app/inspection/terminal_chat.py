@@ -39,7 +39,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
 async def _chat(args: argparse.Namespace, config: RunConfig) -> None:
     with requires_extra("`whet chat`", "local"):
-        from whet.app.run import serve_alone  # noqa: PLC0415 - imports torch
+        from whet.app.composition.run import serve_alone  # noqa: PLC0415 - imports torch
     messages = [{"role": "system", "content": args.system}] if args.system else []
     is_terminal = sys.stdin.isatty()
     async with serve_alone(args.model, config, _note) as served:

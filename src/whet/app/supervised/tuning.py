@@ -14,10 +14,10 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.progress import Progress
 
+from whet.app.composition.run import open_trainer, read_vocabulary
+from whet.app.composition.samplers import build_renderer
 from whet.app.experiment import open_trackers
-from whet.app.run import open_trainer, read_vocabulary
 from whet.app.run_folder import RunFolder, list_leaves
-from whet.app.samplers import build_renderer
 from whet.app.supervised.best_rollouts import read_best, read_pairs
 from whet.app.supervised.cli import KEYS
 from whet.app.supervised.dialogues import Dialogues, imitate, load_dialogues, load_pairs, prefer

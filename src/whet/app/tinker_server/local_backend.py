@@ -15,7 +15,7 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from whet.app.samplers import sampler_threads
+from whet.app.composition.samplers import sampler_threads
 from whet.app.tinker_server.backend import (
     BaseModelInfo,
     Example,

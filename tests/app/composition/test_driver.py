@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import whet
-from whet.app.driver import Driver
+from whet.app.composition.driver import Driver
 from whet.errors import ConfigError
 from whet.types import Endpoint
 

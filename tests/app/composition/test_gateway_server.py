@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 import whet
-from whet.app.gateway_server import ADDRESS_FILE, address_file
+from whet.app.composition.gateway_server import ADDRESS_FILE, address_file
 from whet.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from anyio import create_task_group
 
 from whet.algorithms import is_custom
 from whet.algorithms.returns import check_is_read
-from whet.app.samplers import Sampler
-from whet.app.weight_sync import PolicyFollower, PublishedPolicy
+from whet.app.composition.samplers import Sampler
+from whet.app.composition.weight_sync import PolicyFollower, PublishedPolicy
 from whet.config import AlgorithmConfig, RunConfig, RunnerConfig
 from whet.errors import ConfigError, RequestError
 from whet.gateway import auth

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import to_thread
 
+from whet.app.composition.weight_sync import EngineWeights, PublishedPolicy, describe_policy
 from whet.app.evaluation.models import LocalModel
-from whet.app.weight_sync import EngineWeights, PublishedPolicy, describe_policy
 from whet.config import LocalEngineConfig, RunConfig
 from whet.errors import ConfigError, EngineError, requires_extra
 from whet.gateway.templates.chat_template import ChatTemplate

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
-from whet.app.distributed import (
+from whet.app.composition.distributed import (
     STORE_VARIABLE,
     StoreAddress,
     connect_store,
@@ -144,7 +144,7 @@ async def _run(
     console: "Console",
     store_url: str | None,
 ) -> Any:
-    from whet.app.run import open_run  # noqa: PLC0415 - imports torch
+    from whet.app.composition.run import open_run  # noqa: PLC0415 - imports torch
 
     note = partial(console.print, highlight=False)
 
@@ -179,13 +179,13 @@ async def _run(
 
 
 async def _announce(store: Store, folder: "RunFolder") -> None:
-    from whet.app.weight_sync import announce_model  # noqa: PLC0415 - only if needed
+    from whet.app.composition.weight_sync import announce_model  # noqa: PLC0415 - only if needed
 
     await announce_model(store, folder.config())
 
 
 async def _find_gateway(store: Store, address: StoreAddress) -> Endpoint:
-    from whet.app.gateway_server import Gateway  # noqa: PLC0415 - only if needed
+    from whet.app.composition.gateway_server import Gateway  # noqa: PLC0415 - only if needed
     from whet.gateway import auth  # noqa: PLC0415
     from whet.runners.endpoints import RemoteEndpoints  # noqa: PLC0415
 

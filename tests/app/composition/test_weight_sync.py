@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from support.records import step
-from whet.app.samplers import LocalWeights
-from whet.app.weight_sync import (
+from whet.app.composition.samplers import LocalWeights
+from whet.app.composition.weight_sync import (
     PolicyFollower,
     PublishedPolicy,
     PublishingTrainer,

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Literal, cast
 from pydantic import JsonValue
 
 from whet.algorithms import DISTILLATION, build_algorithm, is_custom
-from whet.app.evaluation.models import LocalModel, find_run, read_models
-from whet.app.gateway_server import Gateway, run_agents, serve_gateway, serve_published
-from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
-from whet.app.run_folder import RunFolder
-from whet.app.samplers import (
+from whet.app.composition.gateway_server import Gateway, run_agents, serve_gateway, serve_published
+from whet.app.composition.samplers import (
     local_sampler,
     open_model_sampler,
     open_sampler,
     tinker_sampler,
 )
-from whet.app.weight_sync import PublishingTrainer, TrainerLease, read_policy
+from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease, read_policy
+from whet.app.evaluation.models import LocalModel, find_run, read_models
+from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
+from whet.app.run_folder import RunFolder
 from whet.config import LocalTrainerConfig, RunConfig, TinkerConfig
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError, boundary, requires_extra

@@ -1,0 +1,1 @@
+"""A run put together from its parts: stores, engines, gateways, trainers and drivers."""
