@@ -187,6 +187,12 @@ def test_a_file_fits_in_500_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_FILE
 
 
+def test_a_folder_has_at_most_16_entries() -> None:
+    for folder in {path.parent for path in FILES}:
+        entries = [e.name for e in folder.iterdir() if not e.name.startswith(("__", "py.typed"))]
+        assert len(entries) <= MAX_ENTRIES, f"{named(folder)}: {sorted(entries)}"
+
+
 @each_file
 def test_a_function_fits_on_a_screen(path: Path) -> None:
     long = {
