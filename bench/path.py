@@ -29,7 +29,7 @@ import path_agents
 
 import whet
 from whet.algorithms import build_algorithm
-from whet.app import run as composition
+from whet.app.composition import run as composition
 from whet.app.composition.samplers import LocalWeights, Sampler, build_renderer
 from whet.config import resolve
 from whet.demos.problems import problems

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sdks.recipes import ROOT
 from whet.algorithms.grpo import GRPO
-from whet.app import gateway_server
+from whet.app.composition import gateway_server
 from whet.app.composition.samplers import local_sampler
 from whet.app.inputs import plan_rollouts
 from whet.config import LocalTrainerConfig, RunConfig, resolve
