@@ -8,7 +8,7 @@ READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm test-cookbook check fix docs bench clean
+.PHONY: help demo test test-slow test-vllm test-cookbook test-agents check fix docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,6 +45,20 @@ test-cookbook: $(READY) ## run recipes of tinker-cookbook against the Tinker ser
 	.cookbook/bin/pip install --quiet 'tinker-cookbook[math-rl]==0.5.8' tinker==0.36.0
 	@touch $@
 
+test-agents: $(READY) ## run coding agents against the gateway; WHET_CODING_AGENTS names the folder of their programs
+	@test -n "$$WHET_CODING_AGENTS" || $(MAKE) --no-print-directory .coding-agents/.installed
+	WHET_CODING_AGENTS=$${WHET_CODING_AGENTS:-.coding-agents} $(BIN)/python -m pytest tests/coding_agents -m slow $(ARGS)
+
+# npm runs no install scripts by itself; these two put the program for this machine in its place.
+.coding-agents/.installed:
+	$(PYTHON) -m venv .coding-agents
+	.coding-agents/bin/pip install --quiet mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
+	cd .coding-agents && npm install --prefix . --no-audit --no-fund --ignore-scripts \
+		@anthropic-ai/claude-code@2.1.326 @openai/codex@0.169.0 opencode-ai@1.18.33
+	cd .coding-agents/node_modules/@anthropic-ai/claude-code && node install.cjs
+	cd .coding-agents/node_modules/opencode-ai && node postinstall.mjs
+	@touch $@
+
 check: $(READY) ## lint, format, spelling and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,7 +76,7 @@ bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
-	rm -rf .venv .vllm .cookbook .sdks build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm .cookbook .coding-agents .sdks build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py

@@ -19,7 +19,7 @@ from whet.errors import PromptTooLong
 from whet.gateway.dialects.openai import omit_tool
 from whet.gateway.messages import OMITTED_IMAGE
 from whet.runners.executors.remote import build_environment
-from whet.types import Endpoint
+from whet.types import Endpoint, Fork
 
 pytestmark = pytest.mark.anyio
 
@@ -78,6 +78,24 @@ async def test_an_image_in_a_tool_result_is_named_in_the_prompt(new_gateway: New
     codex: Json = {"model": "policy", "input": [HI, made, output], "tools": [FLAT_TOOL]}
     await gateway.post(RESPONSES, codex)
     assert all(OMITTED_IMAGE in gateway.text(p) for p in gateway.engine.prompts[1:])
+
+
+@pytest.mark.parametrize(("precise", "fork"), [(False, None), (True, Fork.EDITED_HISTORY)])
+async def test_arguments_that_a_client_fills_in_are_no_edit_if_they_are_defaults(
+    new_gateway: NewGateway, precise: bool, fork: Fork | None
+) -> None:
+    gateway = await new_gateway(CALLING, "five")
+    properties = {"expression": {"type": "string"}, "precise": {"default": False}}
+    tool = CLAUDE_TOOL | {"input_schema": {"type": "object", "properties": properties}}
+    body: Json = {"model": "policy", "max_tokens": 99, "tools": [tool]}
+    [use] = (await gateway.post(MESSAGES, body | {"messages": [HI]}))["content"]
+    echo = use | {"input": {"precise": precise, **use["input"]}}
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "5"}
+    turns = [{"role": "assistant", "content": [echo]}, {"role": "user", "content": [result]}]
+    await gateway.post(MESSAGES, body | {"messages": [HI, *turns]})
+    first, second = await gateway.calls()
+    assert second.origin.fork == fork
+    assert (second.parent == first.generation_id(0)) == (fork is None)
 
 
 async def test_a_full_context_is_reported_in_the_words_that_clients_look_for(

@@ -9,7 +9,10 @@ parallel calls and several choices are branches, found by the same walk.
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from whet.gateway.messages import Message, all_same
+from pydantic import JsonValue
+
+from whet.gateway.echoes import restore_calls
+from whet.gateway.messages import Message, ToolCall, all_same
 from whet.types import Call, CallId, Fork, Generation, GenerationId
 
 TEXT = "text"
@@ -58,8 +61,7 @@ class Graph:
         """Calls that their agent deleted: no longer shown, still recorded."""
         self.texts: dict[CallId, str] = {}
         """Prompts of calls that were not continued yet, as their template writes them."""
-        self._model_ids: dict[str, str] = {}
-        """Ids of tool calls as the model wrote them, by ours."""
+        self._sampled_calls: dict[str, ToolCall] = {}
         self._turns: dict[GenerationId, Turn] = {}
         self._after: dict[GenerationId | None, list[Turn]] = {}
         self._index = _Index()
@@ -92,26 +94,17 @@ class Graph:
         for index, generation in enumerate(call.generations):
             self.size += len(generation.tokens)
             message = answers[index]
-            self._model_ids |= {c.id: c.model_id for c in message.tool_calls if c.model_id}
+            self._sampled_calls |= {call.id: call for call in message.tool_calls}
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)
             self._index.add(turn)
 
-    def restore_ids(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Add the ids that the model wrote to tool calls that are sent back with ours."""
-        if not self._model_ids:
-            return tuple(messages)
-        return tuple(
-            m._replace(
-                tool_calls=tuple(
-                    c._replace(model_id=self._model_ids.get(c.id, "")) for c in m.tool_calls
-                )
-            )
-            if m.tool_calls
-            else m
-            for m in messages
-        )
+    def restore_calls(
+        self, messages: Sequence[Message], tools: Sequence[JsonValue]
+    ) -> tuple[Message, ...]:
+        """Replace tool calls that mean the same as sampled ones by these."""
+        return restore_calls(self._sampled_calls, messages, tools)
 
     def find(self, root: str, messages: Sequence[Message]) -> Found:
         """Find the deepest turn that `messages` continue, under the same root."""

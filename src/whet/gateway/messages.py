@@ -61,6 +61,8 @@ class Message(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
+    name: str = ""
+    """Name of the speaker, or of the tool of a result, if the client sends one."""
 
     def same_as(self, echo: "Message") -> bool:
         """Return whether `echo` is this message, sent back by an SDK."""
@@ -79,7 +81,7 @@ class Message(NamedTuple):
         dropped = dropped or (echo.content == BLANK and not self.content.strip())
         reasoned = not echo.reasoning or self.reasoning.strip() == echo.reasoning.strip()
         if self.role != "assistant":
-            return reasoned and self.content == echo.content
+            return reasoned and (self.content, self.name) == (echo.content, echo.name)
         return reasoned and (dropped or self.content.strip() == echo.content.strip())
 
     def lost_in(self, echo: "Message") -> bool:
@@ -95,6 +97,8 @@ class Message(NamedTuple):
             value["tool_call_id"] = self.tool_call_id
         if self.reasoning:
             value["reasoning"] = self.reasoning
+        if self.name:
+            value["name"] = self.name
         return value
 
     @classmethod
@@ -110,6 +114,7 @@ class Message(NamedTuple):
             ),
             texts.get("tool_call_id", ""),
             texts.get("reasoning", ""),
+            texts.get("name", ""),
         )
 
     def for_template(self) -> dict[str, JsonValue]:
@@ -121,6 +126,8 @@ class Message(NamedTuple):
             value["tool_call_id"] = self.tool_call_id
         if self.reasoning:
             value["reasoning_content"] = self.reasoning
+        if self.name:
+            value["name"] = self.name
         return value
 
 

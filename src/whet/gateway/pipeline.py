@@ -137,6 +137,7 @@ class CallPipeline:
                 request=source.request,
                 fork=fork,
                 lossy=place.lossy or any(OMITTED_IMAGE in m.content for m in place.messages),
+                omitted=self.renderer.find_omissions(place.messages, request.messages),
                 shown={**request.shown, **text},
             ),
             created=created,
@@ -271,7 +272,8 @@ class CallPipeline:
             turn = graph.find_tokens(request.raw)
             ids = request.raw[len(graph.tokens(turn)) :]
             return _Placement(turn, raw=ids), RenderedPrompt("", ids)
-        request = request._replace(messages=graph.restore_ids(request.messages))
+        messages = graph.restore_calls(request.messages, request.tools)
+        request = request._replace(messages=messages)
         found = graph.find(root, request.messages)
         place = _Placement(found.turn, found.rest, graph.fork(found, root), lossy=found.lossy)
         key = (root, request.messages)

@@ -114,6 +114,18 @@ class Fork(StrEnum):
     """The template cannot continue this turn: the prompt is rendered from the beginning."""
 
 
+class Omission(StrEnum):
+    """A part of requests that a chat template leaves out of the prompt."""
+
+    SYSTEM = "system message"
+    LATE_SYSTEM = "late system message"
+    USER = "user message before another"
+    CALL_TEXT = "text beside a tool call"
+    SECOND_CALL = "second tool call of a turn"
+    LONE_RESULT = "tool result without its call"
+    NAME = "name of a message"
+
+
 class Origin(Value):
     """Source of a call: wire format, agent, request digest, and how its prompt was built."""
 
@@ -131,6 +143,8 @@ class Origin(Value):
     lossy: bool = False
     """An echoed turn lacked its text or thinking, whose sampled tokens are kept in the prompt; or a
     tool result had an image, which the prompt lacks."""
+    omitted: tuple[Omission, ...] = ()
+    """What the chat template leaves out of the request's own messages."""
     shown: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Fields that the wire format needs to return the call again."""
 

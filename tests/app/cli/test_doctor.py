@@ -7,7 +7,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from whet.app.cli.doctor import run_doctor, template_report
+from support.real_templates import template_of, trl_templates
+from whet.app.cli.doctor import check_template, run_doctor
 from whet.app.cli.main import build_parser
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
@@ -28,7 +29,7 @@ def args_of(*, as_json: bool = False, **named: str) -> argparse.Namespace:
 
 
 def test_a_model_gets_its_verdict() -> None:
-    verdict = template_report(TINY)
+    verdict = check_template(TINY)
     assert verdict["mode"] == "merged"
     assert verdict["causes"] == []
     assert verdict["tools"] is True
@@ -49,9 +50,31 @@ def test_a_template_file_gets_its_verdict_as_json(
 def test_a_reader_gets_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_doctor(args_of(model="tiny")) == 0
     out = capsys.readouterr().out
-    assert "mode            merged in 18 of 18 kinds of conversations" in out
-    assert "tools           yes" in out
-    assert "two turns" in out
+    assert "conversations     merged: 18 of 18 kinds train as one row" in out
+    assert "tools             calls are read in the format 'hermes'" in out
+    assert "thinking          none" in out
+    assert "left out          name of a message; calls are marked" in out
+    assert "two turns; system message" in out
+
+
+QWEN = trl_templates()["qwen3"]
+
+
+def test_a_cause_has_the_line_of_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "thinking.jinja"
+    file.write_text(QWEN)
+    tokenizer = tmp_path / "model"
+    template_of(tokenizer, "qwen3", QWEN)
+    assert run_doctor(args_of(template=str(file), tokenizer=str(tokenizer))) == 0
+    out = capsys.readouterr().out
+    assert "conversations     merged: 19 of 23 kinds train as one row" in out
+    assert "thinking          read in the format 'think' and read back" in out
+    forks = out.partition("A new row")[2]
+    number = 1 + next(i for i, line in enumerate(QWEN.splitlines()) if "'\\n<think>\\n'" in line)
+    assert "the turn's own thinking is left out" in forks
+    assert f"line {number}: {{{{- '<|im_start|>' + message.role" in forks
 
 
 def test_tools_in_an_unknown_format_are_named(
@@ -60,7 +83,7 @@ def test_tools_in_an_unknown_format_are_named(
     file = tmp_path / "unknown.jinja"
     file.write_text("{{ tools | tojson if tools }}" + COUNTING)
     assert run_doctor(args_of(template=str(file), tokenizer=str(TINY))) == 0
-    assert "requests with tools: calls in this format cannot be read" in capsys.readouterr().out
+    assert "refused: calls in this format" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

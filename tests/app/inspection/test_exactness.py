@@ -19,6 +19,7 @@ from whet.types import (
     Generation,
     GenerationId,
     Mode,
+    Omission,
     Origin,
     Outcome,
     Rollout,
@@ -78,7 +79,7 @@ TWO_TURNS = [
         [4],
         [12, 13, 14],
         parent="c1",
-        origin=Origin(agent="solver", lossy=True),
+        origin=Origin(agent="solver", lossy=True, omitted=(Omission.NAME,)),
     ),
 ]
 TITLE = call("c3", [], [5, 6], [15], origin=Origin(agent="title", fork=Fork.NEW_CONVERSATION))
@@ -130,6 +131,7 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
         "unproven": 1,
         "constrained": 1,
         "lossy_echoes": 1,
+        "omitted_by_template": {"name of a message": 1},
         "forks": {"new_conversation": 1},
         "left_out": {},
         "without_token_ids": {},

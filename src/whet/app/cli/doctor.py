@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import cast
 
 import anyio
 from pydantic import JsonValue
@@ -17,6 +16,7 @@ from pydantic import JsonValue
 from whet.app.cli.flags import CommandParser
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.inspection.exactness import exactness_report
+from whet.app.inspection.template_page import describe_template, template_report
 from whet.app.inspection.traffic import traffic_report
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
@@ -54,10 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.set_defaults(run=run_doctor)
 
 
-ROWS = ("mode", "close", "drops_thinking", "system", "tools", "parser", "reasoning")
-
-
-def template_report(
+def check_template(
     folder: Path, template: Path | None = None, *, keep_thinking: bool = False
 ) -> dict[str, JsonValue]:
     """Verify the chat template of a model folder, or another template with its tokenizer.
@@ -68,7 +65,7 @@ def template_report(
     if template is not None and not template.is_file():
         raise ConfigError(f"no template file at {str(template)!r}")
     source = None if template is None else template.read_text()
-    return Renderer(ChatTemplate(folder, source), keep_thinking=keep_thinking).report.to_json()
+    return template_report(Renderer(ChatTemplate(folder, source), keep_thinking=keep_thinking))
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -82,8 +79,8 @@ def run_doctor(args: argparse.Namespace) -> int:
         found = traffic_report(Path(args.traffic), ChatTemplate(_folder(args)))
         text = describe_counts(found)
     else:
-        found = template_report(_folder(args), Path(args.template) if args.template else None)
-        text = describe(found)
+        found = check_template(_folder(args), Path(args.template) if args.template else None)
+        text = describe_template(found)
     sys.stdout.write((json.dumps(found, ensure_ascii=False) if args.json else text) + "\n")
     return 0
 
@@ -118,24 +115,6 @@ def _number(value: JsonValue) -> str:
     return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
 
 
-def describe(report: dict[str, JsonValue]) -> str:
-    """Format the report on a chat template."""
-    lines = [f"{name.replace('_', ' '):<16}{_format(report[name])}" for name in ROWS]
-    causes = cast(list[str], report["causes"])
-    lines += [f"{'cause' if not i else '':<16}{cause}" for i, cause in enumerate(causes)]
-    probes = cast(dict[str, list[str] | dict[str, str]], report["probes"])
-    passed, total = len(probes["passed"]), sum(map(len, probes.values())) - len(probes["skipped"])
-    if not causes:
-        lines[0] += f" in {passed} of {total} kinds of conversations"
-    if report["tools"] and report["parser"] == "none":
-        lines.append(f"{'refused':<16}requests with tools: calls in this format cannot be read")
-    for kind, found in probes.items():
-        lines.append(f"{kind:<16}{len(found)}")
-        why = found if isinstance(found, dict) else dict.fromkeys(found, "")
-        lines += [f"  {name}{': ' if cause else ''}{cause}" for name, cause in why.items()]
-    return "\n".join(lines)
-
-
 def _folder(args: argparse.Namespace) -> Path:
     if args.template and not args.tokenizer:
         raise ConfigError("--template needs --tokenizer DIR")
@@ -147,7 +126,3 @@ def _folder(args: argparse.Namespace) -> Path:
             "--traffic FILE --model NAME"
         )
     return resolve_model(args.model)
-
-
-def _format(value: JsonValue) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)

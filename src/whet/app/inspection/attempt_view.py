@@ -104,6 +104,7 @@ def _call_json(call: Call) -> dict[str, JsonValue]:
         "agent": call.origin.agent,
         "tools": list(call.origin.tools),
         "fork": call.origin.fork.value if call.origin.fork else None,
+        "omitted": [omission.value for omission in call.origin.omitted],
         "prompt_tokens": call.prompt_length,
         "new_prompt_tokens": len(call.context),
         "messages": [dict(message) for message in call.messages],
@@ -182,6 +183,8 @@ def _call_line(number: int, call: Call) -> Text:
     )
     if call.origin.fork:
         line.append(f"  fork: {call.origin.fork.value}", "yellow")
+    if call.origin.omitted:
+        line.append(f"  left out: {', '.join(call.origin.omitted)}", "yellow")
     return line
 
 

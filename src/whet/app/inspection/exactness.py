@@ -33,6 +33,8 @@ class ExactnessCounts:
     unproven: int = 0
     constrained: int = 0
     lossy: int = 0
+    omitted: Counter[str] = field(default_factory=Counter[str])
+    """Calls with parts that the chat template leaves out, by part."""
     forks: Counter[str] = field(default_factory=Counter[str])
     left_out: Counter[str] = field(default_factory=Counter[str])
     """Generations that the selection excludes from training, by reason."""
@@ -61,6 +63,7 @@ class ExactnessCounts:
             self.stored_tokens += len(call.context) + sampled
             self.sampled_tokens += sampled
             self.lossy += call.origin.lossy
+            self.omitted.update(omission.value for omission in call.origin.omitted)
             if call.origin.fork:
                 self.forks[call.origin.fork.value] += 1
 
@@ -79,6 +82,7 @@ class ExactnessCounts:
             "unproven": self.unproven,
             "constrained": self.constrained,
             "lossy_echoes": self.lossy,
+            "omitted_by_template": dict(self.omitted),
             "forks": dict(self.forks),
             "left_out": dict(self.left_out),
             "without_token_ids": {

@@ -68,6 +68,7 @@ class ChatMessage(TypedDict, total=False):
     content: AnyJson
     tool_calls: list[_ToolCall] | None
     tool_call_id: str | None
+    name: str | None
     reasoning: AnyJson
     reasoning_content: AnyJson
 
@@ -89,6 +90,7 @@ def to_canonical(message: ChatMessage, index: int) -> Message:
         tuple([ToolCall(c.id, c.function.name, c.function.arguments) for c in calls]),
         message.get("tool_call_id") or "",
         thought if isinstance(thought, str) and role == "assistant" else "",
+        message.get("name") or "",
     )
 
 

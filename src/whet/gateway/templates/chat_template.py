@@ -10,7 +10,8 @@ the wrong format silently drops text, so a format is right if the text shows up 
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
@@ -173,6 +174,7 @@ class ChatTemplate:
         with boundary(ConfigError, "cannot read the chat template"):
             environment = _environment()
             self._templates = {n: environment.from_string(s) for n, s in sources.items()}
+        self._sources = sources
         self.source = "\n".join(sources.values())
         """The text of all templates; the output formats of the model are detected in it."""
         self.depends_on_time = "strftime_now" in self.source
@@ -213,6 +215,34 @@ class ChatTemplate:
             template_kwargs,
             now,
         )
+
+    def find_line(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[JsonValue],
+        offset: int,
+        *,
+        template_kwargs: Mapping[str, JsonValue] = NO_KWARGS,
+        now: float | None = None,
+    ) -> str:
+        """Return the line of the template that writes a character of the prompt, with its number.
+
+        Text that a macro writes is found at the line that calls the macro. "" if there is none.
+        """
+        arranged = self.arrange(messages)
+        name = self._choose(arranged, tools)
+        template = self._templates[name]
+        variables = self._build_variables(
+            self.message_format, arranged, tools, True, template_kwargs, now
+        )
+        pieces = cast(Generator[str], template.root_render_func(template.new_context(variables)))
+        end = 0
+        for piece in pieces:
+            end += len(piece)
+            if end > offset:
+                number = template.get_corresponding_lineno(pieces.gi_frame.f_lineno)
+                return f"line {number}: {self._sources[name].splitlines()[number - 1].strip()}"
+        return ""
 
     def arrange(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Place system messages where the template shows them, by the two rules above."""
@@ -262,9 +292,31 @@ class ChatTemplate:
         template_kwargs: Mapping[str, JsonValue] = NO_KWARGS,
         now: float | None = None,
     ) -> str:
+        template = self._templates[self._choose(messages, tools)]
+        variables = self._build_variables(
+            message_format, messages, tools, add_generation_prompt, template_kwargs, now
+        )
+        try:
+            return template.render(variables)
+        except (*TEMPLATE_ERRORS, RecursionError) as error:
+            raise RequestError(
+                f"the chat template refuses this conversation: {error}{_find_raising_line(error)}"
+            ) from error
+
+    def _choose(self, messages: Sequence[Message], tools: Sequence[JsonValue]) -> str:
         # Not by `tools` alone: agents leave them out of a last request about tool results.
         uses_tools = bool(tools) or any(m.tool_calls or m.role == "tool" for m in messages)
-        name = "tool_use" if uses_tools and "tool_use" in self._templates else "default"
+        return "tool_use" if uses_tools and "tool_use" in self._templates else "default"
+
+    def _build_variables(
+        self,
+        message_format: MessageFormat,
+        messages: Sequence[Message],
+        tools: Sequence[JsonValue],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, JsonValue],
+        now: float | None,
+    ) -> dict[str, object]:
         variables: dict[str, object] = {
             **self._special_texts,
             **template_kwargs,
@@ -276,10 +328,7 @@ class ChatTemplate:
         if self.depends_on_time:
             time = datetime.now() if now is None else datetime.fromtimestamp(now)
             variables["strftime_now"] = time.strftime
-        try:
-            return self._templates[name].render(variables)
-        except (*TEMPLATE_ERRORS, RecursionError) as error:
-            raise RequestError(f"the chat template refuses this conversation: {error}") from error
+        return variables
 
     def _detect_system_rules(self) -> tuple[bool, bool]:
         first, second = (Message("system", PROBE_TEXT + text) for text in ("1", "2"))
@@ -335,6 +384,13 @@ def _special_texts(config: dict[str, JsonValue]) -> dict[str, str]:
         name: str(token["content"]) if isinstance(token, dict) else str(token)
         for name, token in found.items()
     }
+
+
+def _find_raising_line(error: Exception) -> str:
+    """The place in the template where an error was raised, as an addition to its message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    return f" (line {lines[-1]} of the template)" if lines else ""
 
 
 class GenerationTag(Extension):

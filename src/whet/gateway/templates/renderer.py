@@ -18,6 +18,7 @@ from whet.gateway.messages import Message, ToolCall
 from whet.gateway.parsers.formats import NO_PARSER, choose_parser, choose_reasoning
 from whet.gateway.parsers.harmony import HarmonyParser
 from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.omissions import detect_omissions, find_omissions
 from whet.gateway.templates.suffix import (
     PLACEHOLDER,
     QUESTION,
@@ -28,7 +29,7 @@ from whet.gateway.templates.suffix import (
     find_continuation,
 )
 from whet.gateway.templates.verify import TemplateVerifier, build_report
-from whet.types import Fork
+from whet.types import Fork, Omission
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,9 @@ class Renderer:
         self.prompt_opens_thinking = self.reasoning.ends_open(prompt)
         """Whether a plain prompt ends inside a thinking block."""
         self._reads_calls = self._read_back(headers is not None)
+        self._left_out = detect_omissions(
+            template, renders_tools=self.renders_tools and self._renders_results
+        )
         verifier = TemplateVerifier(
             template,
             self._suffixes,
@@ -108,13 +112,24 @@ class Renderer:
             system=_describe_rules(template),
             parser=self.parser.format.name if self._reads_calls else "none",
             reasoning=self.parser.format.name if headers else self.reasoning.name,
+            left_out=self._left_out,
         )
+        self._warn()
+
+    def _warn(self) -> None:
+        """Log what will not work as a user may expect."""
         if self.renders_tools and not self._reads_calls:
             logger.warning("requests with tools are refused: %s", UNREADABLE)
         if self.report.mode == "per-call":
             logger.warning(
                 "the chat template cannot be continued turn by turn: one row per call causes=%s",
                 "; ".join(self.report.causes),
+            )
+        if serious := self._left_out - {Omission.NAME}:  # hardly any template shows names
+            logger.warning(
+                "the chat template leaves out parts of requests; calls that have some are marked "
+                "parts=%s",
+                ", ".join(sorted(serious)),
             )
 
     def render_full(
@@ -254,6 +269,12 @@ class Renderer:
             raise RequestError("the chat template does not end the assistant's turn here")
         prefix = "" if turn.tool_calls or text.endswith(end.prefix) else end.prefix
         return before, [*ids, *self.template.encode(prefix), end.token_id]
+
+    def find_omissions(
+        self, messages: Sequence[Message], request: Sequence[Message]
+    ) -> tuple[Omission, ...]:
+        """Return what the prompt lacks of a request, of which `messages` are rendered anew."""
+        return find_omissions(self._left_out, messages, request)
 
     def ends_in_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thinking block, so that the turn starts there."""

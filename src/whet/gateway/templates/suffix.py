@@ -144,18 +144,32 @@ class SuffixCutter:
 
         A turn whose calls the template hides has some text here, or it would not be rendered.
         """
-        if self.hides_calls:
-            messages = [
-                m._replace(content=m.content or PLACEHOLDER) if m.tool_calls else m
-                for m in messages
-            ]
         return self._template.render(
-            messages,
+            self._fill_turns(messages),
             tools,
             add_generation_prompt=True,
             template_kwargs=self._template_kwargs,
             now=now,
         )
+
+    def find_line(
+        self, messages: Sequence[Message], tools: Sequence[JsonValue], offset: int
+    ) -> str:
+        """Return the line of the template that writes a character of a render at time 0."""
+        return self._template.find_line(
+            self._fill_turns(messages),
+            tools,
+            offset,
+            template_kwargs=self._template_kwargs,
+            now=0.0,
+        )
+
+    def _fill_turns(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not self.hides_calls:
+            return messages
+        return [
+            m._replace(content=m.content or PLACEHOLDER) if m.tool_calls else m for m in messages
+        ]
 
     def cut(
         self, prompt: str, full: str, turn: Message, messages: Sequence[Message]

@@ -9,6 +9,7 @@ reaches across the start of the turn may differ, since it is partly the turn's o
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from pydantic import JsonValue
@@ -17,7 +18,7 @@ from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.suffix import QUESTION, TOOL, Mismatch, SuffixCutter
-from whet.types import Fork
+from whet.types import Fork, Omission
 
 Mode = Literal["merged", "per-call"]
 DropsThinking = Literal["never", "before_last_user", "always"]
@@ -93,6 +94,8 @@ class ProbeResult(NamedTuple):
 
     status: ProbeStatus
     cause: str = ""
+    line: str = ""
+    """The line of the template that writes the text at fault, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class TemplateReport:
     start a new row."""
     skipped: Mapping[str, str]
     """Probes that the template itself rejects, and why."""
+    lines: Mapping[str, str]
+    """Lines of the template that write the text at fault in probes."""
     close: str
     """The end-of-turn token of the assistant, or "" if there is none."""
     drops_thinking: DropsThinking
@@ -124,6 +129,8 @@ class TemplateReport:
     """Name of the tool-call format."""
     reasoning: str
     """Name of the thinking format."""
+    left_out: tuple[str, ...]
+    """Parts of requests that the template leaves out; calls that have some are marked."""
 
     def to_json(self) -> dict[str, JsonValue]:
         """Serialize for `whet doctor`."""
@@ -136,12 +143,14 @@ class TemplateReport:
                 "forks": dict(self.forks),
                 "skipped": dict(self.skipped),
             },
+            "lines": dict(self.lines),
             "close": self.close,
             "drops_thinking": self.drops_thinking,
             "tools": self.tools,
             "system": self.system,
             "parser": self.parser,
             "reasoning": self.reasoning,
+            "left_out": list(self.left_out),
         }
 
 
@@ -270,8 +279,16 @@ class TemplateVerifier:
         if isinstance(suffix, Mismatch):
             dropped = suffix.fork is Fork.THINKING_DROPPED
             status = ProbeStatus.DROPPED if dropped else ProbeStatus.FORKS
-            return ProbeResult(status, suffix.cause)
+            return ProbeResult(status, suffix.cause, self._find_line(probe, tools, prompt, full))
         return self._compare(prompt, full, suffix)
+
+    def _find_line(self, probe: Probe, tools: Sequence[JsonValue], prompt: str, full: str) -> str:
+        """Find the line that writes the text which changes after the turn, or else the turn."""
+        if full.startswith(prompt):
+            messages = [*probe.before, probe.turn, *probe.after]
+            return self._suffixes.find_line(messages, tools, len(prompt))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, full, strict=False))
+        return self._suffixes.find_line(probe.before, tools, len([*same]))
 
     def _compare(self, prompt: str, full: str, suffix: str) -> ProbeResult:
         """Compare stored prompt ids and suffix ids with the ids of a full render."""
@@ -299,6 +316,7 @@ def build_report(
     system: str,
     parser: str,
     reasoning: str,
+    left_out: frozenset[Omission],
 ) -> TemplateReport:
     """Decide from the results of all probes whether conversations are merged.
 
@@ -321,12 +339,14 @@ def build_report(
         failed=tuple(kind.value for kind in failed),
         forks={kind.value: results[kind].cause for kind in forks},
         skipped={kind.value: results[kind].cause for kind in by_status[ProbeStatus.SKIPPED]},
+        lines={kind.value: result.line for kind, result in results.items() if result.line},
         close=end_of_turn,
         drops_thinking=_find_dropped_thinking(results, closes_thinking=closes_thinking),
         tools=tools,
         system=system,
         parser=parser,
         reasoning=reasoning,
+        left_out=tuple(omission.value for omission in Omission if omission in left_out),
     )
 
 
