@@ -11,11 +11,12 @@ the wrong format silently drops text, so a format is right if the text shows up 
 import hashlib
 import json
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
+from types import GeneratorType
 from typing import Literal, NoReturn, cast
 
 from jinja2 import TemplateError, nodes
@@ -235,7 +236,8 @@ class ChatTemplate:
         variables = self._build_variables(
             self.message_format, arranged, tools, True, template_kwargs, now
         )
-        pieces = cast(Generator[str], template.root_render_func(template.new_context(variables)))
+        written = template.root_render_func(template.new_context(variables))
+        pieces = cast("GeneratorType[str, None, None]", written)
         end = 0
         for piece in pieces:
             end += len(piece)
