@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from whet.gateway.echoes import restore_calls
-from whet.gateway.messages import Message, ToolCall, all_same
+from whet.gateway.messages import Message, ToolCall, all_same, restore_calls
 from whet.types import Call, CallId, Fork, Generation, GenerationId
 
 TEXT = "text"

@@ -5,11 +5,14 @@ strings. Canonical messages of equal meaning are equal here; bytes are never com
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Literal, NamedTuple, cast
 
 from pydantic import JsonValue
 from pydantic_core import from_json, to_json
+
+from whet.types import Omission
 
 BLANK = "[blank text]"
 """Placeholder that Strands writes for a turn without text."""
@@ -143,6 +146,109 @@ def _call_for_template(call: ToolCall) -> dict[str, JsonValue]:
         "arguments": call.arguments if arguments is None else arguments,
     }
     return {"id": call.id, "type": "function", "function": function}
+
+
+# ------------------------------------------------------------------- echoed tool calls
+
+
+def restore_calls(
+    sampled: Mapping[str, ToolCall], messages: Sequence[Message], tools: Sequence[JsonValue]
+) -> tuple[Message, ...]:
+    """Replace tool calls that are sent back by the sampled ones, which are given by id.
+
+    They have the id that the model wrote, and not the arguments that a client fills in from the
+    defaults of the tool, as Claude Code does. A call that was edited stays as it is.
+    """
+    if not sampled:
+        return tuple(messages)
+    schemas = dict(_read_schema(tool) for tool in tools)
+    return tuple(
+        m._replace(tool_calls=tuple(_restore(c, sampled.get(c.id), schemas) for c in m.tool_calls))
+        if m.tool_calls
+        else m
+        for m in messages
+    )
+
+
+def _restore(
+    echo: ToolCall, sampled: ToolCall | None, schemas: Mapping[str, JsonValue]
+) -> ToolCall:
+    if sampled is None:
+        return echo
+    echo = echo._replace(model_id=sampled.model_id)
+    if echo.arguments == sampled.arguments or echo.name != sampled.name:
+        return echo
+    schema = schemas.get(echo.name)
+    same = equals_with_defaults(sampled.parsed(), echo.parsed(), schema)
+    return sampled if same else echo
+
+
+def _read_schema(tool: JsonValue) -> tuple[str, JsonValue]:
+    match tool:
+        case {"function": {"name": str(name), "parameters": schema}}:
+            return name, schema
+        case _:
+            return "", None
+
+
+def equals_with_defaults(mine: JsonValue, echo: JsonValue, schema: JsonValue) -> bool:
+    """Return whether `echo` is `mine` with nothing added but defaults of a JSON schema."""
+    match mine, echo, schema:
+        case dict(), dict(), {"properties": dict(properties)}:
+            return mine.keys() <= echo.keys() and all(
+                equals_with_defaults(mine[key], value, properties.get(key))
+                if key in mine
+                else _is_default(value, properties.get(key))
+                for key, value in echo.items()
+            )
+        case list(), list(), {"items": items}:
+            return len(mine) == len(echo) and all(
+                equals_with_defaults(m, e, items) for m, e in zip(mine, echo, strict=True)
+            )
+        case _:
+            return mine == echo
+
+
+def _is_default(value: JsonValue, schema: JsonValue) -> bool:
+    return isinstance(schema, dict) and "default" in schema and schema["default"] == value
+
+
+# ------------------------------------------------------------------- omissions
+
+
+def find_omissions(
+    left_out: frozenset[Omission], messages: Sequence[Message], request: Sequence[Message]
+) -> tuple[Omission, ...]:
+    """Return what a prompt lacks of a request, of which `messages` at its end are rendered anew."""
+    found = [omission for omission in Omission if omission in left_out]
+    found = [omission for omission in found if _occurs(omission, messages, request)]
+    # Sampled turns are served as they were sampled, without the name that an echo may have.
+    echoes = request[: len(request) - len(messages)]
+    if Omission.NAME not in found and any(m.name and m.role == "assistant" for m in echoes):
+        found.append(Omission.NAME)
+    return tuple(found)
+
+
+def _occurs(omission: Omission, messages: Sequence[Message], request: Sequence[Message]) -> bool:
+    roles = [message.role for message in messages]
+    begins = len(messages) == len(request)
+    leading = len([*takewhile(lambda role: role == "system", roles)]) if begins else 0
+    match omission:
+        case Omission.SYSTEM:
+            return leading > 0
+        case Omission.LATE_SYSTEM:
+            return "system" in roles[leading:]
+        case Omission.USER:
+            return ("user", "user") in pairwise(roles)
+        case Omission.CALL_TEXT:
+            return any(m.tool_calls and m.content.strip() for m in messages)
+        case Omission.SECOND_CALL:
+            return any(len(m.tool_calls) > 1 for m in messages)
+        case Omission.LONE_RESULT:
+            called = {call.id for message in request for call in message.tool_calls}
+            return any(m.role == "tool" and m.tool_call_id not in called for m in messages)
+        case Omission.NAME:
+            return any(m.name for m in messages)
 
 
 # ------------------------------------------------------------------- strict JSON

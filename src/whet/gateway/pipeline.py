@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from whet.errors import EngineError, LeaseLost, PromptTooLong
 from whet.gateway.graph import DELETED, TEXT, Graph, Turn
-from whet.gateway.messages import OMITTED_IMAGE, Message
+from whet.gateway.messages import OMITTED_IMAGE, Message, find_omissions
 from whet.gateway.requests import CompletedCall, ModelRequest, PreparedCall, RequestSource
 from whet.gateway.sessions import PromptCache, RetryTracker, Sessions
 from whet.gateway.templates.detokenize import decode_message
@@ -137,7 +137,7 @@ class CallPipeline:
                 request=source.request,
                 fork=fork,
                 lossy=place.lossy or any(OMITTED_IMAGE in m.content for m in place.messages),
-                omitted=self.renderer.find_omissions(place.messages, request.messages),
+                omitted=find_omissions(self.renderer.left_out, place.messages, request.messages),
                 shown={**request.shown, **text},
             ),
             created=created,

@@ -7,7 +7,7 @@ import pytest
 
 from support.real_templates import template_of, trl_templates
 from support.scripted_gateway import CHAT_TOOL, Gateway, Json, NewGateway
-from whet.gateway.messages import Message, ToolCall
+from whet.gateway.messages import Message, ToolCall, find_omissions
 from whet.gateway.templates.renderer import Renderer
 from whet.types import Omission
 
@@ -59,7 +59,7 @@ def test_system_messages_that_no_rule_can_save_are_marked(
     messages: list[Message], omitted: tuple[Omission, ...], tmp_path: Path
 ) -> None:
     renderer = Renderer(template_of(tmp_path, "own", NO_SYSTEM))
-    assert renderer.find_omissions(messages, messages) == omitted
+    assert find_omissions(renderer.left_out, messages, messages) == omitted
 
 
 def test_only_messages_that_are_rendered_anew_are_marked(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_only_messages_that_are_rendered_anew_are_marked(tmp_path: Path) -> None
     turn = Message("assistant", "Let me see.", (call,))
     result = Message("tool", "5", tool_call_id="call_1")
     request = [Message("user", "a"), turn, result]
-    assert renderer.find_omissions(request, request) == (Omission.CALL_TEXT,)
-    assert renderer.find_omissions([result], request) == ()
+    assert find_omissions(renderer.left_out, request, request) == (Omission.CALL_TEXT,)
+    assert find_omissions(renderer.left_out, [result], request) == ()
 
 
 def test_a_lone_result_and_a_second_call_are_marked(tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_a_lone_result_and_a_second_call_are_marked(tmp_path: Path) -> None:
     calls = tuple(ToolCall(f"call_{n}", "calculator", "{}") for n in (1, 2))
     turn = Message("assistant", "", calls)
     result = Message("tool", "5", tool_call_id="call_1")
-    assert gemma.find_omissions([result], [turn, result]) == ()
-    assert gemma.find_omissions([result], [result]) == (Omission.LONE_RESULT,)
+    assert find_omissions(gemma.left_out, [result], [turn, result]) == ()
+    assert find_omissions(gemma.left_out, [result], [result]) == (Omission.LONE_RESULT,)
     gptoss = Renderer(template_of(tmp_path / "oss", "gptoss", trl_templates()["gptoss"]))
-    assert gptoss.find_omissions([turn], [turn]) == (Omission.SECOND_CALL,)
+    assert find_omissions(gptoss.left_out, [turn], [turn]) == (Omission.SECOND_CALL,)
 
 
 @pytest.mark.anyio

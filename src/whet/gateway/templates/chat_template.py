@@ -241,7 +241,7 @@ class ChatTemplate:
         end = 0
         for piece in pieces:
             end += len(piece)
-            if end > offset:
+            if end > offset and pieces.gi_frame is not None:
                 number = template.get_corresponding_lineno(pieces.gi_frame.f_lineno)
                 return f"line {number}: {self._sources[name].splitlines()[number - 1].strip()}"
         return ""

@@ -18,7 +18,6 @@ from whet.gateway.messages import Message, ToolCall
 from whet.gateway.parsers.formats import NO_PARSER, choose_parser, choose_reasoning
 from whet.gateway.parsers.harmony import HarmonyParser
 from whet.gateway.templates.chat_template import ChatTemplate
-from whet.gateway.templates.omissions import detect_omissions, find_omissions
 from whet.gateway.templates.suffix import (
     PLACEHOLDER,
     QUESTION,
@@ -28,7 +27,7 @@ from whet.gateway.templates.suffix import (
     SuffixCutter,
     find_continuation,
 )
-from whet.gateway.templates.verify import TemplateVerifier, build_report
+from whet.gateway.templates.verify import TemplateVerifier, build_report, detect_omissions
 from whet.types import Fork, Omission
 
 logger = logging.getLogger(__name__)
@@ -94,9 +93,10 @@ class Renderer:
         self.prompt_opens_thinking = self.reasoning.ends_open(prompt)
         """Whether a plain prompt ends inside a thinking block."""
         self._reads_calls = self._read_back(headers is not None)
-        self._left_out = detect_omissions(
+        self.left_out = detect_omissions(
             template, renders_tools=self.renders_tools and self._renders_results
         )
+        """What the prompt lacks of requests that have it."""
         verifier = TemplateVerifier(
             template,
             self._suffixes,
@@ -112,7 +112,7 @@ class Renderer:
             system=_describe_rules(template),
             parser=self.parser.format.name if self._reads_calls else "none",
             reasoning=self.parser.format.name if headers else self.reasoning.name,
-            left_out=self._left_out,
+            left_out=self.left_out,
         )
         self._warn()
 
@@ -125,7 +125,7 @@ class Renderer:
                 "the chat template cannot be continued turn by turn: one row per call causes=%s",
                 "; ".join(self.report.causes),
             )
-        if serious := self._left_out - {Omission.NAME}:  # hardly any template shows names
+        if serious := self.left_out - {Omission.NAME}:  # hardly any template shows names
             logger.warning(
                 "the chat template leaves out parts of requests; calls that have some are marked "
                 "parts=%s",
@@ -269,12 +269,6 @@ class Renderer:
             raise RequestError("the chat template does not end the assistant's turn here")
         prefix = "" if turn.tool_calls or text.endswith(end.prefix) else end.prefix
         return before, [*ids, *self.template.encode(prefix), end.token_id]
-
-    def find_omissions(
-        self, messages: Sequence[Message], request: Sequence[Message]
-    ) -> tuple[Omission, ...]:
-        """Return what the prompt lacks of a request, of which `messages` are rendered anew."""
-        return find_omissions(self._left_out, messages, request)
 
     def ends_in_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thinking block, so that the turn starts there."""

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
-from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.chat_template import PROBE_TEXT, ChatTemplate
 from whet.gateway.templates.suffix import QUESTION, TOOL, Mismatch, SuffixCutter
 from whet.types import Fork, Omission
 
@@ -370,3 +370,52 @@ def _find_dropped_thinking(
     if ProbeStatus.DROPPED not in after_user:
         return "never"
     return "before_last_user" if in_tools is ProbeStatus.PASSED else "always"
+
+
+# ------------------------------------------------------------------- omissions
+
+PROBED = f"{PROBE_TEXT}1"
+"""Text that is looked for in the prompt."""
+PROBED_CALLS = tuple(
+    ToolCall(f"call_{number}", "calculator", f'{{"expression": "{text}"}}')
+    for number, text in ((1, "2 + 3"), (2, PROBED))
+)
+OMISSION_PROBES: Mapping[Omission, Sequence[Message]] = {
+    Omission.SYSTEM: [Message("system", PROBED), QUESTION],
+    Omission.LATE_SYSTEM: [
+        QUESTION,
+        Message("assistant", "5"),
+        Message("system", PROBED),
+        QUESTION,
+    ],
+    Omission.USER: [Message("user", PROBED), QUESTION],
+    Omission.CALL_TEXT: [QUESTION, Message("assistant", PROBED, PROBED_CALLS[:1]), RESULT],
+    Omission.SECOND_CALL: [
+        *(QUESTION, Message("assistant", "", PROBED_CALLS)),
+        *(RESULT, RESULT._replace(tool_call_id="call_2")),
+    ],
+    Omission.LONE_RESULT: [QUESTION, Message("tool", PROBED, tool_call_id="call_1")],
+    Omission.NAME: [QUESTION._replace(name=PROBED)],
+}
+
+
+def detect_omissions(template: ChatTemplate, *, renders_tools: bool) -> frozenset[Omission]:
+    """Find what the template leaves out; what it refuses is not left out."""
+    return frozenset(
+        omission
+        for omission, messages in OMISSION_PROBES.items()
+        if _leaves_out(template, messages, renders_tools=renders_tools)
+    )
+
+
+def _leaves_out(
+    template: ChatTemplate, messages: Sequence[Message], *, renders_tools: bool
+) -> bool:
+    uses_tools = any(m.tool_calls or m.role == "tool" for m in messages)
+    if uses_tools and not renders_tools:
+        return False  # such requests are refused
+    tools = (TOOL,) if uses_tools else ()
+    try:
+        return PROBED not in template.render(messages, tools, add_generation_prompt=True)
+    except RequestError:
+        return False
