@@ -59,11 +59,15 @@ def rewards(folder: Path, rollouts: int) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
-def test_an_agent_in_javascript_is_trained(tmp_path: Path) -> None:
-    node = EXAMPLES / "node_command"
-    told = ("train", "--tasks", str(node / "tasks.jsonl"), *SMALL, "--steps=1", "--json")
-    with start(tmp_path, *told, "--", "node", str(node / "agent.js")) as train:
+@pytest.mark.parametrize("command", ["node agent.js", "sh agent.sh"])
+def test_an_agent_in_another_language_is_trained(command: str, tmp_path: Path) -> None:
+    program, file = command.split()
+    for needed in {"node": ["node"], "sh": ["curl", "jq"]}[program]:
+        if shutil.which(needed) is None:
+            pytest.skip(f"needs {needed}")
+    folder = EXAMPLES / "any_command"
+    told = ("train", "--tasks", str(folder / "tasks.jsonl"), *SMALL, "--steps=1", "--json")
+    with start(tmp_path, *told, "--", program, str(folder / file)) as train:
         assert train.ends() == 0, train.said
     result = json.loads(train.lines[-1])
     assert (result["steps"], result["failed_rollouts"]) == (1, 0)
@@ -87,14 +91,16 @@ def test_a_service_is_killed_and_restarted_in_the_middle_of_a_run(
     port = free_port()
 
     def serve() -> subprocess.Popen[bytes]:
-        server = EXAMPLES / "http_agent" / "agent_server.py"
+        server = EXAMPLES / "agent_service" / "agent_server.py"
         return subprocess.Popen([str(python), str(server), str(port)], env={"PATH": "/usr/bin"})
 
-    tasks = EXAMPLES / "http_agent" / "tasks.jsonl"
+    monkeypatch.setenv("AGENT_URL", f"http://127.0.0.1:{port}/chat")
+    client = f"{EXAMPLES / 'agent_service' / 'agent_client.py'}:AgentClient"
+    tasks = EXAMPLES / "agent_service" / "tasks.jsonl"
     told = ("train", "--tasks", str(tasks), *SMALL, "--steps=4", "--group-size=4", "--json")
     service = serve()
     try:
-        with start(tmp_path, *told, "--service", f"http://127.0.0.1:{port}") as train:
+        with start(tmp_path, *told, "--service", client) as train:
             wait_for_calls(tmp_path, 6)
             service.send_signal(signal.SIGKILL)
             service.wait(30)

@@ -1,7 +1,7 @@
 // An agent in JavaScript: whet runs `node agent.js` once for each attempt.
 //
-//     whet train --tasks examples/node_command/tasks.jsonl --model tiny -- \
-//         node examples/node_command/agent.js
+//     whet train --tasks examples/any_command/tasks.jsonl --model tiny -- \
+//         node examples/any_command/agent.js
 //
 // Its task is in the file that WHET_TASK_FILE names, its model in the variables that
 // clients for OpenAI's API read, and its reward is the last line it prints.
