@@ -26,7 +26,7 @@ def main() -> None:
         adam={"lr": 1e-3},
         dir=args.dir,
         name=args.name,
-        trackers=args.track,
+        tracking={"names": ["jsonl", *args.track]},
     )
     train, held_out = problems("train", 500, 0), problems("test", args.held_out, 1)
     if args.debug:
