@@ -3,6 +3,8 @@
     python train.py --debug                  # three problems without training, every call shown
     python train.py                          # 8 steps
     python train.py --track tensorboard      # or wandb, mlflow
+
+Every other setting is a config key, an argument of `whet.Trainer`.
 """
 
 import argparse

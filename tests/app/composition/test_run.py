@@ -14,7 +14,7 @@ from whet.config import resolve
 from whet.errors import ConfigError
 from whet.types import Credit, Group, StepRecord
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "custom_algorithm" / "train.py"
 TINY = Path(whet.__file__).parent / "demos" / "tiny"
 
