@@ -3,13 +3,18 @@
 import ast
 import operator
 import re
+from collections.abc import Callable
 
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 
 SYSTEM = "Use the calculator, then answer."
 NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?")
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OPERATIONS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 TOOL_REWARD = 0.1
 
 
