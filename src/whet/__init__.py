@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from whet.algorithms import build_algorithm
     from whet.app.composition.driver import algorithm
+    from whet.app.composition.standalone import serve
     from whet.app.evaluation.evaluate import Evaluation, evaluate
     from whet.app.experiment import Result
     from whet.app.inputs import plan_rollouts
+    from whet.app.inspection.show import show
     from whet.app.supervised.tuning import dpo, sft
     from whet.app.train import train
     from whet.app.trainer import Trainer
@@ -57,7 +59,9 @@ __all__ = [
     "operation",
     "plan_rollouts",
     "rollout",
+    "serve",
     "sft",
+    "show",
     "train",
     "training_loop",
 ]
@@ -91,7 +95,9 @@ _HOME = {
     "operation": "whet.runners.tracing",
     "plan_rollouts": "whet.app.inputs",
     "rollout": "whet.runners.agent",
+    "serve": "whet.app.composition.standalone",
     "sft": "whet.app.supervised.tuning",
+    "show": "whet.app.inspection.show",
     "train": "whet.app.train",
     "training_loop": "whet.training.loop:train",
 }

@@ -1,6 +1,6 @@
 """Protocols between the parts. Each has the methods its callers use, and no others."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -9,11 +9,13 @@ from pydantic import JsonValue
 
 from whet.config import AdamStep, LossConfig
 from whet.types import (
+    NO_ADVANTAGES,
     Attempt,
     AttemptId,
     AttemptRecord,
     Call,
     Credit,
+    GenerationId,
     Group,
     Metrics,
     Mode,
@@ -144,8 +146,14 @@ class SpanLog(Protocol):
 class StepLog(Protocol):
     """Log of completed training steps. A step that is not in it did not happen."""
 
-    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
-        """Record a step and the rollouts it consumed, in one transaction.
+    async def commit(
+        self,
+        record: StepRecord,
+        *,
+        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+        epoch: int | None = None,
+    ) -> None:
+        """Record a step, the rollouts it consumed and the advantages it gave, in one transaction.
 
         Committing the last record again is a no-op. `epoch` is that of `Resources.publish`.
 
@@ -157,6 +165,13 @@ class StepLog(Protocol):
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
         """Return the steps after a step, oldest first."""
+        ...
+
+    async def advantages(self, step: int) -> dict[GenerationId, float]:
+        """Return the mean advantage of each generation that had credit in a step.
+
+        Empty for a step that was recorded without, or never.
+        """
         ...
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 import whet
@@ -52,6 +53,41 @@ def test_train_works_inside_a_running_event_loop(model: Path, tmp_path: Path) ->
     result = anyio.run(cell)
     assert result.total("failed_rollouts") == 0
     assert len(result.steps) == 1
+
+
+def test_rollouts_are_shown_and_a_model_is_served_inside_a_running_event_loop(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def cells() -> float:
+        settings = SMALL | {"algorithm": {"name": "positive"}, "trainer": {"weights": "full"}}
+        result = whet.train(
+            agent, [1.0], model=str(model), dir=str(tmp_path), name="it", **settings
+        )
+        assert "<th>" not in result._repr_html_()  # no held-out tasks
+        capsys.readouterr()
+        whet.show("it", dir=tmp_path)
+        whet.show(result.run, worst=True, limit=1)
+        with pytest.raises(whet.ConfigError, match="exclude each other"):
+            whet.show(result.run, worst=True, failed=True)
+        with whet.serve("it", dir=str(tmp_path), quiet=True) as llm:
+            assert llm.model == "it"
+            return await anyio.to_thread.run_sync(agent, 1.0, llm)
+
+    assert anyio.run(cells) >= 0
+    shown = capsys.readouterr().out
+    assert "│ train-000000-001 │" in shown
+    assert "call 1  chat, policy" in shown
+
+
+def test_serving_refuses_what_it_would_not_read_and_what_does_not_exist() -> None:
+    with (
+        pytest.raises(whet.ConfigError, match="serving does not read 'steps'"),
+        whet.serve("tiny", steps=3),
+    ):
+        pass
+    unknown = pytest.raises(whet.ConfigError, match="there is no model 'nowhere'")
+    with unknown, whet.serve("nowhere"):
+        pass
 
 
 def test_a_dry_run_takes_no_name(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Sizes, pruning, dropping, export and import: what every store promises of them."""
 
+import json
 import os
 import zipfile
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from support.clock import Clock
 from support.records import (
+    ADVANTAGES,
     WON,
     claim,
     failed,
@@ -174,6 +176,26 @@ async def test_an_export_from_before_there_were_spans_is_loaded(
     copy = store.for_run("copy")
     await copy.load(tmp_path / "old.zip")
     assert await everything(copy) == await everything(store)
+
+
+async def test_an_export_from_before_there_were_advantages_is_loaded(
+    store: Store, tmp_path: Path
+) -> None:
+    await store.commit(step(0), advantages=ADVANTAGES)
+    await store.export(tmp_path / "run.zip")
+    with (
+        zipfile.ZipFile(tmp_path / "run.zip") as new,
+        zipfile.ZipFile(tmp_path / "old.zip", "w") as old,
+    ):
+        for name in new.namelist():
+            content = b"whet-run-3" if name == "format" else new.read(name)
+            if name == "step.jsonl":
+                content = json.dumps(json.loads(content)[:-1]).encode()
+            old.writestr(name, content)
+    copy = store.for_run("copy")
+    await copy.load(tmp_path / "old.zip")
+    assert await copy.steps() == [step(0)]
+    assert await copy.advantages(0) == {}
 
 
 async def test_what_is_no_export_is_not_loaded(store: Store, clock: Clock, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from support.records import (
+    ADVANTAGES,
     claim,
     finish_all,
     rollout,
@@ -23,6 +24,16 @@ async def test_steps_come_back_oldest_first(store: Store) -> None:
     for record in records:
         await store.commit(record)
     assert await store.steps() == records
+
+
+async def test_advantages_are_kept_with_their_step(store: Store) -> None:
+    await store.commit(step(0), advantages=ADVANTAGES)
+    await store.commit(step(1))
+    for _ in range(2):
+        await store.commit(step(1), advantages=ADVANTAGES)  # which changes nothing
+    assert await store.advantages(0) == ADVANTAGES
+    assert await store.advantages(1) == await store.advantages(2) == {}
+    assert await store.steps() == [step(0), step(1)]
 
 
 async def test_only_the_next_step_can_be_committed(store: Store) -> None:

@@ -5,7 +5,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,15 @@ from whet.runners.collector import QueueCollector
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.training import loop
-from whet.types import TERMINAL, AttemptId, Call, StepRecord, digest_tokens
+from whet.types import (
+    NO_ADVANTAGES,
+    TERMINAL,
+    AttemptId,
+    Call,
+    GenerationId,
+    StepRecord,
+    digest_tokens,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -117,11 +125,20 @@ class Steps(StepLog):
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
-    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
+    async def commit(
+        self,
+        record: StepRecord,
+        *,
+        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+        epoch: int | None = None,
+    ) -> None:
         self.records.append(record)
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
         return []
+
+    async def advantages(self, step: int) -> dict[GenerationId, float]:
+        return {}
 
 
 async def check_weights(store: SQLiteStore, folder: RunFolder) -> None:

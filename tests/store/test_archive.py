@@ -114,7 +114,7 @@ def test_a_run_is_loaded_exactly_as_it_was(
             if outcome is not None:
                 await store.finish(attempt.id, outcome)
         record = StepRecord(step=0, version=1, checkpoint="c", consumed=(), metrics=metrics)
-        await store.commit(record)
+        await store.commit(record, advantages=metrics)
 
     async def everything(store: SQLiteStore) -> list[object]:
         records = await store.rollouts()
@@ -126,6 +126,7 @@ def test_a_run_is_loaded_exactly_as_it_was(
             [[c.model_dump() for c in await store.calls(attempt.id)] for attempt in attempts],
             await store.trajectories(ids),
             await store.steps(),
+            await store.advantages(0),
             await store.resources(),
             await store.workers(),
         ]

@@ -5,6 +5,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncGenerator
+from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -13,7 +14,7 @@ from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.records import call, claim, rollouts
+from support.records import ADVANTAGES, call, claim, rollouts, step
 from whet.errors import LeaseLost, StoreError
 from whet.store.database import Db
 from whet.store.schema import SQLITE_VERSION
@@ -78,7 +79,7 @@ async def test_a_file_knows_its_version(store: SQLiteStore, path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "advice"),
     [
-        (SQLITE_VERSION - 1, "export its runs with the whet that wrote it"),
+        (SQLITE_VERSION - 2, "export its runs with the whet that wrote it"),
         (SQLITE_VERSION + 1, "upgrade whet"),
     ],
 )
@@ -99,6 +100,20 @@ async def test_a_file_of_another_version_is_refused_in_one_line_and_left_alone(
     db.close()
     async with SQLiteStore(path) as store:
         assert (await claim(store)).id == "a.1"
+
+
+async def test_a_file_of_the_version_before_is_upgraded_with_its_steps(path: Path) -> None:
+    async with SQLiteStore(path) as store:
+        await store.commit(step(0))
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("ALTER TABLE step DROP COLUMN advantages")
+        db.execute(f"PRAGMA user_version = {SQLITE_VERSION - 1}")
+    async with SQLiteStore(path) as store:
+        assert await store.steps() == [step(0)]
+        assert await store.advantages(0) == {}
+        await store.commit(step(1), advantages=ADVANTAGES)
+    async with SQLiteStore(path) as store:
+        assert await store.advantages(1) == ADVANTAGES
 
 
 def test_a_foreign_database_is_refused_and_left_alone(path: Path) -> None:

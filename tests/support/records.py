@@ -27,6 +27,8 @@ SOON = 0.02
 
 WON = Outcome(reward=1.0)
 
+ADVANTAGES = {GenerationId("c1.0"): 0.75, GenerationId("c2.0"): -0.25}
+
 
 def rollouts(*ids: str) -> list[Rollout]:
     return [Rollout(id=id_, task=id_, group="g") for id_ in ids]

@@ -1,6 +1,6 @@
 """The overlapped loop: what is stale is bounded, what is done is done once, wherever it breaks."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -21,7 +21,7 @@ from whet.trainers.fake import FakeTrainer
 from whet.training import async_loop as overlapped
 from whet.training import loop
 from whet.training.checkpoints import restore_steps
-from whet.types import Metrics, Outcome, Rollout, Row, StepRecord
+from whet.types import NO_ADVANTAGES, GenerationId, Metrics, Outcome, Rollout, Row, StepRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -274,14 +274,23 @@ class CannotCommit(StepLog):
         self._log = log
         self._has_it = has_it
 
-    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
+    async def commit(
+        self,
+        record: StepRecord,
+        *,
+        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+        epoch: int | None = None,
+    ) -> None:
         if record.step != 1 or self._has_it:
-            await self._log.commit(record, epoch=epoch)
+            await self._log.commit(record, advantages=advantages, epoch=epoch)
         if record.step == 1:
             raise StoreError("lost touch")
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
         return await self._log.steps(after=after, limit=limit)
+
+    async def advantages(self, step: int) -> dict[GenerationId, float]:
+        return await self._log.advantages(step)
 
 
 @pytest.mark.parametrize("has_it", [False, True])

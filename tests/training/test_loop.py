@@ -1,6 +1,6 @@
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from whet.training.loop import train
 from whet.training.step import Evaluate
 from whet.training.stopping import best_step, stop_reason
 from whet.types import (
+    NO_ADVANTAGES,
     Credit,
     Failure,
     FailureKind,
@@ -129,14 +130,23 @@ class CannotCommit(StepLog):
         self._log = log
         self._has_it = has_it
 
-    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
+    async def commit(
+        self,
+        record: StepRecord,
+        *,
+        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+        epoch: int | None = None,
+    ) -> None:
         if record.step != 1 or self._has_it:
-            await self._log.commit(record, epoch=epoch)
+            await self._log.commit(record, advantages=advantages, epoch=epoch)
         if record.step == 1:
             raise StoreError("lost touch")
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
         return await self._log.steps(after=after, limit=limit)
+
+    async def advantages(self, step: int) -> dict[GenerationId, float]:
+        return await self._log.advantages(step)
 
 
 async def run(
@@ -194,6 +204,11 @@ async def test_steps_are_done_in_order_and_committed(tmp_path: Path) -> None:
     async with SQLiteStore(tmp_path / "store.db") as store:
         records = await run(tmp_path, store, trainer)
         assert await store.steps() == records
+        kept = [await store.advantages(record.step) for record in records]
+    assert [list(each) for each in kept] == [
+        [] if step == SILENT_STEP else generations_of(step) for step in range(4)
+    ]
+    assert set(kept[0].values()) == {1 - 1 / SIZE, -1 / SIZE}
     assert [record.step for record in records] == [0, 1, 2, 3]
     assert [record.version for record in records] == [1, 2, 2, 3]
     assert [record.consumed for record in records] == [

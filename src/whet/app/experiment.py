@@ -1,5 +1,7 @@
 """Experiment of a run: evaluate the base model, train it, evaluate again; trackers and result."""
 
+import base64
+import html
 import logging
 import time
 from collections import Counter
@@ -110,6 +112,20 @@ class Result:
         totals = {name: float(self.total(name)) for name in TOTALS}
         compared: Metrics = comparison_metrics(self.comparison) if self.comparison else {}
         return {"seconds": self.seconds, "steps": len(self.steps), **totals, **compared}
+
+    def _repr_html_(self) -> str:
+        """What notebooks show of it: base against trained, and the learning curve."""
+        lines = [f"<p>run {html.escape(str(self.run))}: {len(self.steps)} steps</p>"]
+        if self.comparison is not None:
+            rows = ["<tr><th></th><th>base</th><th>trained</th></tr>"]
+            for measure, by_model in self.comparison.measures.items():
+                cells = ["-" if each is None else f"{each.mean:.3f}" for each in by_model.values()]
+                rows.append(f"<tr><th>{measure}</th><td>{'</td><td>'.join(cells)}</td></tr>")
+            lines.append(f"<table>{''.join(rows)}</table>")
+        if (picture := RunFolder(self.run).picture).is_file():
+            data = base64.b64encode(picture.read_bytes()).decode()
+            lines.append(f'<img alt="learning curve" src="data:image/png;base64,{data}">')
+        return "\n".join(lines)
 
     def _side(self, name: str) -> dict[str, float | None] | None:
         """Mean of each measure, and the number of failed rollouts."""

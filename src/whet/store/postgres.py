@@ -30,7 +30,7 @@ from whet.store.database import (
 from whet.store.group_commit import Writer
 from whet.store.notify import ALL, Notifier
 from whet.store.queries.queue import Queue
-from whet.store.schema import POSTGRES_VERSION, TABLES, wrong_version
+from whet.store.schema import ADD_ADVANTAGES, POSTGRES_VERSION, TABLES, wrong_version
 from whet.store.sql_store import SQLStore
 
 try:
@@ -289,7 +289,7 @@ class PostgresStore(SQLStore):
 
 
 def create_tables(db: Db, schema: str) -> None:
-    """Create the tables if they are missing, in one transaction that other processes wait for."""
+    """Create or upgrade the tables, in one transaction that other processes wait for."""
     db.execute("BEGIN")
     try:
         db.execute("SELECT pg_advisory_xact_lock(hashtext(?))", (f"whet/{schema}",))
@@ -300,6 +300,9 @@ def create_tables(db: Db, schema: str) -> None:
             for statement in TABLES:
                 db.execute(with_postgres_types(statement))
             db.execute("INSERT INTO schema_version VALUES (?)", (POSTGRES_VERSION,))
+        elif row[0] == POSTGRES_VERSION - 1:
+            db.execute(ADD_ADVANTAGES)
+            db.execute("UPDATE schema_version SET version = ?", (POSTGRES_VERSION,))
         elif row[0] != POSTGRES_VERSION:
             raise wrong_version(schema, row[0], POSTGRES_VERSION)
         db.execute("COMMIT")

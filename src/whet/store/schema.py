@@ -1,10 +1,16 @@
-"""The tables, and the version of their schema: a store of another version is refused."""
+"""The tables, and the version of their schema.
+
+A store of the version before is upgraded when it is opened, one of any other version is refused.
+"""
 
 from whet.errors import StoreError
 
-SQLITE_VERSION = 5
-POSTGRES_VERSION = 4
+SQLITE_VERSION = 6
+POSTGRES_VERSION = 5
 """Of the same tables: SQLite had one more version during development."""
+
+ADD_ADVANTAGES = "ALTER TABLE step ADD COLUMN advantages TEXT NOT NULL DEFAULT '{}'"
+"""Upgrades a store of the version before when it is opened: its steps have no advantages."""
 
 TABLES = (
     """
@@ -114,6 +120,7 @@ TABLES = (
         version INTEGER NOT NULL,
         checkpoint TEXT NOT NULL,
         metrics TEXT NOT NULL,
+        advantages TEXT NOT NULL DEFAULT '{}',  -- by generation; read by themselves
         PRIMARY KEY (run, step)
     )
     """,

@@ -1,7 +1,7 @@
 """The store on any SQL database: each method is one change or one read."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +22,12 @@ from whet.store.queries.queue import Claim, OutcomeReport, Queue, pack_rollout, 
 from whet.store.queries.spans import insert_spans, read_owners, read_spans
 from whet.store.queries.tables import find_attempt
 from whet.types import (
+    NO_ADVANTAGES,
     Attempt,
     AttemptId,
     AttemptRecord,
     Call,
+    GenerationId,
     Mode,
     Name,
     Outcome,
@@ -209,12 +211,24 @@ class SQLStore(Store):
 
     # ------------------------------------------------------------------ training steps
 
-    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
+    async def commit(
+        self,
+        record: StepRecord,
+        *,
+        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+        epoch: int | None = None,
+    ) -> None:
         now = self._queue.clock()
-        await self._write(self._in_run(steps.commit, record=record, now=now, epoch=epoch))
+        change = self._in_run(
+            steps.commit, record=record, advantages=advantages, now=now, epoch=epoch
+        )
+        await self._write(change)
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
         return await self._read(self._in_run(steps.read_steps, after=after, limit=limit))
+
+    async def advantages(self, step: int) -> dict[GenerationId, float]:
+        return await self._read(self._in_run(steps.read_advantages, step=step))
 
     # ------------------------------------------------------------------ resources
 

@@ -15,7 +15,7 @@ from whet.store.database import Database, Db, WorkItem
 from whet.store.group_commit import Writer
 from whet.store.notify import Notifier
 from whet.store.queries.queue import Queue
-from whet.store.schema import SQLITE_VERSION, TABLES, wrong_version
+from whet.store.schema import ADD_ADVANTAGES, SQLITE_VERSION, TABLES, wrong_version
 from whet.store.sql_store import SQLStore
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _create_tables(db: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in an empty file, in one transaction; check the version of another."""
+    """Create the tables in an empty file, in one transaction; check or upgrade another's."""
     db.execute("BEGIN IMMEDIATE")
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -187,6 +187,9 @@ def _create_tables(db: sqlite3.Connection, path: Path) -> None:
         if version == 0:
             for statement in TABLES:
                 db.execute(statement)
+            db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
+        elif version == SQLITE_VERSION - 1:
+            db.execute(ADD_ADVANTAGES)
             db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
         elif version != SQLITE_VERSION:
             raise wrong_version(str(path), version, SQLITE_VERSION)

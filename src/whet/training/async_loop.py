@@ -71,7 +71,7 @@ async def train(
             with watch.phase("save"):
                 await writer.save([*done, record])
             record = record.model_copy(update={"metrics": metrics | watch.read()})
-            await log.commit(record)
+            await log.commit(record, advantages=batch.advantages())
             done.append(record)
             yield record
         await writer.finish(done)

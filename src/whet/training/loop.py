@@ -57,7 +57,7 @@ async def train(
             with watch.phase("sampler_wait"), watch.phase("save"):
                 await writer.save([*done, record])
             record = record.model_copy(update={"metrics": metrics | watch.read()})
-            await log.commit(record)
+            await log.commit(record, advantages=batch.advantages())
             done.append(record)
             yield record
         await writer.finish(done)

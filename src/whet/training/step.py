@@ -27,6 +27,7 @@ from whet.training.stopping import is_evaluated
 from whet.types import (
     LENGTH_PENALTY,
     Credit,
+    GenerationId,
     Group,
     Metrics,
     Rollout,
@@ -57,6 +58,10 @@ class StepBatch:
     credits: tuple[Credit, ...]
     zero_signal: tuple[Group, ...]
     """Groups without credit, such as those whose rewards are all equal."""
+
+    def advantages(self) -> dict[GenerationId, float]:
+        """Mean advantage of each generation with credit."""
+        return {id: v for credit in self.credits for id, v in credit.mean_advantages().items()}
 
 
 class Stopwatch:

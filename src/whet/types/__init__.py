@@ -69,6 +69,7 @@ from whet.types.rollouts import (
 from whet.types.spans import Span, SpanEvent
 from whet.types.training import (
     LENGTH_PENALTY,
+    NO_ADVANTAGES,
     Credit,
     Group,
     Metrics,
@@ -81,6 +82,7 @@ from whet.types.training import (
 __all__ = [
     "GATEWAY_PREFIX",
     "LENGTH_PENALTY",
+    "NO_ADVANTAGES",
     "NO_FAULT",
     "RETRYABLE",
     "TERMINAL",

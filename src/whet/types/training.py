@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from pydantic import FiniteFloat
 
@@ -27,6 +28,9 @@ class Trajectory(Value):
         return [c.generation_id(i) for c in self.calls for i in range(len(c.generations))]
 
 
+NO_ADVANTAGES: Mapping[GenerationId, float] = {}
+"""Those of a step without credit, such as one of supervised training."""
+
 Group = Sequence[Trajectory]
 """The trajectories of one group: several attempts at the same task."""
 
@@ -44,6 +48,14 @@ class Credit:
     def even(cls, trajectory: Trajectory, advantage: float) -> "Credit":
         """Give every generation of a trajectory the same advantage."""
         return cls(trajectory, dict.fromkeys(trajectory.generation_ids(), advantage))
+
+    def mean_advantages(self) -> dict[GenerationId, float]:
+        """One number for each generation with tokens: the mean over them where they differ."""
+        return {
+            id: fmean(value) if isinstance(value, tuple) else value
+            for id, value in self.advantages.items()
+            if value != ()
+        }
 
 
 @dataclass(frozen=True, slots=True)

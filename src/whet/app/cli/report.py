@@ -25,8 +25,8 @@ def print_report(console: Console, result: Result) -> None:
     if result.comparison:
         print_comparison(console, result.comparison, "held-out accuracy")
     _print_steps(console, result)
-    for line in curve([reward or 0.0 for reward in result.rewards]):
-        console.print(line, highlight=False, soft_wrap=True)
+    if lines := curve([reward or 0.0 for reward in result.rewards]):
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)  # one output in notebooks
     trained = result.total("trained_rollouts")
     per_rollout = result.total("rows") / trained if trained else 0.0
     console.print(

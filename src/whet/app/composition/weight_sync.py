@@ -4,7 +4,7 @@ load it."""
 import logging
 import platform
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,17 @@ from whet.errors import ConfigError, EngineError, NotFound, StoreError
 from whet.models.catalog import available, resolve_model
 from whet.protocols import Resources, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY
-from whet.types import TRAINER, Attempt, Metrics, Resource, Row, StepRecord, Value
+from whet.types import (
+    NO_ADVANTAGES,
+    TRAINER,
+    Attempt,
+    GenerationId,
+    Metrics,
+    Resource,
+    Row,
+    StepRecord,
+    Value,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +147,21 @@ class TrainerLease(StepLog):
         except NotFound:
             return False
 
-    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
-        await self._store.commit(record, epoch=self.epoch if epoch is None else epoch)
+    async def commit(
+        self,
+        record: StepRecord,
+        *,
+        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+        epoch: int | None = None,
+    ) -> None:
+        epoch = self.epoch if epoch is None else epoch
+        await self._store.commit(record, advantages=advantages, epoch=epoch)
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
         return await self._store.steps(after=after, limit=limit)
+
+    async def advantages(self, step: int) -> dict[GenerationId, float]:
+        return await self._store.advantages(step)
 
 
 def _name_trainer(folder: Path) -> str:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 
 from pydantic import JsonValue
 from rich.text import Text
@@ -12,11 +11,19 @@ from rich.tree import Tree
 from whet.app.inspection.span_links import SpanLink, link_spans
 from whet.io.genai_spans import find_refusals
 from whet.protocols import Store
-from whet.types import AttemptRecord, Call, Generation, GenerationId, Reward, Rollout, Span
+from whet.types import (
+    NO_ADVANTAGES,
+    AttemptRecord,
+    Call,
+    Generation,
+    GenerationId,
+    Reward,
+    Rollout,
+    Span,
+)
 
-Advantages = Mapping[GenerationId, float | tuple[float, ...]]
-"""Advantages by generation: one number, or one a token."""
-NO_ADVANTAGES: Advantages = {}
+Advantages = Mapping[GenerationId, float]
+"""Mean advantages by generation."""
 
 WIDTH = 160
 """Characters of a text that the tree shows."""
@@ -135,8 +142,7 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
                 branch.add(line)
             advantage = advantages.get(call.generation_id(index))
             if advantage is not None:
-                values = advantage if isinstance(advantage, tuple) else (advantage,)
-                branch.add(Text(f"advantage  {fmean(values):+.3f}", "green"))
+                branch.add(Text(f"advantage  {advantage:+.3f}", "green"))
     if not view.calls:
         refused = "the gateway refused every model call" if find_refusals(view.spans) else ""
         missing = refused or "no model call reached the gateway"

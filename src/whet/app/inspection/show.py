@@ -1,4 +1,4 @@
-"""`whet show`: the rollouts of a run, with calls, tokens, rewards, advantages and failures."""
+"""`whet show` and `whet.show`: rollouts of a run, with calls, tokens, advantages and failures."""
 
 import argparse
 import json
@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import anyio
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.algorithms import DISTILLATION, build_algorithm, is_custom
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser
 from whet.app.inspection.attempt_view import (
     Advantages,
@@ -23,8 +21,9 @@ from whet.app.inspection.attempt_view import (
 )
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
+from whet.io.threads import run_async
 from whet.protocols import Store
-from whet.types import RolloutRecord, Status, StepRecord, Trajectory
+from whet.types import NO_ADVANTAGES, RolloutRecord, Status, StepRecord
 
 PAGE = 500
 """Rollouts read at a time."""
@@ -54,12 +53,50 @@ def add_arguments(parser: CommandParser) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Run `whet show`."""
     folder = RunFolder.find(args.name, Path(args.dir))
-    found = anyio.run(_read, folder, args)
+    choice = Choice(args.step, args.worst, args.failed, args.rollout, args.limit)
+    found = run_async(_read, folder, choice, args.store)
     if args.json:
         sys.stdout.write(json.dumps(found.as_json(), ensure_ascii=False) + "\n")
     else:
         _print(Console(), folder, found)
     return 0
+
+
+def show(
+    run: str | Path,
+    *,
+    step: int | None = None,
+    worst: bool = False,
+    failed: bool = False,
+    rollout: str | None = None,
+    limit: int = 3,
+    dir: str | Path = DEFAULT_DIR,
+    store: str | None = None,
+) -> None:
+    """Print the rollouts of a run as `whet show` does: those of its last step, or of `step`.
+
+    `worst` and `failed` print up to `limit` attempts whole, `rollout` one by its id. The run is a
+    folder, or a name in `dir`; `store` is the store of a run of several processes.
+
+    Raises:
+        ConfigError: there is no such run, step or rollout.
+    """
+    if worst + failed + (rollout is not None) > 1:
+        raise ConfigError("worst, failed and rollout exclude each other: give one of them")
+    folder = RunFolder.find(run, Path(dir))
+    choice = Choice(step, worst, failed, rollout, limit)
+    _print(Console(), folder, run_async(_read, folder, choice, store))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The rollouts of a run to show."""
+
+    step: int | None
+    worst: bool
+    failed: bool
+    rollout: str | None
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +111,7 @@ class Shown:
     def advantage(self, view: AttemptView) -> float | None:
         """Mean advantage of an attempt's generations; None without credit."""
         found = [self.advantages[id] for id in view.generation_ids if id in self.advantages]
-        return fmean(fmean(a) if isinstance(a, tuple) else a for a in found) if found else None
+        return fmean(found) if found else None
 
     def as_json(self) -> dict[str, object]:
         """Everything except the token ids, which are in the store."""
@@ -87,26 +124,30 @@ class Shown:
         }
 
 
-async def _read(folder: RunFolder, args: argparse.Namespace) -> Shown:
-    async with folder.open_records(args.store) as store:
+async def _read(folder: RunFolder, choice: Choice, address: str | None) -> Shown:
+    async with folder.open_records(address) as store:
         steps, records = await store.steps(), await _read_rollouts(store)
-        if args.failed:
+        if choice.failed:
             failed = [id for id, record in records.items() if record.status is Status.FAILED]
-            views = [await read_attempt(store, records[id].rollout) for id in failed[: args.limit]]
-            return Shown(views, {})
-        if args.rollout:
-            if args.rollout not in records:
-                raise ConfigError(f"the run has no rollout {args.rollout!r}: --step lists them")
-            step = next((each for each in steps if args.rollout in each.consumed), None)
-            views = [await read_attempt(store, records[args.rollout].rollout)]
-            return Shown(views, await _read_advantages(folder, steps, step, store))
-        step = _choose_step(steps, args.step, folder)
-        advantages = await _read_advantages(folder, steps, step, store)
+            views = [
+                await read_attempt(store, records[id].rollout) for id in failed[: choice.limit]
+            ]
+            return Shown(views, NO_ADVANTAGES)
+        if choice.rollout:
+            if choice.rollout not in records:
+                raise ConfigError(
+                    f"the run has no rollout {choice.rollout!r}: a step lists its own"
+                )
+            views = [await read_attempt(store, records[choice.rollout].rollout)]
+            step = next((each for each in steps if choice.rollout in each.consumed), None)
+            return Shown(views, await store.advantages(step.step) if step else NO_ADVANTAGES)
+        step = _choose_step(steps, choice.step, folder)
+        advantages = await store.advantages(step.step)
         views = [await read_attempt(store, records[id].rollout) for id in step.consumed]
-        if not args.worst:
+        if not choice.worst:
             return Shown(views, advantages, step)
         views.sort(key=lambda view: (view.record.failure is not None, view.record.reward or 0.0))
-        return Shown(views[: args.limit], advantages)
+        return Shown(views[: choice.limit], advantages)
 
 
 async def _read_rollouts(store: Store) -> dict[str, RolloutRecord]:
@@ -121,27 +162,12 @@ async def _read_rollouts(store: Store) -> dict[str, RolloutRecord]:
 def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFolder) -> StepRecord:
     if not steps:
         raise ConfigError(
-            f"the run {folder.path.name!r} has no finished step: --failed shows failed rollouts, "
-            "--rollout one by its id"
+            f"the run {folder.path.name!r} has no finished step; --failed (failed=True in Python) "
+            "shows its failed rollouts"
         )
-    if not 1 <= (number or 1) <= len(steps):
-        raise ConfigError(f"invalid --step {number}: the run has steps 1 to {len(steps)}")
+    if number is not None and not 1 <= number <= len(steps):
+        raise ConfigError(f"invalid step {number}: the run has steps 1 to {len(steps)}")
     return steps[number - 1 if number else -1]
-
-
-async def _read_advantages(
-    folder: RunFolder, steps: Sequence[StepRecord], step: StepRecord | None, store: Store
-) -> Advantages:
-    """Assign the credit of a step again: it is a function of its rollouts and the steps before."""
-    config = folder.config()
-    if step is None or config.algorithm.name == DISTILLATION or is_custom(config.algorithm.name):
-        return {}
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in await store.trajectories(step.consumed):
-        groups.setdefault(trajectory.attempt.rollout.group, []).append(trajectory)
-    algorithm = build_algorithm(config)
-    credits = await algorithm.credit(list(groups.values()), steps[: step.step])
-    return {id: value for credit in credits for id, value in credit.advantages.items()}
 
 
 def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
@@ -152,10 +178,12 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
     if shown.step is None:
         return
     config = folder.config()
-    console.print(f"run {folder.path}: {config.model}, step {shown.step.step + 1}", highlight=False)
+    line = f"run {folder.path}: {config.model}, step {shown.step.step + 1}"
+    console.print(line, highlight=False, soft_wrap=True)
     table = Table()
-    for title in ("rollout", "reward", "advantage", "calls", "forks", "tokens", "seconds"):
-        table.add_column(title, justify="left" if title == "rollout" else "right")
+    table.add_column("rollout", no_wrap=True)  # to be copied whole, also from 80 columns
+    for title in ("reward", "advantage", "calls", "forks", "tokens", "seconds"):
+        table.add_column(title, justify="right")
     table.add_column("failure", overflow="fold")
     for view in shown.views:
         record, advantage = view.record, shown.advantage(view)

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,12 @@ from whet.store.http.errors import ErrorDetail, from_http
 from whet.store.http.rpc import METHODS, BatchResult, RemoteMethod
 from whet.store.http.transport import TIMEOUT_S, Request, RetryingClient
 from whet.types import (
+    NO_ADVANTAGES,
     Attempt,
     AttemptId,
     AttemptRecord,
     Call,
+    GenerationId,
     Mode,
     Name,
     Outcome,
@@ -187,8 +189,14 @@ class HTTPStore(Store):
 
     # ------------------------------------------------------------------ steps, resources
 
-    async def commit(self, record: StepRecord, *, epoch: int | None = None) -> None:
-        await self._call(Store.commit, record, epoch=epoch)
+    async def commit(
+        self,
+        record: StepRecord,
+        *,
+        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+        epoch: int | None = None,
+    ) -> None:
+        await self._call(Store.commit, record, advantages=dict(advantages), epoch=epoch)
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
         found: list[StepRecord] = []
@@ -200,6 +208,9 @@ class HTTPStore(Store):
                 break
             after = page[-1].step
         return found
+
+    async def advantages(self, step: int) -> dict[GenerationId, float]:
+        return await self._call(Store.advantages, step)
 
     async def publish(self, name: str, value: JsonValue, *, epoch: int | None = None) -> int:
         with boundary(StoreError, "the resource cannot be stored"):

@@ -65,6 +65,7 @@ PATH_PATTERNS: dict[str, str] = {
     "attempt": r"[A-Za-z0-9][A-Za-z0-9_.-]{0,159}",
     "name": _NAME,
     "version": r"[0-9]{1,9}",
+    "step": r"[0-9]{1,9}",
     "key": r"[A-Za-z0-9_-]{1,64}",
 }
 """Path parameters: nothing that needs quoting, and no way out of the path."""
@@ -234,6 +235,7 @@ _TABLE: tuple[RemoteMethod[Any], ...] = (  # Any: each row has its own; the most
     RemoteMethod("GET", f"{_ROLLOUTS}/{{rollout}}/attempts", Store.attempts),
     RemoteMethod("POST", f"{_RUN}/steps", Store.commit),
     RemoteMethod("GET", f"{_RUN}/steps", Store.steps),
+    RemoteMethod("GET", f"{_RUN}/steps/{{step}}/advantages", Store.advantages),
     RemoteMethod("POST", f"{_RESOURCES}/{{name}}", Store.publish, keyed=True),
     RemoteMethod("GET", _RESOURCES, Store.resources),
     RemoteMethod("GET", f"{_RESOURCES}/{{name}}", Store.latest),

@@ -16,7 +16,7 @@ from whet.io.files import atomic_file
 from whet.store.database import Column, Db
 from whet.store.queries.tables import NO_RUN, find_run, make_run
 
-FORMAT = "whet-run-3"
+FORMAT = "whet-run-4"
 MEMBER_TIME = (1980, 1, 1, 0, 0, 0)
 """Time stamp of every member: equal runs make equal files."""
 
@@ -92,14 +92,21 @@ TABLES = (
     _table("reward", "attempt value key target", "attempt", "reward.seq"),
     _table("late_report", "attempt outcome reported", "attempt", "late_report.seq"),
     _table("span", "attempt trace id started body", "attempt", "span.seq"),
-    _table("step", "run step version checkpoint metrics", "run", "step"),
+    _table("step", "run step version checkpoint metrics advantages", "run", "step"),
     _table("consumed", "run rollout step position", "run", "step, position"),  # rollout: its id
     _table("worker", "run name started seen due", "run", "name"),
 )
 """In the order of their references."""
 
-READABLE = {FORMAT: TABLES, "whet-run-2": tuple(each for each in TABLES if each.name != "span")}
-"""Tables by format; the older one has no spans."""
+WITHOUT_ADVANTAGES = tuple(
+    each._replace(columns=each.columns[:-1]) if each.name == "step" else each for each in TABLES
+)
+READABLE = {
+    FORMAT: TABLES,
+    "whet-run-3": WITHOUT_ADVANTAGES,
+    "whet-run-2": tuple(each for each in WITHOUT_ADVANTAGES if each.name != "span"),
+}
+"""Tables by format; the older ones have no advantages, the oldest no spans."""
 
 Cell = str | int | float | None | dict[str, str]
 Positions = dict[str, dict[int, int]]

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 
 from whet.errors import StoreError
 from whet.store.codec import to_json
@@ -9,7 +10,11 @@ from whet.store.database import Db
 from whet.store.queries.queue import unfinished
 from whet.store.queries.resources import check_epoch
 from whet.store.queries.tables import find_run, make_run
-from whet.types import StepRecord
+from whet.types import NO_ADVANTAGES, GenerationId, StepRecord
+
+INSERT = """
+INSERT INTO step (run, step, version, checkpoint, metrics, advantages) VALUES (?, ?, ?, ?, ?, ?)
+"""
 
 CONSUMED_BEFORE = """
 SELECT consumed.rollout, consumed.step
@@ -30,7 +35,15 @@ WHERE run = ? AND step > ? AND step <= ? ORDER BY step, position
 NO_LIMIT = 2**62
 
 
-def commit(db: Db, run: str, record: StepRecord, now: float, *, epoch: int | None = None) -> None:
+def commit(
+    db: Db,
+    run: str,
+    record: StepRecord,
+    now: float,
+    *,
+    advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
+    epoch: int | None = None,
+) -> None:
     """Insert the next step and what it consumed; inserting the last one again changes nothing.
 
     Raises:
@@ -53,8 +66,15 @@ def commit(db: Db, run: str, record: StepRecord, now: float, *, epoch: int | Non
     if before is not None:
         raise StoreError(f"step {record.step} consumed {before[0]!r}, as step {before[1]} did")
     db.execute(
-        "INSERT INTO step (run, step, version, checkpoint, metrics) VALUES (?, ?, ?, ?, ?)",
-        (seq, record.step, record.version, record.checkpoint, json.dumps(record.metrics)),
+        INSERT,
+        (
+            seq,
+            record.step,
+            record.version,
+            record.checkpoint,
+            json.dumps(record.metrics),
+            json.dumps(dict(advantages)),
+        ),
     )
     db.executemany(
         "INSERT INTO consumed (run, rollout, step, position) VALUES (?, ?, ?, ?)",
@@ -88,3 +108,10 @@ def read_steps(db: Db, run: str, after: int, limit: int | None) -> list[StepReco
         )
         for step, version, checkpoint, metrics in rows
     ]
+
+
+def read_advantages(db: Db, run: str, step: int) -> dict[GenerationId, float]:
+    """Read the advantages of a step, by generation."""
+    query = "SELECT advantages FROM step WHERE run = ? AND step = ?"
+    row = db.execute(query, (find_run(db, run), step)).fetchone()
+    return json.loads(row[0]) if row else {}
