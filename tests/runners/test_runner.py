@@ -1,14 +1,17 @@
 import math
 import threading
+import time
 
 import anyio
 import pytest
 
 import whet
 from support.cross_thread import Count, Flag
+from support.records import call
 from support.run_agents import endpoint, get_failure, run
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
+from whet.io.genai_spans import build_refusal
 from whet.runners.endpoints import FixedEndpoint
 from whet.runners.runner import RELEASED, Runner
 from whet.store.sqlite import SQLiteStore
@@ -290,7 +293,8 @@ def test_rewards_cannot_be_emitted_outside_an_attempt() -> None:
     "error",
     [
         "Error code: 400 - {'error': {'code': 'context_length_exceeded'}}",
-        "the prompt has 600 tokens; this model's context holds 1 to 511 and room for an answer",
+        "the prompt has 600000 characters; this model's context holds 511 tokens",
+        "This model's maximum context length is 511 tokens; the prompt has 600 tokens",
     ],
 )
 async def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_kind(
@@ -300,3 +304,19 @@ async def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_kind(
         raise ValueError(error)
 
     assert (await get_failure(one, store)).startswith("context: ")
+
+
+@pytest.mark.parametrize(("goes_on", "kind"), [(False, "context: "), (True, "agent: ")])
+async def test_an_agent_that_hides_the_gateways_message_of_a_full_context_fails_for_it(
+    store: SQLiteStore, goes_on: bool, kind: str
+) -> None:
+    async def one(task: object, llm: Endpoint) -> float:
+        [attempt] = await store.attempts("r0")
+        refused = "This model's maximum context length is 511 tokens; the prompt has 600 tokens"
+        await store.record(attempt.id, [build_refusal(attempt.id, refused, time.time_ns())])
+        if goes_on:
+            later = {"created": time.time() + 1}
+            await store.append(call(attempt.id, "c").model_copy(update=later))
+        raise IndexError("no choices")
+
+    assert (await get_failure(one, store)).startswith(kind)

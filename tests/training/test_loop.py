@@ -73,10 +73,13 @@ class ScriptedCollector(Collector):
         *,
         outcome: Outcome | None = None,
         silent: Collection[str] = SILENT,
+        is_certain: bool = False,
     ) -> None:
         self._store = store
         self._outcome = outcome
         self._silent = silent
+        self._is_certain = is_certain
+        """Whether every answer is the same."""
         self.ran: list[str] = []
 
     async def begin(self, rollouts: Sequence[Rollout]) -> None:
@@ -91,7 +94,8 @@ class ScriptedCollector(Collector):
             rollout = attempt.rollout
             self.ran.append(rollout.id)
             talk = Conversation(rollout.id, rollout.group)
-            talk.call([1, 2], generation([3, len(self.ran) % 100]))
+            sampled = 0 if self._is_certain else len(self.ran) % 100
+            talk.call([1, 2], generation([3, sampled]))
             for call in talk.calls:
                 await self._store.append(call.model_copy(update={"attempt": attempt.id}))
             reward = 1.0 if rollout.group in self._silent else float(rollout.task == 0)
@@ -456,6 +460,28 @@ DRAWN = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
 
 def numbers(record: StepRecord) -> tuple[int, ...]:
     return tuple(sorted({int(id_[1:3]) for id_ in record.consumed}))
+
+
+async def test_equal_answers_are_warned_of_once_and_reasons_are_not_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with SQLiteStore(tmp_path / "store.db") as store:
+        collector = ScriptedCollector(store, silent=(), is_certain=True)
+        records = await run(tmp_path, store, FakeTrainer(), collector=collector)
+    assert [record.metrics["equal_answer_groups"] for record in records] == [1, 1, 1, 1]
+    assert caplog.text.count("2 of 2 groups are one answer: 2 x ") == 1
+
+    caplog.clear()
+    async with SQLiteStore(tmp_path / "other.db") as store:
+        every = [f"g{group:02d}" for group in range(GROUPS * 4)]
+        collector = ScriptedCollector(store, silent=every)
+        await run(tmp_path / "other", store, FakeTrainer(), collector=collector)
+    assert caplog.text.count("all rewards of a task are equal") == 1
+    assert [n for n in range(1, 5) if f"step {n} trained nothing either" in caplog.text] == [
+        2,
+        3,
+        4,
+    ]
 
 
 async def test_zero_signal_groups_are_refilled_up_to_the_limit_and_the_next_step_goes_on_from_there(

@@ -83,9 +83,9 @@ def build_refusal(attempt: AttemptId, error: str, now: int) -> Span:
     )
 
 
-def find_refusals(spans: Sequence[Span]) -> list[str]:
-    """Return the reasons why the gateway refused model calls of an attempt."""
-    return [span.message for span in spans if span.name == REFUSED_CALL]
+def find_refusals(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of model calls that the gateway refused, with the reason as message."""
+    return [span for span in spans if span.name == REFUSED_CALL]
 
 
 def parse_response_id(id: str) -> CallId:

@@ -24,9 +24,10 @@ from whet.errors import (
     WhetError,
     boundary,
 )
-from whet.protocols import Resources
+from whet.io.genai_spans import find_refusals
 from whet.runners.agent import Agent, await_result, check_agent, get_name, inspect_agent
 from whet.runners.context import AttemptContext
+from whet.runners.diagnostics import DiagnosticsStore
 from whet.runners.endpoints import Connection, Endpoints
 from whet.runners.executors.command import CommandAgent
 from whet.runners.executors.executor import Evicted, Executor
@@ -36,7 +37,7 @@ from whet.runners.executors.process_pool import ProcessPool
 from whet.runners.hooks import Hooks, check_hook
 from whet.runners.loading import get_spec
 from whet.runners.tracers import check_tracer, install_tracer
-from whet.types import Attempt, Failure, FailureKind, Outcome
+from whet.types import Attempt, AttemptId, Failure, FailureKind, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ FAILURE_KINDS: dict[type[AttemptError], FailureKind] = {
     BadReward: FailureKind.REWARD,
 }
 
-PROMPT_TOO_LONG = re.compile(r"this model's context holds|context_length_exceeded")
+PROMPT_TOO_LONG = re.compile(
+    r"this model's (maximum )?context|context_length_exceeded", re.IGNORECASE
+)
 """The gateway's reply to a prompt that is too long, as SDKs repeat it in their errors."""
 
 NO_GATEWAY = Outcome(
@@ -68,14 +71,14 @@ class AttemptExecution:
         executor: Executor,
         hooks: "HookRunner",
         endpoints: Endpoints,
-        resources: Resources,
+        store: DiagnosticsStore,
         *,
         is_alone: bool,
     ) -> None:
         self._executor = executor
         self._hooks = hooks
         self._endpoints = endpoints
-        self._resources = resources
+        self._store = store
         self._is_alone = is_alone
         self._resource_cache: dict[tuple[str, int], JsonValue] = {}
         """By name and version: they never change."""
@@ -96,7 +99,7 @@ class AttemptExecution:
         except Evicted as error:
             outcome = _failed(FailureKind.WORKER_LEFT, error)
         except AttemptError as error:
-            kind = await self._classify(error, connection)
+            kind = await self._classify(error, context.attempt.id, connection)
             outcome = _failed(kind, error)
             logger.info(
                 "attempt failed attempt=%s kind=%s reason=%s", context.attempt.id, kind.value, error
@@ -104,19 +107,32 @@ class AttemptExecution:
         await self._hooks.after(context, outcome)
         return outcome
 
-    async def _classify(self, error: AttemptError, connection: Connection) -> FailureKind:
+    async def _classify(
+        self, error: AttemptError, attempt: AttemptId, connection: Connection
+    ) -> FailureKind:
         # Without its model an agent may fail in any way: then the gateway is the reason.
         if not isinstance(error, BadReward) and await connection.was_lost():
             return FailureKind.MODEL_LOST
-        if isinstance(error, AgentFailed) and PROMPT_TOO_LONG.search(str(error)):
+        if isinstance(error, AgentFailed) and (
+            PROMPT_TOO_LONG.search(str(error)) or await self._ended_with_full_context(attempt)
+        ):
             return FailureKind.CONTEXT
         return next(kind for cls, kind in FAILURE_KINDS.items() if isinstance(error, cls))
+
+    async def _ended_with_full_context(self, attempt: AttemptId) -> bool:
+        """Whether the last model call was refused as too long, which the agent's error may hide."""
+        spans = await self._store.spans(attempt)
+        refused = [s.start for s in find_refusals(spans) if PROMPT_TOO_LONG.search(s.message)]
+        if not refused:
+            return False
+        calls = await self._store.calls(attempt)
+        return all(call.created * 1e9 <= max(refused) for call in calls)
 
     async def _get_resources(self, attempt: Attempt) -> dict[str, JsonValue]:
         values: dict[str, JsonValue] = {}
         for key in attempt.resources.items():
             if key not in self._resource_cache:
-                self._resource_cache[key] = (await self._resources.get(*key)).value
+                self._resource_cache[key] = (await self._store.get(*key)).value
             values[key[0]] = self._resource_cache[key]
         return values
 
@@ -129,7 +145,7 @@ async def open_attempt_execution(
     name: str,
     hooks: Sequence[Hooks],
     endpoints: Endpoints,
-    resources: Resources,
+    store: DiagnosticsStore,
 ) -> AsyncGenerator[AttemptExecution]:
     """Start the executor and the hooks of a runner; stop them at the end of the block.
 
@@ -151,7 +167,7 @@ async def open_attempt_execution(
             executor = InProcessExecutor(inspect_agent(agent), sandbox)
         await hook_runner.on_start(name)
         is_alone = config.concurrency == 1  # in this process: those of a pool know for themselves
-        yield AttemptExecution(executor, hook_runner, endpoints, resources, is_alone=is_alone)
+        yield AttemptExecution(executor, hook_runner, endpoints, store, is_alone=is_alone)
     finally:
         with CancelScope(shield=True):
             await hook_runner.on_end(name)

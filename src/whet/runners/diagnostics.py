@@ -76,7 +76,7 @@ class Diagnostics:
                 if refusals := find_refusals(spans):
                     found["refused"] = (
                         f"the gateway refused the model calls of rollout {attempt.rollout.id}: "
-                        f"{refusals[0]}"
+                        f"{refusals[0].message}"
                     )
                 elif untrainable := find_untrainable_calls(attempt.id, spans):
                     found["no-token-ids"] = untrainable[0].reason

@@ -121,7 +121,7 @@ class Runner:
             name=self.name,
             hooks=self._hooks,
             endpoints=self._endpoints,
-            resources=self._store,
+            store=self._store,
         ) as execution:
             await self._run_attempts(execution)
 

@@ -14,6 +14,7 @@ from whet.config import RunConfig
 from whet.errors import ConfigError, NonFiniteUpdate, boundary
 from whet.protocols import Algorithm, Collector, TrainingBackend
 from whet.training.diagnosis import (
+    Cause,
     cause_metrics,
     count_causes,
     explain_causes,
@@ -145,10 +146,12 @@ async def update_policy(
     metrics |= _row_metrics(built, version_after(done))
     metrics |= _selection_metrics(batch.credits, selected)
     metrics |= cause_metrics(count_causes(batch.zero_signal, config.group_size))
+    equal = Counter(cause for group in batch.groups if (cause := find_equal_answers(group)))
+    metrics["equal_answer_groups"] = equal.total() / len(batch.groups)
     if built.rows:
-        _warn_of_equal_answers(batch.groups)
+        _warn_of_equal_answers(equal, metrics, done)
     else:
-        logger.warning("step %d trained nothing: %s", len(done) + 1, explain_metrics([metrics]))
+        _warn_of_no_update(metrics, done)
     return metrics
 
 
@@ -157,12 +160,29 @@ def _selection_metrics(credits: Sequence[Credit], selected: Sequence[Credit]) ->
     return {"unselected_generations": total - kept}
 
 
-def _warn_of_equal_answers(groups: Sequence[Group]) -> None:
-    """Warn if half of the groups are one answer many times."""
-    equal = Counter(cause for group in groups if (cause := find_equal_answers(group)))
-    if 2 * equal.total() >= len(groups):
+def _warn_of_equal_answers(
+    equal: Counter[Cause], metrics: Metrics, done: Sequence[StepRecord]
+) -> None:
+    """Warn if half of the groups are one answer many times, once a run: a good one ends so."""
+    before = [record.metrics.get("equal_answer_groups", 0.0) for record in done]
+    if metrics["equal_answer_groups"] >= 0.5 > max(before, default=0.0):
         reasons = "; ".join(explain_causes(equal))
-        logger.warning("%d of %d groups are one answer: %s", equal.total(), len(groups), reasons)
+        logger.warning(
+            "%d of %d groups are one answer: %s", equal.total(), metrics["groups"], reasons
+        )
+
+
+def _warn_of_no_update(metrics: Metrics, done: Sequence[StepRecord]) -> None:
+    """Warn of a step without an update; the reasons are not repeated in steps that follow it."""
+    reasons, step = _find_reasons(metrics), len(done) + 1
+    if done and not done[-1].metrics["rows"] and _find_reasons(done[-1].metrics) == reasons:
+        logger.warning("step %d trained nothing either", step)
+    else:
+        logger.warning("step %d trained nothing: %s", step, explain_metrics([metrics]))
+
+
+def _find_reasons(metrics: Metrics) -> set[str]:
+    return {name for name in metrics if name.startswith("no_signal/")}
 
 
 async def evaluate_step(
