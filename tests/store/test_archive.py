@@ -16,6 +16,7 @@ from whet.types import (
     Failure,
     FailureKind,
     Generation,
+    GenerationId,
     Mode,
     Outcome,
     Reward,
@@ -114,7 +115,7 @@ def test_a_run_is_loaded_exactly_as_it_was(
             if outcome is not None:
                 await store.finish(attempt.id, outcome)
         record = StepRecord(step=0, version=1, checkpoint="c", consumed=(), metrics=metrics)
-        await store.commit(record, advantages=metrics)
+        await store.commit(record, advantages={GenerationId(k): v for k, v in metrics.items()})
 
     async def everything(store: SQLiteStore) -> list[object]:
         records = await store.rollouts()
