@@ -114,7 +114,7 @@ class Result:
         return {"seconds": self.seconds, "steps": len(self.steps), **totals, **compared}
 
     def _repr_html_(self) -> str:
-        """What notebooks show of it: base against trained, and the learning curve."""
+        """Base against trained and the learning curve, as notebooks show a result."""
         lines = [f"<p>run {html.escape(str(self.run))}: {len(self.steps)} steps</p>"]
         if self.comparison is not None:
             rows = ["<tr><th></th><th>base</th><th>trained</th></tr>"]

@@ -14,7 +14,6 @@ from whet.config import RunConfig
 from whet.errors import ConfigError, NonFiniteUpdate, boundary
 from whet.protocols import Algorithm, Collector, TrainingBackend
 from whet.training.diagnosis import (
-    Cause,
     cause_metrics,
     count_causes,
     explain_causes,
@@ -146,10 +145,8 @@ async def update_policy(
     metrics |= _row_metrics(built, version_after(done))
     metrics |= _selection_metrics(batch.credits, selected)
     metrics |= cause_metrics(count_causes(batch.zero_signal, config.group_size))
-    equal = Counter(cause for group in batch.groups if (cause := find_equal_answers(group)))
-    metrics["equal_answer_groups"] = equal.total() / len(batch.groups)
     if built.rows:
-        _warn_of_equal_answers(equal, metrics, done)
+        _warn_of_equal_answers(batch.groups, metrics, done)
     else:
         _warn_of_no_update(metrics, done)
     return metrics
@@ -161,15 +158,14 @@ def _selection_metrics(credits: Sequence[Credit], selected: Sequence[Credit]) ->
 
 
 def _warn_of_equal_answers(
-    equal: Counter[Cause], metrics: Metrics, done: Sequence[StepRecord]
+    groups: Sequence[Group], metrics: Metrics, done: Sequence[StepRecord]
 ) -> None:
     """Warn if half of the groups are one answer many times, once a run: a good one ends so."""
     before = [record.metrics.get("equal_answer_groups", 0.0) for record in done]
     if metrics["equal_answer_groups"] >= 0.5 > max(before, default=0.0):
+        equal = Counter(cause for group in groups if (cause := find_equal_answers(group)))
         reasons = "; ".join(explain_causes(equal))
-        logger.warning(
-            "%d of %d groups are one answer: %s", equal.total(), metrics["groups"], reasons
-        )
+        logger.warning("%d of %d groups are one answer: %s", equal.total(), len(groups), reasons)
 
 
 def _warn_of_no_update(metrics: Metrics, done: Sequence[StepRecord]) -> None:
@@ -308,6 +304,7 @@ def _reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
         **{f"reward/{key}": _mean(_emitted(t, key) for t in trajectories) for key in keys},
         "groups": len(batch.groups),
         "zero_signal_groups": len(batch.zero_signal) / len(batch.groups),
+        "equal_answer_groups": _mean(find_equal_answers(g) is not None for g in batch.groups),
         "rollouts": len(batch.rollouts),
         "failed_rollouts": len(batch.rollouts) - len(succeeded),
         "rollouts_without_calls": len(without),
