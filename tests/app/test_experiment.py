@@ -98,6 +98,7 @@ def test_a_run_starts_from_another(tmp_path: Path, model: Path, weights: str, wh
         model=str(sources[what]),
         steps=0,
         trainer={"weights": weights},
+        loss={"kl": 0.1},
     )
     second = RunFolder(started.run)
     for file in first.model.glob("*.safetensors"):
@@ -113,3 +114,31 @@ def test_a_run_starts_from_another(tmp_path: Path, model: Path, weights: str, wh
             run(tmp_path, sources[what], trainer={"lora_rank": 8})  # pyright: ignore
     elif what != "checkpoint":
         assert (config.model, config.start) == (str(first.model), None)
+
+
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_the_kl_penalty_holds_to_what_a_run_starts_from(
+    tmp_path: Path, model: Path, weights: str
+) -> None:
+    settings: dict[str, object] = {
+        "trainer": {"weights": weights},
+        "adam": {"lr": 0.01},
+        "loss": {"kl": 0.1},
+        "steps": 2,
+    }
+    first = RunFolder(run(tmp_path, model, **settings).run)
+    [checkpoint] = first.checkpoints.iterdir()
+    started = whet.train(
+        agent,
+        TASKS,
+        quiet=True,
+        dir=str(tmp_path),
+        name="second",
+        model=str(checkpoint),
+        tasks_per_step=1,
+        group_size=4,
+        **settings,  # pyright: ignore[reportArgumentType]
+    )
+    before, after = (step.metrics["reference_kl"] for step in started.steps)
+    assert before == pytest.approx(0.0, abs=1e-6)  # nothing is updated yet
+    assert after > 1e-5

@@ -28,9 +28,23 @@ def test_the_reference_is_the_model_before_training(tiny_folder: Path, weights: 
     assert torch.equal(logits(policy), after)
 
 
+@pytest.mark.parametrize("weights", ["lora", "full"])
+def test_the_reference_of_a_start_is_the_start(tiny_folder: Path, weights: str) -> None:
+    policy = load(tiny_folder, weights=weights)
+    nudge(policy)
+    policy.keep_reference()
+    start = logits(policy)
+    nudge(policy)
+    after = logits(policy)
+    assert not torch.equal(start, after)
+    with policy.use_reference():
+        assert torch.equal(logits(policy), start)
+    assert torch.equal(logits(policy), after)
+
+
 def test_without_a_copy_full_weights_have_no_reference(tiny_folder: Path) -> None:
     policy = load(tiny_folder, weights="full")
-    with pytest.raises(TrainerError, match="opened without keep_reference"), policy.use_reference():
+    with pytest.raises(TrainerError, match="keep_reference was not called"), policy.use_reference():
         pass
 
 

@@ -41,6 +41,8 @@ class ServerState:
     """SGLang: whether an event of a stream has only the new tokens."""
     ignores_stop_ids: bool = False
     """SGLang: samples on after a stop id, as it does with `ignore_eos`."""
+    original_logprobs: bool = False
+    """SGLang: log-probabilities before the temperature, SGLANG_RETURN_ORIGINAL_LOGPROB."""
     refused_resets: int = 0
     """vLLM: resets of the prefix cache that fail before one succeeds."""
     instance_id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -204,6 +206,9 @@ def sglang_app(state: ServerState) -> Starlette:  # noqa: C901 - one function fo
             message = f"The following requested LoRA adapters are not loaded: {model}"
             return JSONResponse({"error": {"message": message}}, 400)
         sampling = _sglang_sampling(body, state)
+        if state.original_logprobs:
+            # What is sampled does not matter to the test of it, the log-probabilities do.
+            sampling = sampling.model_copy(update={"temperature": 1.0})
         cumulative = body["stream"] and not state.incremental
 
         def event(chunks: Sequence[TokenChunk]) -> Json:

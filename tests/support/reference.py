@@ -45,7 +45,10 @@ class Reference:
             return -(torch.tensor(given["weights"]) * lp).sum()
         q, a = torch.tensor(given["logprobs"]), torch.tensor(given["advantages"])
         ratio = (lp - q).exp()
-        low, high = settings.get("clip_low_threshold", 0), settings.get("clip_high_threshold", 0)
+        low, high = (
+            torch.tensor(given.get(name, settings.get(name, 0.0)))
+            for name in ("clip_low_threshold", "clip_high_threshold")
+        )
         if name == "gspo":
             counted = torch.tensor(given["sequence_ratio_mask"]) != 0
             mean = (lp - q)[counted].mean().detach()

@@ -47,7 +47,10 @@ def load(
     folder: Path, seed: int = 0, *, keep_reference: bool = False, **settings: object
 ) -> LocalPolicy:
     config = LocalTrainerConfig.model_validate({"lora_rank": 4, "lora_alpha": 8} | settings)
-    return LocalPolicy(folder, config, device="cpu", seed=seed, keep_reference=keep_reference)
+    policy = LocalPolicy(folder, config, device="cpu", seed=seed)
+    if keep_reference and config.weights == "full":
+        policy.keep_reference()
+    return policy
 
 
 class LogitsAsStates(nn.Module):

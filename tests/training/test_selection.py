@@ -1,5 +1,6 @@
 from pydantic import JsonValue
 
+from support.trajectories import Conversation, generation
 from whet.config import SelectionConfig
 from whet.training.selection import count_reasons, explain_exclusions, select
 from whet.types import (
@@ -76,3 +77,17 @@ def test_without_a_selection_the_credits_are_returned_unchanged() -> None:
     credit = Credit.even(trajectory, 1.0)
     [same] = select([credit], SelectionConfig())
     assert same is credit
+
+
+def test_answers_that_the_agent_threw_away_are_left_out_on_request() -> None:
+    attempt = Conversation()
+    used, other = attempt.call([1, 2], generation([3]), generation([4]))
+    [again] = attempt.call([1, 2], generation([5]))  # the same prompt, sampled anew
+    [last, choice] = attempt.call([6], generation([7]), generation([8]), parent=used)
+    [aside] = attempt.call([9], generation([3]))
+    credit = Credit.even(attempt.ended(1.0), 1.0)
+    assert select([credit], SelectionConfig()) == [credit]
+    [left] = select([credit], SelectionConfig(discarded=False))
+    assert set(left.advantages) == {used, last, choice, aside}
+    reasons = explain_exclusions(attempt.calls, SelectionConfig(discarded=False))
+    assert set(reasons) == {other, again}

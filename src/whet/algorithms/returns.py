@@ -52,14 +52,16 @@ class Returns:
     agents: Mapping[str, float]
     """Further rewards by agent."""
     returns: Mapping[GenerationId, Return]
+    turns: Mapping[TurnKey, float]
+    """Mean return of the generations of each turn."""
 
     def at(self, turn: TurnKey) -> float:
         """Return the score of this rollout at a turn: one number, however many generations it has.
 
         A rollout that ended earlier, or without the agent, counts with the return it has.
         """
-        values = [value for key, value in self.returns.values() if key == turn]
-        return fmean(values) if values else self.whole + self.agents.get(turn.agent, 0.0)
+        mean = self.turns.get(turn)
+        return self.whole + self.agents.get(turn.agent, 0.0) if mean is None else mean
 
 
 def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
@@ -76,7 +78,7 @@ def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
     whole = trajectory.reward + further
     if config.credit == "attempt":
         returns = dict.fromkeys(trajectory.generation_ids(), Return(TurnKey(), whole))
-        return Returns(trajectory, whole, {}, returns)
+        return Returns(trajectory, whole, {}, returns, _mean_by_turn(returns))
     return _turn_returns(trajectory, whole, [r for r in read if r.target], config.discount)
 
 
@@ -145,7 +147,14 @@ def _turn_returns(
         for id, key, height, below in _accumulate(nodes, discount)
     }
     in_order = {id: returns[id] for id in nodes}
-    return Returns(trajectory, whole, agents, in_order)
+    return Returns(trajectory, whole, agents, in_order, _mean_by_turn(in_order))
+
+
+def _mean_by_turn(returns: Mapping[GenerationId, Return]) -> dict[TurnKey, float]:
+    values = defaultdict[TurnKey, list[float]](list)
+    for key, value in returns.values():
+        values[key].append(value)
+    return {key: fmean(found) for key, found in values.items()}
 
 
 def _build_forest(calls: Sequence[Call]) -> dict[GenerationId, _Node]:

@@ -100,7 +100,8 @@ class LossConfig(Section):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the squared penalty; for `dro`."""
     kl: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the KL penalty against the model before training; 0 is off."""
+    """Coefficient of the KL penalty against the model before training, or the start of training if
+    `model` names one; 0 is off."""
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the entropy bonus; 0 is off."""
     normalize: Literal["token", "rollout", "constant"] = "token"
@@ -306,6 +307,9 @@ class SelectionConfig(Section):
     """Text that the conversation's system prompt must contain."""
     tools: tuple[str, ...] = ()
     """Tools that the request must offer."""
+    discarded: bool = True
+    """Whether to train answers that the agent threw away: other choices (`n`) and other answers to
+    the same prompt than the one it continued. Answers of a last turn never count as thrown away."""
 
 
 class EvaluationConfig(Section):

@@ -128,15 +128,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_start(self) -> Self:
-        if self.start is None:
-            return self
-        if self.trainer.kind == "tinker":
+        if self.start is not None and self.trainer.kind == "tinker":
             raise ValueError("a Tinker service starts from no adapter or checkpoint: leave it out")
-        if self.loss.kl > 0:
-            raise ValueError(
-                "loss.kl holds to the model before training, which must be a model folder: make "
-                "one with `whet models merge` and start from it"
-            )
         return self
 
     @model_validator(mode="after")

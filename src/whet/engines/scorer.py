@@ -1,6 +1,6 @@
 """Scores tokens with a Hugging Face model in this process, such as a teacher in distillation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -16,6 +16,8 @@ from whet.protocols import Scorer
 
 MAX_BATCH_TOKENS = 4096
 """Maximum number of padded tokens in one forward pass; bounds its memory."""
+CHUNK_LOGITS = 2**26
+"""Logits that exist at once, 256 MB: those of all tokens may be tens of gigabytes."""
 
 
 class ScoreRequest(NamedTuple):
@@ -79,34 +81,81 @@ class LocalScorer(Scorer):
         ids_BT = torch.tensor(padded, device=self.policy.device)
         with self.policy.lock:
             # Padding is on the right, where causal attention never looks.
-            logits_BTV = self.policy.model(input_ids=ids_BT, use_cache=False).logits
-        chosen_BT = logits_BTV[:, :-1].float().log_softmax(-1).gather(2, ids_BT[:, 1:, None])
-        rows = zip(chosen_BT[:, :, 0].tolist(), batch, strict=True)
+            hidden_BTD = self.policy.body(input_ids=ids_BT, use_cache=False).last_hidden_state
+            target_N = ids_BT[:, 1:].flatten()
+            chosen = [
+                logp_CV.gather(1, target_N[part, None])[:, 0]
+                for part, logp_CV in self._chunks(hidden_BTD[:, :-1].flatten(0, 1))
+            ]
+        chosen_BT = torch.cat([*chosen, ids_BT.new_zeros(0)]).view(len(batch), width - 1)
+        rows = zip(cast(list[list[float]], chosen_BT.tolist()), batch, strict=True)
         return [tuple(row[: len(tokens) - 1]) for row, tokens in rows]
 
     @torch.inference_mode()
     def _score_one(self, tokens: Sequence[int], request: ScoreRequest) -> TokenScores:
         with boundary(EngineError, "scoring failed"):
             ids_1T = torch.tensor([list(tokens)], device=self.policy.device)
-            with self.policy.lock:
-                logits_TV = self.policy.model(input_ids=ids_1T, use_cache=False).logits[0, :-1]
-            logp_TV = cast(Tensor, logits_TV.float().log_softmax(-1))
-            targets = np.zeros((len(logp_TV), 0), np.int64)
+            targets = np.zeros((len(tokens) - 1, 0), np.int64)
             if request.targets is not None:
                 targets = request.targets
             target_TK = torch.from_numpy(targets).to(ids_1T.device)
-            top = logp_TV.topk(request.top, dim=-1)
-            sampled_TK = _sample(logp_TV, request)
-            return TokenScores(
-                chosen=_floats(logp_TV.gather(1, ids_1T[0, 1:, None])[:, 0]),
-                top=(_ids(top.indices), _floats(top.values)),
-                targets=_floats(logp_TV.gather(1, target_TK)),
-                sampled=(_ids(sampled_TK), _floats(logp_TV.gather(1, sampled_TK))),
-            )
+            with self.policy.lock:
+                body = self.policy.body(input_ids=ids_1T, use_cache=False)
+                parts = [
+                    _score_chunk(logp_CV, ids_1T[0, 1:][part], target_TK[part], request)
+                    for part, logp_CV in self._chunks(body.last_hidden_state[0, :-1])
+                ]
+        return _join_scores(parts, targets.shape[1], request)
+
+    def _chunks(self, hidden_ND: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Log-probabilities of all tokens after each hidden state, for a chunk at a time."""
+        tokens = max(1, CHUNK_LOGITS // self.policy.head.vocabulary)
+        for start in range(0, len(hidden_ND), tokens):
+            part = slice(start, start + tokens)
+            yield part, self.policy.head(hidden_ND[part]).float().log_softmax(-1)
+
+
+def _score_chunk(
+    logp_CV: Tensor, chosen_C: Tensor, target_CK: Tensor, request: ScoreRequest
+) -> TokenScores:
+    top = logp_CV.topk(request.top, dim=-1)
+    sampled_CK = _sample(logp_CV, request)
+    return TokenScores(
+        chosen=_floats(logp_CV.gather(1, chosen_C[:, None])[:, 0]),
+        top=(_ids(top.indices), _floats(top.values)),
+        targets=_floats(logp_CV.gather(1, target_CK)),
+        sampled=(_ids(sampled_CK), _floats(logp_CV.gather(1, sampled_CK))),
+    )
+
+
+def _join_scores(parts: Sequence[TokenScores], targets: int, request: ScoreRequest) -> TokenScores:
+    """Concatenate the scores of consecutive chunks; a sequence of one token has none."""
+    none = TokenScores(
+        np.zeros(0, np.float32),
+        (np.zeros((0, request.top), np.int64), np.zeros((0, request.top), np.float32)),
+        np.zeros((0, targets), np.float32),
+        (np.zeros((0, request.samples), np.int64), np.zeros((0, request.samples), np.float32)),
+    )
+    parts = [none, *parts]
+    return TokenScores(
+        np.concatenate([part.chosen for part in parts]),
+        _join_pairs([part.top for part in parts]),
+        np.concatenate([part.targets for part in parts]),
+        _join_pairs([part.sampled for part in parts]),
+    )
+
+
+def _join_pairs(
+    pairs: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]]],
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    return (
+        np.concatenate([ids for ids, _ in pairs]),
+        np.concatenate([logprobs for _, logprobs in pairs]),
+    )
 
 
 def _sample(logp_TV: Tensor, request: ScoreRequest) -> Tensor:
-    if not request.samples or not len(logp_TV):
+    if not request.samples:
         return torch.zeros(len(logp_TV), 0, dtype=torch.int64, device=logp_TV.device)
     if request.temperature == 0:
         return logp_TV.argmax(-1, keepdim=True).expand(-1, request.samples)

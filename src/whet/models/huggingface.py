@@ -81,12 +81,10 @@ class LocalPolicy:
         seed: int,
         adapter: Path | None = None,
         base: "LocalPolicy | None" = None,
-        keep_reference: bool = False,
     ) -> None:
         """Load the model in `folder`, for sampling with the LoRA `adapter` if there is one.
 
         With a `base`, which has no adapter and is not trained, its weights are shared.
-        `keep_reference` keeps a copy of full weights before training, for `loss.kl`.
         """
         self.folder = folder
         self.config = config
@@ -125,10 +123,8 @@ class LocalPolicy:
         self._check_head()
         if config.gradient_checkpointing or config.compile:
             _wrap_layers_for_training(self.body, config)
-        self._base: Mapping[str, Tensor] = {}
-        """A copy of the initial weights, with `keep_reference` and full training."""
-        if keep_reference and config.weights == "full":
-            self._base = {n: p.detach().clone() for n, p in self.trainable().items()}
+        self._reference: Mapping[str, Tensor] = {}
+        """A copy of the weights before training, once `keep_reference` was called."""
 
     def _load(self) -> PreTrainedModel:
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -144,25 +140,32 @@ class LocalPolicy:
             yield
             self.version = version
 
+    def keep_reference(self) -> None:
+        """Keep a copy of the trainable weights as they are now, for `use_reference`.
+
+        New adapters need none: without them the model has its initial weights.
+        """
+        self._reference = {n: p.detach().clone() for n, p in self.trainable().items()}
+
     @contextmanager
     def use_reference(self) -> Generator[None]:
-        """Context in which the model has its initial weights; sampling waits meanwhile.
+        """Context in which the model has its weights before training; sampling waits meanwhile.
 
-        With LoRA the adapter is disabled, and no second copy is needed.
+        They are those of `keep_reference`, or with adapters those of the model without them.
         """
-        if isinstance(self.wrapped, PeftModel):
+        if isinstance(self.wrapped, PeftModel) and not self._reference:
             with self.lock, self.wrapped.disable_adapter():
                 yield
             return
-        if not self._base:
+        if not self._reference:
             raise TrainerError(
-                "loss.kl needs the weights as they were before training, and this policy was "
-                "opened without keep_reference"
+                "loss.kl needs the weights as they were before training, and keep_reference was "
+                "not called for this policy"
             )
         with self.lock:
             trained = {name: parameter.data for name, parameter in self.trainable().items()}
             try:
-                self._swap_in(self._base)
+                self._swap_in(self._reference)
                 yield
             finally:
                 self._swap_in(trained)

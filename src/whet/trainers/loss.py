@@ -61,6 +61,13 @@ def ratios(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     return log_ratio_N.clamp(max=MAX_LOG_RATIO).exp()
 
 
+def clip(ratio_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
+    """The ratios within the range of each token, or that of the loss."""
+    if batch.clip_N is not None:
+        return ratio_N.clamp(*batch.clip_N)
+    return ratio_N.clamp(*config.clip_range)
+
+
 def corrections(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """Factor of each token's loss that bounds its importance weight, without a gradient.
 
@@ -136,7 +143,7 @@ def ppo(logp_N: Tensor, ratio_N: Tensor, batch: Batch, config: LossConfig) -> Te
     much likelier would outweigh all others. `gspo` is the same with the ratio of the row.
     """
     advantage_N = batch.advantage_N
-    gain_N = torch.minimum(ratio_N * advantage_N, ratio_N.clamp(*config.clip_range) * advantage_N)
+    gain_N = torch.minimum(ratio_N * advantage_N, clip(ratio_N, batch, config) * advantage_N)
     if config.dual_clip is None:
         return -gain_N
     bounded_N = torch.maximum(gain_N, config.dual_clip * advantage_N)
@@ -145,7 +152,7 @@ def ppo(logp_N: Tensor, ratio_N: Tensor, batch: Batch, config: LossConfig) -> Te
 
 def cispo(logp_N: Tensor, ratio_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """`-sg(clip(r)) A lp` (arXiv:2506.13585): clipped tokens still teach."""
-    weight_N = ratio_N.detach().clamp(*config.clip_range)
+    weight_N = clip(ratio_N.detach(), batch, config)
     return -weight_N * batch.advantage_N * logp_N
 
 

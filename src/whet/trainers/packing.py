@@ -156,6 +156,8 @@ class Batch:
     """Log-probability before the first update of a step, where it was computed."""
     counted_N: Tensor | None = None
     """Which tokens make up the ratio of a row; all of them if absent."""
+    clip_N: tuple[Tensor, Tensor] | None = None
+    """Least and largest ratio of each token, instead of the loss's range for all."""
 
     @classmethod
     def of(cls, tree: PrefixTree[Row]) -> "Batch":
@@ -205,4 +207,5 @@ class Batch:
             shaping=self.shaping.to(device),
             old_N=None if self.old_N is None else self.old_N.to(device),
             counted_N=None if self.counted_N is None else self.counted_N.to(device),
+            clip_N=self.clip_N and (self.clip_N[0].to(device), self.clip_N[1].to(device)),
         )

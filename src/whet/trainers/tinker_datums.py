@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, float]] = {
     "dro": {"beta": 0.05},
     "gspo": CLIPPED,
 }
-"""Settings of each loss with their defaults."""
+"""Settings of each loss with their defaults. Clip thresholds may also be inputs, by target."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +124,7 @@ class DatumTrainer:
         return DatumResult([scored[id(datum)] for datum in data], math.fsum(p.loss for p in found))
 
     def _one_tree(self, tree: PrefixTree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
-        batch = _batch(tree, self._policy.device)
+        batch = _batch(tree, config, self._policy.device)
         logp_N = self._score(tree, batch)
         loss_N = LOSSES[config.name](logp_N, ratios(logp_N, batch, config), batch, config)
         value = loss_N.sum()
@@ -179,10 +179,12 @@ class DatumTrainer:
         ids = [*datum.tokens, int(datum.targets.min()), int(datum.targets.max())]
         if min(ids) < 0 or max(ids) >= self._policy.vocabulary:
             raise RequestError(f"{where} has ids outside 0 to {self._policy.vocabulary - 1}")
-        if set(datum.inputs) != set(INPUTS[loss]):
+        optional = SETTINGS[loss].keys() & CLIPPED.keys()
+        if set(datum.inputs) - optional != set(INPUTS[loss]):
+            may = f" and may have {', '.join(sorted(optional))}" if optional else ""
             raise RequestError(
                 f"{where} has {', '.join(sorted(datum.inputs)) or 'no inputs'}; {loss!r} takes "
-                f"target_tokens, {', '.join(INPUTS[loss])}"
+                f"target_tokens, {', '.join(INPUTS[loss])}{may}"
             )
         for name, values in datum.inputs.items():
             if values.shape != shape:
@@ -222,12 +224,18 @@ def _config(loss: str, settings: Mapping[str, float]) -> LossConfig:
         raise RequestError(f"settings of the loss {loss!r}: {explain(error)}") from error
 
 
-def _batch(tree: PrefixTree[Datum], device: torch.device) -> Batch:
+def _batch(tree: PrefixTree[Datum], config: LossConfig, device: torch.device) -> Batch:
     data = [datum for datum, _ in tree.rows]
     sizes = [datum.targets.size for datum in data]
 
-    def concatenate(name: str) -> Tensor:
-        parts = [datum.inputs[name].ravel() for datum in data]
+    def concatenate(name: str, default: float | None = None) -> Tensor:
+        """An input of all datums, with a default where a datum may lack it."""
+        parts = [
+            datum.inputs[name].ravel()
+            if default is None or name in datum.inputs
+            else np.full(datum.targets.size, default)
+            for datum in data
+        ]
         return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)
 
     sources = [np.repeat(nodes, datum.targets.size // len(nodes)) for datum, nodes in tree.rows]
@@ -236,6 +244,8 @@ def _batch(tree: PrefixTree[Datum], device: torch.device) -> Batch:
     zero_N = torch.zeros(len(target_N), device=device)
     # `cross_entropy` calls the weight of a target what rows call its advantage.
     advantage_N = concatenate("weights" if "weights" in has else "advantages")
+    low, high = config.clip_range
+    clips = any(datum.inputs.keys() & CLIPPED.keys() for datum in data)
     return Batch(
         source_N=torch.from_numpy(np.concatenate(sources)).to(device),
         target_N=target_N,
@@ -248,5 +258,8 @@ def _batch(tree: PrefixTree[Datum], device: torch.device) -> Batch:
         shaping=Shaping.of([(1.0, 1.0, 0)], device).part(torch.zeros_like(target_N)),
         counted_N=(concatenate("sequence_ratio_mask") != 0).float()
         if "sequence_ratio_mask" in has
+        else None,
+        clip_N=(concatenate("clip_low_threshold", low), concatenate("clip_high_threshold", high))
+        if clips
         else None,
     )

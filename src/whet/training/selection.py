@@ -4,12 +4,14 @@ An attempt may contain calls that should not be trained: a chat title, a summary
 Generations that are not selected stay in the rows as context.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from whet.config import SelectionConfig
 from whet.types import Call, Credit, GenerationId
+
+DISCARDED = "the agent continued another answer to the same prompt, and selection.discarded is off"
 
 
 def select(credits: Sequence[Credit], config: SelectionConfig) -> list[Credit]:
@@ -27,7 +29,28 @@ def explain_exclusions(calls: Sequence[Call], config: SelectionConfig) -> dict[G
         reason = _reason(call, _system(first[call.id]), config)
         if reason:
             reasons |= {call.generation_id(i): reason for i in range(len(call.generations))}
+    if not config.discarded:
+        reasons = dict.fromkeys(find_discarded(calls), DISCARDED) | reasons
     return reasons
+
+
+def find_discarded(calls: Sequence[Call]) -> list[GenerationId]:
+    """Generations that no call continues, while one does continue another answer to their prompt.
+
+    Answers of the last turn are all alike here: which one the agent used is not seen.
+    """
+    continued = {call.parent for call in calls}
+    answers = defaultdict[tuple[str, str], list[GenerationId]](list)
+    for call in calls:
+        prompt = (call.prompt_digest, call.origin.agent)
+        answers[prompt] += (call.generation_id(i) for i in range(len(call.generations)))
+    return [
+        id
+        for ids in answers.values()
+        if not continued.isdisjoint(ids)
+        for id in ids
+        if id not in continued
+    ]
 
 
 def count_reasons(reasons: Mapping[GenerationId, str]) -> dict[str, int]:

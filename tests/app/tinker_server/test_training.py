@@ -102,6 +102,19 @@ def test_new_adapters_change_nothing_and_other_tools_load_them(model: Path, adap
     assert adapted.after(tokens).tolist() == pytest.approx(plain.after(tokens).tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_a_datum_may_have_clip_thresholds_for_each_token(
+    loss: Any, training: tinker.TrainingClient, model: Path, adapter: Path
+) -> None:
+    data = examples(loss)
+    for index, (tokens, given) in enumerate(data[1:]):  # the first has those of the loss
+        given["clip_low_threshold"] = [0.1 * (index + 1)] * len(tokens)
+        given["clip_high_threshold"] = [1.0 + 0.2 * place for place in range(len(tokens))]
+    logprobs, value = expected(Reference(model, adapter), loss, data)
+    found = training.forward([datum(one) for one in data], loss, LOSSES[loss]).result()
+    close(found, logprobs, value)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @shows(
     "TrainingClient.forward",

@@ -364,6 +364,24 @@ async def test_an_sglang_that_ignores_stop_ids_is_refused() -> None:
         server.close()
 
 
+async def test_an_sglang_with_log_probs_before_the_temperature_samples_at_temperature_1() -> None:
+    server = serve(sglang_app, ServerState(decode, VOCABULARY, CONTEXT, original_logprobs=True))
+    notes: list[str] = []
+    try:
+        engine = await connect_servers(
+            "sglang", [server.url], decode, context_length=CONTEXT, progress=notes.append
+        )
+        assert any("before the temperature" in note for note in notes)
+        for temperature in (0.0, 1.0):
+            sampling = Sampling(temperature=temperature, max_tokens=2)
+            assert [chunk async for chunk in engine.generate([1, 2], sampling)]
+        with pytest.raises(RequestError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+            await anext(engine.generate([1, 2], Sampling(temperature=0.5, max_tokens=2)))
+        await engine.close()
+    finally:
+        server.close()
+
+
 # ------------------------------------------------------------------- what a version lacks
 
 

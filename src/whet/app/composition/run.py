@@ -191,19 +191,16 @@ async def open_trainer(
             from whet.trainers.tinker import TinkerTrainer  # noqa: PLC0415
         tinker_policy = await TinkerPolicy.open(config)
         return TinkerTrainer(tinker_policy), tinker_policy
-    policy = LocalPolicy(
-        model,
-        config.trainer,
-        device=config.engine.device,
-        seed=config.seed,
-        keep_reference=config.loss.kl > 0,
-    )
+    policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
     if config.engine.kind != "local":
         check_served(policy, config)
     custom = load_loss(config.loss.name) if config.loss.is_custom else None
     trainer = LocalTrainer(policy, threads=os.cpu_count(), custom_loss=custom)
     if config.start is not None:
         await trainer.start_from(config.start)
+    # New adapters have their reference without a copy: the model without them.
+    if config.loss.kl > 0 and (config.start is not None or config.trainer.weights == "full"):
+        policy.keep_reference()
     return trainer, policy
 
 
@@ -394,8 +391,10 @@ def _open_teacher(config: RunConfig, student: Path, progress: Progress) -> Score
             f"the teacher {config.algorithm.teacher!r} has another tokenizer than "
             f"{config.model!r}: distillation compares token by token"
         )
-    # Full weights as loaded: no adapters, and nothing trains them.
-    frozen = LocalTrainerConfig(weights="full")
+    # Full weights as loaded: no adapters, and nothing trains them. A Tinker service computes the
+    # student's log-probabilities in a precision of its own.
+    precision = "auto" if config.trainer.kind == "tinker" else config.trainer.precision
+    frozen = LocalTrainerConfig(weights="full", precision=precision)
     return LocalScorer(LocalPolicy(folder, frozen, device=config.engine.device, seed=config.seed))
 
 

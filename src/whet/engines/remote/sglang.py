@@ -29,6 +29,13 @@ from whet.types import Sampling, StopReason
 INFO_PATHS = ("/server_info", "/get_server_info")
 """Paths of newer and of older versions."""
 UNTRUNCATED = "this SGLang returns log-probabilities before top_p and top_k: sample without them"
+UNSCALED = (
+    "this SGLang returns log-probabilities before the temperature: sample at temperature 1, or "
+    "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
+)
+
+MIN_SPREAD = 1e-2
+"""Difference of log-probabilities below which rounding hides what a temperature does to it."""
 
 Entry = tuple[float, int, str | None]
 """Log-probability, id and text of a token."""
@@ -44,6 +51,8 @@ class SGLang(ServerApi):
         self.context_length = context_length
         self.truncated_logprobs = True
         """Whether log-probabilities are those after top-p and top-k."""
+        self.scaled_logprobs = True
+        """Whether log-probabilities are those after the temperature."""
         self.incremental = False
         """Whether an event of a stream has only the new tokens."""
 
@@ -53,6 +62,8 @@ class SGLang(ServerApi):
             raise RequestError("the SGLang engine does not support grammars")
         if (sampling.top_p < 1 or sampling.top_k) and not self.truncated_logprobs:
             raise RequestError(UNTRUNCATED)
+        if sampling.temperature not in (0, 1) and not self.scaled_logprobs:
+            raise RequestError(UNSCALED)
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -151,6 +162,8 @@ async def probe_sglang(
     found = require_equal(await asyncio.gather(*probes), urls)
     if not found.truncated_logprobs:
         progress(f"note: {UNTRUNCATED}")
+    if not found.scaled_logprobs:
+        progress(f"note: {UNSCALED}")
     return found
 
 
@@ -171,7 +184,23 @@ async def _probe(http: HttpClient, url: str, context_length: int) -> SGLang:
         ) from error
     found.truncated_logprobs = logprob > -1e-3
     await _check_stop_ids(http, url, found, token)
+    plain, halved = [await _spread(http, url, found, temperature) for temperature in (1, 2)]
+    found.scaled_logprobs = halved < 0.75 * plain or plain < MIN_SPREAD
     return found
+
+
+async def _spread(http: HttpClient, url: str, server: SGLang, temperature: float) -> float:
+    """Largest less smallest of a few top log-probabilities, which a temperature divides.
+
+    Not by a greedy request: SGLang takes `top_k` 1 for one and ignores the temperature then.
+    """
+    sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=8)
+    request = SampleRequest(tokens=[0, 1], sampling=sampling, limit=1, stream=False, seed=0)
+    body = server.request_body(request, WeightsSpec(0), stream=False)
+    _, reply = await probe(http, url + server.path, body)
+    [top] = server.parse_reply(reply, request).tops
+    logprobs = [logprob for _, logprob in top]
+    return max(logprobs) - min(logprobs)
 
 
 async def _check_stop_ids(http: HttpClient, url: str, server: SGLang, token: int) -> None:
