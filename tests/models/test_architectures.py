@@ -183,6 +183,12 @@ def test_what_is_no_causal_language_model_is_refused_in_one_line(tmp_path: Path)
     assert len(str(error.value)) < 300
 
 
+def test_a_model_without_a_context_length_is_refused_in_one_line(tmp_path: Path) -> None:
+    CONFIG_MAPPING["mamba2"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'mamba2' lacks max_position_embeddings"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize(
     "layers", [("attention", "mlp"), ("mlp",), ("attention", "mlp", "head"), ("attention",)]

@@ -100,9 +100,9 @@ class LocalPolicy:
         disable_progress_bar()  # progress is displayed in app/ only
         with boundary(ConfigError, f"cannot load the model in {str(folder)!r}"):
             hf_config = _read_config(folder)
+            self.context_length = _read_context_length(hf_config)
             attention.register()
             model = clone_modules(cast(PreTrainedModel, base.model)) if base else self._load()
-            self.context_length = int(hf_config.max_position_embeddings)
             self.vocabulary = int(hf_config.vocab_size)
         self.partial_layers = _find_partial_layers(hf_config)
         """Kinds of layers that do not attend to the whole context, such as sliding windows."""
@@ -396,6 +396,16 @@ def _read_config(folder: Path) -> PretrainedConfig:
             "transformers loads as a causal language model"
         )
     return config.get_text_config()
+
+
+def _read_context_length(config: PretrainedConfig) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ConfigError(
+            f"the config of a model of kind {config.model_type!r} lacks max_position_embeddings, "
+            "by which its context is limited: add it to config.json"
+        )
+    return length
 
 
 def _find_partial_layers(config: PretrainedConfig) -> tuple[str, ...]:
