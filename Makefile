@@ -8,7 +8,7 @@ READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm test-cookbook test-agents check fix docs bench clean
+.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl check fix docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -59,6 +59,15 @@ test-agents: $(READY) ## run coding agents against the gateway; WHET_CODING_AGEN
 	cd .coding-agents/node_modules/opencode-ai && node postinstall.mjs
 	@touch $@
 
+test-agl: $(READY) ## compare whet.agl with Agent Lightning 0.3.0; WHET_AGL names its Python, else it is installed
+	@test -n "$$WHET_AGL" || $(MAKE) --no-print-directory .agl/.installed
+	WHET_AGL=$${WHET_AGL:-$(CURDIR)/.agl/bin/python} $(BIN)/python -m pytest tests/agl -m 'slow or not slow' $(ARGS)
+
+.agl/.installed:
+	$(PYTHON) -m venv .agl
+	.agl/bin/pip install --quiet -r tests/agl/requirements.txt
+	@touch $@
+
 check: $(READY) ## lint, format, spelling and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,7 +85,7 @@ bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
-	rm -rf .venv .vllm .cookbook .coding-agents .sdks build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm .cookbook .coding-agents .agl .sdks build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py

@@ -1,11 +1,14 @@
-"""Agent Lightning's stores at the work of `bench/store.py`, in an environment of their own.
+"""Stores with Agent Lightning's methods at the work of `bench/store.py`: its own, or whet.agl's.
 
-    python bench/agl_store.py memory|http CYCLES WORKERS whole|cycles
+    python bench/agl_store.py memory|http CYCLES WORKERS whole|cycles [agentlightning]
+    python bench/agl_store.py memory|sqlite|http CYCLES WORKERS whole|cycles whet.agl
 
-Imports nothing of whet. Prints one JSON object.
+Agent Lightning has an environment of its own, and nothing of whet is imported there. Prints one
+JSON object.
 """
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -14,14 +17,15 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+LIBRARY = sys.argv[5] if len(sys.argv) > 5 else "agentlightning"
 try:
-    import agentlightning as agl  # pyright: ignore[reportMissingImports]  # beside .venv
-    from agentlightning.store.base import LightningStore  # pyright: ignore[reportMissingImports]
-    from agentlightning.types import EnqueueRolloutRequest, Span  # pyright: ignore[reportMissingImports]
+    agl: Any = importlib.import_module(LIBRARY)
 except ImportError:
     sys.exit(0)  # not by itself: bench/store.py runs it where Agent Lightning is installed
 
@@ -38,10 +42,10 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def span(rollout: str, attempt: str, number: int) -> Span:
+def span(rollout: str, attempt: str, number: int) -> Any:
     """A call as their tracer makes it: the ids are attributes, beside what was said."""
     ids = random.choice(IDS)
-    return Span.from_attributes(
+    return agl.Span.from_attributes(
         rollout_id=rollout,
         attempt_id=attempt,
         sequence_id=number,
@@ -59,18 +63,18 @@ def span(rollout: str, attempt: str, number: int) -> Span:
 
 
 async def measure(
-    stores: list[LightningStore], cycles: int, workers: int, *, whole: bool, many: bool
+    stores: list[Any], cycles: int, workers: int, *, whole: bool, many: bool
 ) -> dict[str, float]:
     store, result, before = stores[0], {}, rss_mb()
     began = time.perf_counter()
     for _ in range(cycles // 100):
         await store.enqueue_many_rollouts(
-            [EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(100)]
+            [agl.EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(100)]
         )
     result["enqueue_per_s"] = cycles / (time.perf_counter() - began)
     done: list[str] = []
 
-    async def work(mine: LightningStore) -> None:
+    async def work(mine: Any) -> None:
         while rollout := await mine.dequeue_rollout(worker_id="w"):
             attempt = rollout.attempt.attempt_id
             for number in range(CALLS):
@@ -96,12 +100,12 @@ async def measure(
     return result
 
 
-async def listing(store: LightningStore, known: int) -> dict[str, float]:
+async def listing(store: Any, known: int) -> dict[str, float]:
     result = {}
     for size in (1000, 10_000, 100_000):
         for _ in range((size - known) // 500):
             await store.enqueue_many_rollouts(
-                [EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(500)]
+                [agl.EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(500)]
             )
         known = max(known, size)
         took = []
@@ -116,6 +120,9 @@ async def listing(store: LightningStore, known: int) -> dict[str, float]:
 def start(port: int) -> "subprocess.Popen[bytes]":
     where = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING"]
     command = [Path(sys.executable).with_name("agl"), "store", *where]
+    if LIBRARY != "agentlightning":
+        command = [sys.executable, "-m", LIBRARY, "store", *where]
+        os.environ["WHET_STORE_TOKEN"] = "bench"
     return subprocess.Popen(command, stdout=sys.stderr)
 
 
@@ -151,12 +158,20 @@ async def in_memory(cycles: int, workers: int, whole: bool) -> dict[str, float]:
     return await measure([store], cycles, workers, whole=whole, many=True)
 
 
+async def in_sqlite(cycles: int, workers: int, whole: bool) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as name:
+        store = agl.SqliteLightningStore(Path(name) / "store.db")
+        result = await measure([store], cycles, workers, whole=whole, many=True)
+        await store.close()
+        return result
+
+
 def main() -> None:
-    if len(sys.argv) != 5:
+    if len(sys.argv) not in (5, 6):
         print("run by bench/store.py, with AGL_PYTHON")
         return
     logging.disable(logging.WARNING)
-    how = {"memory": in_memory, "http": over_http}[sys.argv[1]]
+    how = {"memory": in_memory, "sqlite": in_sqlite, "http": over_http}[sys.argv[1]]
     result = asyncio.run(how(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "whole"))
     print(json.dumps({**result, "load": os.getloadavg()[0]}))
 

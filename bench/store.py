@@ -6,7 +6,8 @@
 Each store does the same work: enqueue in batches of 100; workers that claim a rollout, record 5
 calls of 500 sampled tokens after 500 of context, and finish it (a cycle); read back a training
 batch of 512 rollouts; list the first 100 succeeded rollouts of 1k, 10k and 100k. whet's records are
-durable on disk when a call returns; Agent Lightning's are in memory. The stores take turns at the
+durable on disk when a call returns; Agent Lightning's are in memory. `whet.agl` is the store with
+their methods, whose records are in memory, in a file, or behind HTTP. The stores take turns at the
 cycles for several rounds, and medians are compared, since the speed of a machine changes from
 minute to minute. `--million` also times claims in a file of a million rollouts.
 """
@@ -246,8 +247,10 @@ async def on_a_million() -> Numbers:
             return result
 
 
-def agent_lightning(how: str, python: str, count: int, workers: int, whole: bool) -> Numbers:
-    work = (how, str(count), str(workers), "whole" if whole else "cycles")
+def agent_lightning(
+    library: str, how: str, python: str, count: int, workers: int, whole: bool
+) -> Numbers:
+    work = (how, str(count), str(workers), "whole" if whole else "cycles", library)
     command = [python, str(Path(__file__).with_name("agl_store.py")), *work]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.strip().splitlines()[-1])
@@ -273,7 +276,8 @@ def show(results: dict[str, Numbers]) -> None:
         print(
             f"{name:20}" + "".join("               -" if c is None else f"{c:16.2f}" for c in cells)
         )
-    for ours in ("sqlite", "postgres", "http"):
+    layers = ("whet.agl memory", "whet.agl sqlite", "whet.agl http")
+    for ours in ("sqlite", "postgres", "http", *layers):
         for other in ("agl memory", "agl http"):
             if ours in results and other in results:
                 ratio = results[ours]["cycles_per_s"] / results[other]["cycles_per_s"]
@@ -296,10 +300,14 @@ def main() -> None:
     }
     if args.postgres:
         sides["postgres"] = partial(anyio.run, on_postgres, *work)
+    for how in ("memory", "sqlite", "http"):
+        layer = partial(agent_lightning, "whet.agl", how, sys.executable)
+        sides[f"whet.agl {how}"] = partial(layer, *work)
     if python := os.environ.get("AGL_PYTHON"):
-        sides["agl memory"] = partial(agent_lightning, "memory", python, *work)
+        theirs = partial(agent_lightning, "agentlightning")
+        sides["agl memory"] = partial(theirs, "memory", python, *work)
         few = min(args.cycles, 200)
-        sides["agl http"] = partial(agent_lightning, "http", python, few, args.workers)
+        sides["agl http"] = partial(theirs, "http", python, few, args.workers)
     results = in_turns(sides, args.rounds)
     if args.million:
         results["sqlite, 1M"] = anyio.run(on_a_million)

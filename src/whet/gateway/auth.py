@@ -87,6 +87,7 @@ def identify_caller(
     """
     headers, prefix = request.headers, request.state
     keys = _candidate_keys(headers.get("authorization", ""), headers.get("x-api-key", ""))
+    keys.append(prefix.key or "")  # of an agent with a key of its own
     holders = {holder for key in keys if key and (holder := read_key(key, secret, scope))}
     if not holders:
         name = "reward key (llm.reward_key)" if scope else "API key (llm.api_key)"

@@ -1,4 +1,7 @@
-"""The URL of an attempt at a gateway: `<gateway>/rollout/<id>/attempt/<id>[/agent/<name>]/v1`."""
+"""The URL of an attempt at a gateway: `<gateway>/rollout/<id>/attempt/<id>[/agent/<name>]/v1`.
+
+For an agent whose API key cannot be set, `/key/<API key>` stands before it.
+"""
 
 import re
 from typing import NamedTuple
@@ -6,6 +9,7 @@ from typing import NamedTuple
 from whet.types import Attempt
 
 ATTEMPT_PREFIX = re.compile(
+    r"(?:/key/(?P<key>[^/]+))?"
     r"(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)(?:/agent/(?P<agent>[^/]+))?)?"
     r"(?:/v1){0,2}(?=/)"
 )

@@ -1,0 +1,122 @@
+"""Agents of this API as agents of whet, for the trainers that are whet's own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from whet.agl.emitter import find_final_reward
+from whet.agl.litagent import LitAgent
+from whet.agl.runner import call_agent, record_result
+from whet.agl.spans import NANOSECONDS
+from whet.agl.spans import Span as LightningSpan
+from whet.agl.tracer import Tracer
+from whet.agl.types import (
+    LLM,
+    Attempt,
+    AttemptedRollout,
+    Hook,
+    NamedResources,
+    PromptTemplate,
+    ResourceUnion,
+)
+from whet.runners.context import active_attempt
+from whet.types import AttemptedRollout as WhetRollout
+from whet.types import Endpoint, Span
+
+MAIN_LLM = "main_llm"
+"""Name of the trained model among the resources."""
+
+
+def build_agent(
+    agent: LitAgent, tracer: Tracer, hooks: tuple[Hook, ...], initial: NamedResources
+) -> Callable[..., Any]:
+    """Return the agent as a function that whet runs: it gets the resources of `agl`."""
+
+    async def run_agent(
+        task: Any, llm: Endpoint, rollout: WhetRollout, resources: Mapping[str, Any]
+    ) -> float | None:
+        attempted = _convert_rollout(rollout, task)
+        named = _convert_resources(initial, resources, llm, rollout)
+        async with tracer.trace_context(rollout.id) as trace:
+            await _call_hooks(hooks, "on_rollout_start", agent, attempted)
+            await _call_hooks(hooks, "on_trace_start", agent, attempted, tracer=tracer)
+            result = await call_agent(agent, attempted, named)
+            await _call_hooks(hooks, "on_trace_end", agent, attempted, tracer=tracer)
+            record_result(trace, result)
+        await _call_hooks(hooks, "on_rollout_end", agent, attempted, spans=trace.spans)
+        context = active_attempt.get()
+        if context is not None:
+            for span in trace.spans:
+                context.add_span(_convert_span(span, context.trace_id))
+        return find_final_reward(trace.spans)
+
+    run_agent.__name__ = getattr(agent, "__name__", type(agent).__name__)
+    return run_agent
+
+
+def embed_key(endpoint: Endpoint) -> str:
+    """Return the base URL with its key in the path, since agents of `agl` may send any key."""
+    scheme, host, path, *_ = urlsplit(endpoint.base_url)
+    return urlunsplit((scheme, host, f"/key/{endpoint.api_key}{path}", "", ""))
+
+
+async def _call_hooks(
+    hooks: tuple[Hook, ...], name: str, agent: LitAgent, rollout: AttemptedRollout, **more: Any
+) -> None:
+    for hook in hooks:
+        await getattr(hook, name)(agent=agent, runner=None, rollout=rollout, **more)
+
+
+def _convert_rollout(rollout: WhetRollout, task: Any) -> AttemptedRollout:
+    attempt = Attempt(
+        rollout_id=rollout.id,
+        attempt_id=rollout.attempt,
+        sequence_id=rollout.number,
+        start_time=0.0,
+        status="running",
+    )
+    return AttemptedRollout(
+        rollout_id=rollout.id,
+        input=task,
+        start_time=0.0,
+        mode=rollout.mode.value,
+        status="running",
+        attempt=attempt,
+    )
+
+
+def _convert_resources(
+    initial: NamedResources, resources: Mapping[str, Any], llm: Endpoint, rollout: WhetRollout
+) -> NamedResources:
+    temperature = rollout.sampling.temperature
+    policy = LLM(
+        endpoint=embed_key(llm),
+        model=llm.model,
+        api_key=llm.api_key,
+        sampling_parameters={} if temperature is None else {"temperature": temperature},
+    )
+    named: dict[str, ResourceUnion] = {MAIN_LLM: policy, **initial}
+    for name, value in resources.items():
+        match value:
+            case {"template": str(template)}:  # of an optimizer
+                named[name] = PromptTemplate(template=template, engine="f-string")
+            case _:
+                pass
+    return named
+
+
+def _convert_span(span: LightningSpan, trace_id: str) -> Span:
+    start = int((span.start_time or 0.0) * NANOSECONDS)
+    codes: dict[str, Any] = {"UNSET": "unset", "OK": "ok", "ERROR": "error"}
+    return Span(
+        trace_id=trace_id,
+        span_id=span.span_id,
+        parent_id=span.parent_id,
+        name=span.name,
+        start=start,
+        end=max(start, int((span.end_time or 0.0) * NANOSECONDS)),
+        status=codes[span.status.status_code],
+        message=span.status.description or "",
+        attributes=span.attributes,
+        scope="whet.agl",
+    )

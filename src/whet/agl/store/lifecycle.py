@@ -1,0 +1,409 @@
+"""Status changes of rollouts, attempts and workers in memory, as in Agent Lightning 0.3."""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from whet.agl.spans import Span
+from whet.agl.store.base import LightningStore
+from whet.agl.types import (
+    FINISHED,
+    QUEUING,
+    RUNNING,
+    UNSET,
+    Attempt,
+    AttemptedRollout,
+    AttemptStatus,
+    EnqueueRolloutRequest,
+    Metadata,
+    ResourcesUpdate,
+    Rollout,
+    RolloutConfig,
+    RolloutMode,
+    RolloutStatus,
+    TaskInput,
+    Unset,
+    Worker,
+)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class RolloutLifecycle(LightningStore):
+    """Queue, attempts, retries, time-outs and waits.
+
+    A lock guards every change; nothing is awaited while it is held, so that any number of event
+    loops and threads may share a store.
+    """
+
+    def __init__(self, *, scan_debounce_seconds: float) -> None:
+        """`scan_debounce_seconds`: how often at most time-outs are looked for."""
+        self._lock = threading.RLock()
+        self._debounce = scan_debounce_seconds
+        self._started = time.time()
+        self._scanned = 0.0
+        self._rollouts: dict[str, Rollout] = {}
+        self._attempts: dict[str, list[Attempt]] = defaultdict(list)
+        self._spans: dict[str, dict[tuple[str, str], Span]] = defaultdict(dict)
+        self._sequence: dict[str, int] = defaultdict(int)
+        self._resources: dict[str, ResourcesUpdate] = {}
+        self._latest = ""
+        """Id of the latest resources."""
+        self._workers: dict[str, Worker] = {}
+        self._queue = deque[str]()
+        self._waiting = set[str]()
+        """Ids in the queue."""
+        self._running = dict[str, None]()
+        """Ids of rollouts that may time out, in the order they began."""
+        self._waiters: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    # ------------------------------------------------------------------- persistence
+
+    def _changed(self, record: BaseModel) -> None:
+        """Note that a record was added or changed; called with the lock held."""
+
+    async def _flush(self) -> None:
+        """Return once every change so far is durable."""
+
+    # ------------------------------------------------------------------- queue
+
+    async def start_rollout(
+        self,
+        input: TaskInput,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: Metadata | None = None,
+        worker_id: str | None = None,
+    ) -> AttemptedRollout:
+        with self._lock:
+            self._expire()
+            request = EnqueueRolloutRequest(
+                input=input, mode=mode, resources_id=resources_id, config=config, metadata=metadata
+            )
+            rollout = self._add_rollout(request, "preparing")
+            attempt = self._add_attempt(rollout, worker_id)
+            result = attach(rollout, attempt)
+        await self._flush()
+        return result
+
+    async def enqueue_rollout(
+        self,
+        input: TaskInput,
+        mode: RolloutMode | None = None,
+        resources_id: str | None = None,
+        config: RolloutConfig | None = None,
+        metadata: Metadata | None = None,
+        *,
+        task: TaskInput = UNSET,
+    ) -> Rollout:
+        request = EnqueueRolloutRequest(
+            input=input if isinstance(task, Unset) else task,
+            mode=mode,
+            resources_id=resources_id,
+            config=config,
+            metadata=metadata,
+        )
+        [rollout] = await self.enqueue_many_rollouts([request])
+        return rollout
+
+    async def enqueue_many_rollouts(
+        self, rollouts: Sequence[EnqueueRolloutRequest]
+    ) -> Sequence[Rollout]:
+        with self._lock:
+            self._expire()
+            added = [copy_record(self._add_rollout(request, "queuing")) for request in rollouts]
+        await self._flush()
+        return added
+
+    async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
+        found = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id)
+        return found[0] if found else None
+
+    async def dequeue_many_rollouts(
+        self, *, limit: int = 1, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout]:
+        found: list[AttemptedRollout] = []
+        with self._lock:
+            self._expire()
+            while self._queue and len(found) < limit:
+                id = self._queue.popleft()
+                self._waiting.discard(id)
+                rollout = self._rollouts[id]
+                if rollout.status in QUEUING:  # else its status was set meanwhile
+                    attempt = self._add_attempt(rollout, worker_id, is_dequeue=True)
+                    found.append(attach(rollout, attempt))
+            if worker_id is not None:
+                if found:
+                    self._sync_worker(found[-1].attempt, is_dequeue=True)
+                else:
+                    self._mark_idle(worker_id)
+        await self._flush()
+        return found
+
+    async def start_attempt(
+        self, rollout_id: str, worker_id: str | None = None
+    ) -> AttemptedRollout:
+        with self._lock:
+            self._expire()
+            rollout = self._find(rollout_id)
+            attempt = self._add_attempt(rollout, worker_id)
+            result = attach(rollout, attempt)
+        await self._flush()
+        return result
+
+    async def wait_for_rollouts(
+        self, rollout_ids: Sequence[str], timeout: float | None = None
+    ) -> list[Rollout]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        event = asyncio.Event()
+        with self._lock:
+            self._waiters[event] = asyncio.get_running_loop()
+        try:
+            while True:
+                event.clear()
+                with self._lock:
+                    self._expire()
+                    known = [self._rollouts[id] for id in rollout_ids if id in self._rollouts]
+                    finished = [copy_record(r) for r in known if r.status in FINISHED]
+                left = None if deadline is None else deadline - time.monotonic()
+                if len(finished) == len(known) or (left is not None and left <= 0):
+                    return finished
+                await self._sleep(event, left)
+        finally:
+            with self._lock:
+                del self._waiters[event]
+
+    async def _sleep(self, event: asyncio.Event, left: float | None) -> None:
+        """Wait for a change, or until the next look at time-outs is due."""
+        pause = max(self._debounce, 0.05) if self._running else None
+        times = [each for each in (left, pause) if each is not None]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(event.wait(), min(times, default=None))
+
+    async def update_rollout(
+        self,
+        rollout_id: str,
+        input: TaskInput = UNSET,
+        mode: RolloutMode | Unset | None = UNSET,
+        resources_id: str | Unset | None = UNSET,
+        status: RolloutStatus | Unset = UNSET,
+        config: RolloutConfig | Unset = UNSET,
+        metadata: Metadata | Unset | None = UNSET,
+    ) -> Rollout:
+        values = {
+            "input": input,
+            "mode": mode,
+            "resources_id": resources_id,
+            "config": config,
+            "metadata": metadata,
+        }
+        with self._lock:
+            self._expire()
+            rollout = self._find(rollout_id)
+            _check(rollout, {**values, "status": status})
+            for name, value in values.items():
+                if not isinstance(value, Unset):
+                    setattr(rollout, name, value)
+            if isinstance(status, Unset):
+                self._changed(rollout)
+            else:
+                self._set_status(rollout, status)
+            result = copy_record(rollout)
+        await self._flush()
+        return result
+
+    async def update_attempt(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        status: AttemptStatus | Unset = UNSET,
+        worker_id: str | Unset = UNSET,
+        last_heartbeat_time: float | Unset = UNSET,
+        metadata: Metadata | Unset | None = UNSET,
+    ) -> Attempt:
+        with self._lock:
+            self._expire()
+            rollout = self._find(rollout_id)
+            attempt = self._find_attempt(rollout_id, attempt_id)
+            values = {
+                "status": status,
+                "worker_id": worker_id,
+                "last_heartbeat_time": last_heartbeat_time,
+                "metadata": metadata,
+            }
+            _check(attempt, values)
+            for name, value in values.items():
+                if not isinstance(value, Unset):
+                    setattr(attempt, name, value)
+            self._apply_attempt(rollout, attempt, is_status=not isinstance(status, Unset))
+            if attempt.worker_id and not (
+                isinstance(status, Unset) and isinstance(worker_id, Unset)
+            ):
+                self._sync_worker(attempt)
+            result = copy_record(attempt)
+        await self._flush()
+        return result
+
+    # ------------------------------------------------------------------- changes, under the lock
+
+    def _add_rollout(self, request: EnqueueRolloutRequest, status: RolloutStatus) -> Rollout:
+        config = request.config
+        rollout = Rollout(
+            rollout_id=f"ro-{secrets.token_hex(6)}",
+            input=request.input,
+            mode=request.mode,
+            resources_id=request.resources_id or self._latest or None,
+            start_time=time.time(),
+            status=status,
+            config=config.model_copy(deep=True) if config else RolloutConfig(),
+            metadata=dict(request.metadata or {}),
+        )
+        self._rollouts[rollout.rollout_id] = rollout
+        self._set_status(rollout, status)
+        return rollout
+
+    def _add_attempt(
+        self, rollout: Rollout, worker_id: str | None, *, is_dequeue: bool = False
+    ) -> Attempt:
+        attempts = self._attempts[rollout.rollout_id]
+        attempt = Attempt(
+            rollout_id=rollout.rollout_id,
+            attempt_id=f"at-{secrets.token_hex(4)}",
+            sequence_id=len(attempts) + 1,
+            start_time=time.time(),
+            worker_id=worker_id,
+        )
+        attempts.append(attempt)
+        self._changed(attempt)
+        self._set_status(rollout, "preparing")
+        if worker_id is not None and not is_dequeue:  # a worker works on the last it dequeued
+            self._sync_worker(attempt)
+        return attempt
+
+    def _apply_attempt(self, rollout: Rollout, attempt: Attempt, *, is_status: bool) -> None:
+        """Let a changed attempt take effect on its rollout, if it is the latest."""
+        if is_status and attempt.status in ("failed", "succeeded"):
+            attempt.end_time = time.time()
+        self._changed(attempt)
+        if attempt is self._attempts[rollout.rollout_id][-1]:
+            status = _rollout_status(attempt, rollout.config)
+            if status != rollout.status:
+                self._set_status(rollout, status)
+
+    def _set_status(self, rollout: Rollout, status: RolloutStatus) -> None:
+        id = rollout.rollout_id
+        rollout.status = status
+        if status in FINISHED:
+            rollout.end_time = time.time()
+        if status in RUNNING:
+            self._running[id] = None
+        else:
+            self._running.pop(id, None)
+        if status in QUEUING and id not in self._waiting:
+            self._waiting.add(id)
+            self._queue.append(id)
+        self._changed(rollout)
+        if status in FINISHED:
+            for event, loop in self._waiters.items():
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(event.set)
+
+    def _sync_worker(self, attempt: Attempt, *, is_dequeue: bool = False) -> None:
+        assert attempt.worker_id is not None
+        worker = self._workers.setdefault(attempt.worker_id, Worker(worker_id=attempt.worker_id))
+        now = time.time()
+        if is_dequeue:
+            worker.last_dequeue_time = now
+        if attempt.status in RUNNING:
+            worker.status, worker.last_busy_time = "busy", now
+            worker.current_rollout_id = attempt.rollout_id
+            worker.current_attempt_id = attempt.attempt_id
+        else:
+            ended = attempt.status in ("succeeded", "failed")
+            worker.status, worker.last_idle_time = "idle" if ended else "unknown", now
+            worker.current_rollout_id = worker.current_attempt_id = None
+        self._changed(worker)
+
+    def _mark_idle(self, worker_id: str) -> None:
+        worker = self._workers.setdefault(worker_id, Worker(worker_id=worker_id))
+        worker.last_dequeue_time = time.time()
+        if worker.status != "idle":
+            worker.status, worker.last_idle_time = "idle", worker.last_dequeue_time
+        self._changed(worker)
+
+    def _expire(self) -> None:
+        """End attempts that are past their limits, at most once in the debounce time."""
+        now = time.time()
+        if now - self._scanned < self._debounce:
+            return
+        self._scanned = now
+        for id in list(self._running):
+            rollout = self._rollouts[id]
+            attempt = self._attempts[id][-1] if self._attempts[id] else None
+            status = attempt and _overdue(attempt, rollout.config, now)
+            if attempt and status:
+                attempt.status = status
+                self._apply_attempt(rollout, attempt, is_status=True)
+                if attempt.worker_id:
+                    self._sync_worker(attempt)
+
+    def _find(self, rollout_id: str) -> Rollout:
+        if rollout_id not in self._rollouts:
+            raise ValueError(f"Rollout {rollout_id} not found")
+        return self._rollouts[rollout_id]
+
+    def _find_attempt(self, rollout_id: str, attempt_id: str) -> Attempt:
+        attempts = self._attempts[rollout_id]
+        if not attempts:
+            raise ValueError(f"No attempts found for rollout {rollout_id}")
+        if attempt_id == "latest":
+            return attempts[-1]
+        for attempt in reversed(attempts):
+            if attempt.attempt_id == attempt_id:
+                return attempt
+        raise ValueError(f"Attempt {attempt_id} not found for rollout {rollout_id}")
+
+
+def copy_record(record: M) -> M:
+    """Return a copy for the caller, so that changes of the store do not reach it."""
+    return record.model_copy()
+
+
+def attach(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:
+    """Return copies of a rollout and an attempt of it as one."""
+    return AttemptedRollout.model_construct(**rollout.__dict__, attempt=copy_record(attempt))
+
+
+def _check(record: BaseModel, values: Mapping[str, object]) -> None:
+    """Raise pydantic's ValidationError, a ValueError, for a value that a field does not take."""
+    probe = record.model_copy()
+    for name, value in values.items():
+        if not isinstance(value, Unset):
+            type(record).__pydantic_validator__.validate_assignment(probe, name, value)
+
+
+def _rollout_status(attempt: Attempt, config: RolloutConfig) -> RolloutStatus:
+    """The status of a rollout by its latest attempt."""
+    status = attempt.status
+    if status in ("preparing", "running", "succeeded"):
+        return status
+    is_retried = status in config.retry_condition and attempt.sequence_id < config.max_attempts
+    return "requeuing" if is_retried else "failed"
+
+
+def _overdue(attempt: Attempt, config: RolloutConfig, now: float) -> AttemptStatus | None:
+    """The status of an attempt that is past a limit of its rollout."""
+    if config.timeout_seconds is not None and now - attempt.start_time > config.timeout_seconds:
+        return "timeout"
+    heard = attempt.last_heartbeat_time or attempt.start_time
+    if config.unresponsive_seconds is not None and now - heard > config.unresponsive_seconds:
+        return "unresponsive"
+    return None

@@ -1,0 +1,63 @@
+"""The store's methods over HTTP: each is a POST with its arguments as JSON, typed on both sides."""
+
+import inspect
+from typing import Any, NamedTuple, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
+
+from whet.agl.store.base import LightningStore
+from whet.agl.types import Unset
+
+PREFIX = "/v1/agl/call/"
+HEALTH = "/v1/agl/health"
+NOT_REMOTE = {"add_otel_span", "otlp_traces_endpoint", "capabilities"}
+"""Methods whose arguments are objects of a process; they call the others."""
+
+
+class Method(NamedTuple):
+    """A method: its arguments as a model, and the type of its result."""
+
+    name: str
+    arguments: type[BaseModel]
+    result: TypeAdapter[Any]  # Any: of each method its own
+
+    def dump(self, values: dict[str, object]) -> bytes:
+        """Return arguments as JSON, without those that are unset. Raises ValueError."""
+        passed = {name: v for name, v in values.items() if not isinstance(v, Unset)}
+        return self.arguments(**passed).model_dump_json(include=set(passed)).encode()
+
+    def load(self, body: bytes) -> dict[str, Any]:
+        """Return the arguments of a call from JSON. Raises pydantic's ValidationError."""
+        read = self.arguments.model_validate_json(body or b"{}")
+        return {name: getattr(read, name) for name in read.model_fields_set}
+
+
+def _build(name: str) -> Method:
+    function = getattr(LightningStore, name)
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        is_required = parameter.default is parameter.empty
+        hint = _without_unset(hints[parameter.name])
+        fields[parameter.name] = (hint, ... if is_required else None)
+    config = ConfigDict(extra="forbid")
+    arguments = create_model(f"Arguments_{name}", __config__=config, **fields)
+    return Method(name, arguments, TypeAdapter(hints["return"]))
+
+
+def _without_unset(hint: Any) -> Any:
+    """The type of an argument on the wire, where one that is unset is absent."""
+    members = getattr(hint, "__args__", ())
+    if Unset not in members:
+        return hint
+    left = [member for member in members if member is not Unset]
+    return left[0] if len(left) == 1 else left[0] | left[1] if len(left) == 2 else Any
+
+
+METHODS = {
+    name: _build(name)
+    for name, value in vars(LightningStore).items()
+    if inspect.iscoroutinefunction(value) and name not in NOT_REMOTE
+}
