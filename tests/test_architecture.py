@@ -65,6 +65,7 @@ FENCES: dict[str, set[str]] = {
     "tinker": {"app", "models"},
     "google": {"app"},
     "zstandard": {"app"},
+    "pyrage": {"app"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "mlflow": {"tracking"},

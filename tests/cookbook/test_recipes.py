@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
-    server = Server(tmp_path_factory.mktemp("tinker") / "dir", flags=("--name", NAME))
+    server = Server(tmp_path_factory.mktemp("tinker") / "dir", model=f"{NAME}=tiny")
     yield server
     server.stop()
 

@@ -202,8 +202,10 @@ class LocalPolicy:
 
     def write_model(self, folder: Path) -> None:
         """Write a PEFT adapter folder, or with full weights a Hugging Face model folder."""
+        # Without the base weights of an adapted head, which PEFT would add by itself.
+        only = {"save_embedding_layers": False} if isinstance(self.wrapped, PeftModel) else {}
         with self.lock:
-            self.wrapped.save_pretrained(str(folder))
+            self.wrapped.save_pretrained(str(folder), **only)
         for file in self.folder.iterdir():
             if file.name.startswith(("tokenizer", "chat_template", "additional_chat", "special")):
                 copy = shutil.copytree if file.is_dir() else shutil.copy2
@@ -213,6 +215,7 @@ class LocalPolicy:
         """Merge the LoRA adapter into the weights it adapts."""
         if isinstance(self.wrapped, PeftModel):
             with self.update(self.version):
+                _untie_head(cast(PreTrainedModel, self.wrapped.get_base_model()))
                 merged = self.wrapped.merge_and_unload()
                 self.wrapped = cast(PreTrainedModel, merged)
 
@@ -306,9 +309,7 @@ def _with_lora(model: PreTrainedModel, config: LocalTrainerConfig, seed: int) ->
         target_parameters=experts if "mlp" in config.lora_layers else None,
         task_type="CAUSAL_LM",
     )
-    with _GLOBAL_STATE, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # The adapter is on the head only; the embedding it may be tied to is not changed.
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+    with _GLOBAL_STATE, torch.random.fork_rng(devices=[]), _adapting_tied_head():
         torch.manual_seed(seed)
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
@@ -377,8 +378,29 @@ def _pick_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     # Not merged: the arithmetic stays that of the run which trained it.
-    with boundary(ConfigError, f"the adapter {str(adapter)!r} does not fit the model"):
+    with (
+        _GLOBAL_STATE,
+        boundary(ConfigError, f"the adapter {str(adapter)!r} does not fit the model"),
+        _adapting_tied_head(),
+    ):
         return PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
+
+
+@contextmanager
+def _adapting_tied_head() -> Generator[None]:
+    """Silence PEFT: the adapter is on the head only; the embedding it may be tied to stays."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        yield
+
+
+def _untie_head(model: PreTrainedModel) -> None:
+    """Give a head with an adapter weights of its own: merging must not change the embeddings."""
+    head = cast(nn.Module, model.get_output_embeddings())
+    plain, embeddings = getattr(head, "base_layer", None), model.get_input_embeddings()
+    if plain is not None and plain.weight is cast(nn.Embedding, embeddings).weight:
+        plain.weight = nn.Parameter(plain.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
 
 
 def _pick_device(device: str) -> Literal["cpu", "cuda"]:

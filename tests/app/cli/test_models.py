@@ -7,6 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +15,7 @@ from support.tiny_llama import load, make_model, nudge, prompt_of
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.config import LocalTrainerConfig, RunConfig
+from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import LocalTrainer
 
@@ -42,6 +44,18 @@ def test_a_merged_adapter_gives_the_logits_of_both(tiny_folder: Path, tmp_path: 
     assert torch.allclose(logits(model), logits(policy.model), atol=1e-4)
     assert not torch.allclose(logits(model), logits(load(base).model), atol=1e-2)
     assert (tmp_path / "whole" / "tokenizer.json").exists()
+
+
+def test_merging_an_adapted_head_leaves_the_tied_embeddings_alone(tmp_path: Path) -> None:
+    base = resolve_model("tiny")
+    policy = load(base, lora_layers=("attention", "head"))
+    nudge(policy, size=0.1)
+    adapter = exported(policy, tmp_path / "adapter")
+    assert all("lora" in name for name in load_file(adapter / "adapter_model.safetensors"))
+    model = merged(adapter, tmp_path / "whole")
+    assert torch.allclose(logits(model), logits(policy.model), atol=1e-3)
+    embeddings = model.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(embeddings, load(base).model.get_parameter("model.embed_tokens.weight"))
 
 
 def test_a_run_and_its_checkpoint_are_merged_too(tiny_folder: Path, tmp_path: Path) -> None:

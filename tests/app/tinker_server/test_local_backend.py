@@ -1,5 +1,6 @@
 """What the server of the `tinker` wire trains and samples with, without the wire."""
 
+import shutil
 from pathlib import Path
 
 import anyio
@@ -10,9 +11,15 @@ from pydantic import JsonValue
 
 from support.clock import Clock
 from whet.app.cli.main import main
-from whet.app.cli.tinker_server import name_folder
-from whet.app.tinker_server.backend import Example, Lora, PromptScoreRequest, Weights
-from whet.app.tinker_server.local_backend import WEIGHTS, BaseModel, LocalRuns, LocalSamplers
+from whet.app.cli.tinker_server import read_models
+from whet.app.tinker_server.backend import Example, Lora, PromptScoreRequest, ServedModel, Weights
+from whet.app.tinker_server.local_backend import (
+    WEIGHTS,
+    BaseModel,
+    LocalRuns,
+    LocalSamplers,
+    name_folder,
+)
 from whet.app.tinker_server.state import ServerState
 from whet.app.tinker_server.storage import (
     Checkpoint,
@@ -171,8 +178,32 @@ async def test_no_set_of_weights_is_starved_by_the_load_on_others(
 )
 def test_clients_find_the_tokenizer_of_any_folder(folder: str, name: str) -> None:
     assert name_folder(folder) == name
-    with pytest.raises(ConfigError, match="at its colon: rename it, or give --name"):
+    with pytest.raises(ConfigError, match="at its colon: rename it, or name the model"):
         name_folder("/models/a:b")
+
+
+def test_models_are_read_with_their_names() -> None:
+    given = ["tiny", "org/a=folder", "org/b=folder", "tiny"]
+    assert read_models(given) == {"tiny": [], "folder": ["org/a", "org/b"]}
+    for wrong in ("=tiny", "name="):
+        with pytest.raises(ConfigError, match=r"expected \[NAME=\]MODEL"):
+            read_models([wrong])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "tiny=FOLDER", "--model", "tiny"], "two models have the name 'tiny'"),
+        (["--model", "name="], "expected [NAME=]MODEL"),
+    ],
+)
+def test_names_of_models_are_clear(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(resolve_model("tiny"), tmp_path / "copy")
+    given = [flag.replace("FOLDER", str(tmp_path / "copy")) for flag in flags]
+    assert main(["tinker-server", "--dir", str(tmp_path), *given]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.anyio
@@ -183,7 +214,7 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
     samplers = LocalSamplers(base, "tiny", (), engines=1)
 
     def start() -> ServerState:
-        return ServerState(LocalRuns(base), samplers, storage, clock=clock)
+        return ServerState([ServedModel(LocalRuns(base), samplers)], storage, clock=clock)
 
     def save(state: ServerState, number: int) -> Checkpoint:
         saved = Checkpoint(

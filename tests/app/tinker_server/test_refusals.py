@@ -98,6 +98,16 @@ def test_names_are_taken_once_and_lead_nowhere_else(training: tinker.TrainingCli
             training.save_state(name).result()
 
 
+def test_a_checkpoint_is_deleted_by_its_kind_and_name(
+    training: tinker.TrainingClient, rest: tinker.RestClient
+) -> None:
+    training.save_state("kept").result()
+    run = training.get_info().model_id
+    with pytest.raises(tinker.BadRequestError, match="expected one of weights/kept, sampler"):
+        rest.delete_checkpoint(run, "kept").result()
+    assert rest.list_checkpoints(run).result().checkpoints
+
+
 def test_adapters_of_another_shape_are_not_loaded(
     service: tinker.ServiceClient, training: tinker.TrainingClient
 ) -> None:

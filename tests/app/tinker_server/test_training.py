@@ -4,10 +4,12 @@ import asyncio
 import json
 import random
 import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyrage
 import pytest
 import tinker
 import torch
@@ -94,7 +96,9 @@ def test_a_new_run(training: tinker.TrainingClient, model: Path) -> None:
     assert training.get_tokenizer().encode("1+1")
 
 
-@shows("TrainingClient.save_weights_external", note="a PEFT adapter")
+@shows(
+    "TrainingClient.save_weights_external", note="a PEFT adapter, encrypted with age if requested"
+)
 @shows("RestClient.get_external_weights_urls")
 def test_new_adapters_change_nothing_and_other_tools_load_them(model: Path, adapter: Path) -> None:
     plain, adapted = Reference(model), Reference(model, adapter)
@@ -113,6 +117,29 @@ def test_a_datum_may_have_clip_thresholds_for_each_token(
     logprobs, value = expected(Reference(model, adapter), loss, data)
     found = training.forward([datum(one) for one in data], loss, LOSSES[loss]).result()
     close(found, logprobs, value)
+
+
+def test_an_export_is_encrypted_to_its_recipients_alone(
+    training: tinker.TrainingClient, rest: tinker.RestClient, adapter: Path, server: Server
+) -> None:
+    reader, stranger = (pyrage.x25519.Identity.generate() for _ in range(2))
+    recipients = [str(reader.to_public())]
+    path = training.save_weights_external("secret", age_encryption_recipients=recipients)
+    urls = rest.get_external_weights_urls(path.result().path).result().urls
+    assert {name.removesuffix(".age") for name in urls} == {f.name for f in adapter.iterdir()}
+    for name, url in urls.items():
+        assert name.endswith(".age")
+        with urllib.request.urlopen(url) as reply:
+            hidden = reply.read()
+        plain = (adapter / name.removesuffix(".age")).read_bytes()
+        assert pyrage.decrypt(hidden, [reader]) == plain
+        with pytest.raises(pyrage.DecryptError):
+            pyrage.decrypt(hidden, [stranger])
+    kept = {file.name for file in server.folder.glob("tinker/runs/*/external_weights/secret/*")}
+    assert kept == {*urls, "checkpoint.json"}, "nothing is left in clear"
+    bad = training.save_weights_external("bad", age_encryption_recipients=["age1nobody"])
+    with pytest.raises(tinker.RequestFailedError, match="invalid age recipient 'age1nobody'"):
+        bad.result()
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -2,7 +2,11 @@
 
 import argparse
 import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -16,6 +20,10 @@ from whet.io.server import AppServer
 from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.store.http.token import make_token
+from whet.store.sqlite import SQLiteStore
+
+if TYPE_CHECKING:
+    from whet.app.tinker_server.local_backend import ModelNames
 
 FOLDER = "tinker"
 """Folder of checkpoints, in `--dir`."""
@@ -25,6 +33,7 @@ VARIABLE = "TINKER_API_KEY"
 PREFIX = "tml-"
 """The client accepts only keys with this prefix."""
 PORT = 4748
+DEFAULT_MODEL = str(RunConfig.model_fields["model"].default)
 TRAINER_KEYS = tuple(
     f"trainer.{key}"
     for key in ("precision", "micro_batch_tokens", "gradient_checkpointing", "compile")
@@ -50,22 +59,22 @@ def add_arguments(parser: CommandParser) -> None:
         help=f"port to listen on; 0 picks a free one (default {PORT})",
     )
     group.add_argument(
-        "--name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="model name on the Hub, for clients on other machines (default: the model's folder); "
-        "further ones are other names of the same model",
-    )
-    group.add_argument(
         "--engines",
         type=int,
         default=2,
         metavar="N",
-        help="sets of weights that can be sampled from at once (default 2)",
+        help="sets of weights of a model that can be sampled from at once (default 2)",
     )
-    shown = {"server": ("dir",), "model": ("model", "engine.device", *TRAINER_KEYS)}
-    add_config_flags(parser, shown, only=("model", "dir", "engine", *TRAINER_KEYS), file=False)
+    parser.group("model").add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="[NAME=]MODEL",
+        help="a model name or folder; NAME is its name on the Hub, for clients on other machines "
+        f"(default: its folder); repeatable, for several models or names (default {DEFAULT_MODEL})",
+    )
+    shown = {"server": ("dir",), "model": ("engine.device", *TRAINER_KEYS)}
+    add_config_flags(parser, shown, only=("dir", "engine", *TRAINER_KEYS), file=False)
     parser.set_defaults(run=run_tinker_server)
 
 
@@ -78,17 +87,31 @@ def run_tinker_server(args: argparse.Namespace) -> int:
     return 0
 
 
-def name_folder(folder: str) -> str:
-    """The name by which clients load the tokenizer of a folder.
+def read_models(values: Sequence[str]) -> dict[str, list[str]]:
+    """Read `[NAME=]MODEL` values: the names of each model, in their order.
 
-    They read a name with two slashes as that of a variant, `org/model/variant`, and what follows
-    a colon as another.
+    Raises:
+        ConfigError: a name or a model is empty.
     """
-    if ":" in folder:
-        raise ConfigError(
-            f"clients cut the model folder {folder!r} at its colon: rename it, or give --name"
-        )
-    return f"{folder}/" if folder.count("/") == 2 else folder
+    names: dict[str, list[str]] = {}
+    for value in values:
+        name, is_named, model = value.partition("=") if "=" in value else ("", "", value)
+        if is_named and not (name and model):
+            raise ConfigError(f"invalid --model {value!r}: expected [NAME=]MODEL")
+        names.setdefault(model, []).extend([name] if is_named else [])
+    return names
+
+
+def _find_folders(models: Mapping[str, Sequence[str]]) -> "list[ModelNames]":
+    """Find the folders of models; what leads to one folder is one model, with all its names."""
+    from whet.app.tinker_server.local_backend import ModelNames  # noqa: PLC0415 - imports torch
+
+    found: dict[Path, ModelNames] = {}
+    for source, names in models.items():
+        folder = resolve_model(source, progress=print_line)
+        known = found.get(folder, ModelNames(folder, (), ()))
+        found[folder] = ModelNames(folder, (*known.sources, source), (*known.names, *names))
+    return list(found.values())
 
 
 async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
@@ -96,9 +119,10 @@ async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
         raise ConfigError(f"invalid --engines {args.engines}: expected at least 1")
     if config.engine.kind != "local":
         raise ConfigError(
-            f"found engine.kind {config.engine.kind!r}, but this server samples from the model in "
+            f"found engine.kind {config.engine.kind!r}, but this server samples from models in "
             "its own process: leave out --engine"
         )
+    models = read_models(args.model or [DEFAULT_MODEL])
     key = make_token(config.dir, file=KEY, variable=VARIABLE, prefix=PREFIX)
     if not key.value.startswith(PREFIX):
         raise ConfigError(
@@ -106,32 +130,24 @@ async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
         )
     with requires_extra("`whet tinker-server`", "local,tinker"):
         from whet.app.tinker_server.app import build_server  # noqa: PLC0415 - imports torch
-        from whet.app.tinker_server.local_backend import (  # noqa: PLC0415
-            BaseModel,
-            LocalRuns,
-            LocalSamplers,
-        )
+        from whet.app.tinker_server.inference import OPENAI_PREFIX  # noqa: PLC0415
+        from whet.app.tinker_server.local_backend import open_models  # noqa: PLC0415
         from whet.app.tinker_server.storage import Storage  # noqa: PLC0415
-    folder = resolve_model(config.model, progress=print_line)
-    base = BaseModel(folder, config)
-    place = str(folder.absolute())
-    name, *aliases = args.name or [name_folder(place)]
-    samplers = LocalSamplers(
-        base, name, (config.model, place), engines=args.engines, aliases=tuple(aliases)
-    )
     storage = Storage(Path(config.dir) / FOLDER)
-    app = build_server(LocalRuns(base), samplers, storage, key.value)
-    server = AppServer(app, host=args.host, port=args.port, name="tinker-server")
-    try:
-        print_line(f"serving {config.model} at {server.url}")
+    async with AsyncExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory())
+        log = await stack.enter_async_context(SQLiteStore(Path(temporary) / "store.db"))
+        opened = open_models(_find_folders(models), config, engines=args.engines)
+        served = await stack.enter_async_context(opened)
+        app = build_server(served, storage, log, key.value)
+        server = AppServer(app, host=args.host, port=args.port, name="tinker-server")
+        stack.callback(server.close)
+        print_line(f"serving {', '.join(models)} at {server.url}")
         print_line(f"export TINKER_BASE_URL={server.url}")
         if VARIABLE not in os.environ:
             print_line(f"export {VARIABLE}=$(cat {(config.dir / KEY).absolute()})")
+        print_line(f"OpenAI-compatible: {server.url}{OPENAI_PREFIX}, with the same key")
         async with stoppable() as stop:
             with stop.cancel_on_request():
                 await anyio.sleep_forever()
-    finally:
-        server.close()
-        with anyio.CancelScope(shield=True):
-            await samplers.close()
     print_line("server stopped")

@@ -1,6 +1,6 @@
 """The ASGI application of the Tinker server."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -10,8 +10,9 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from whet.app.tinker_server.auth import Signer, is_authorized
-from whet.app.tinker_server.backend import Samplers, TrainingRuns
+from whet.app.tinker_server.backend import ServedModel
 from whet.app.tinker_server.client_sessions import session_routes
+from whet.app.tinker_server.inference import inference_mounts
 from whet.app.tinker_server.management import management_routes
 from whet.app.tinker_server.sampling import sampling_routes
 from whet.app.tinker_server.schemas import TooLarge
@@ -20,6 +21,7 @@ from whet.app.tinker_server.storage import Storage
 from whet.app.tinker_server.training import training_routes
 from whet.app.tinker_server.unsupported import unsupported_routes
 from whet.errors import NotFound, RequestError
+from whet.gateway.pipeline import Log
 
 ROOT = "/api/v1"
 HEALTH = f"{ROOT}/healthz"
@@ -27,9 +29,13 @@ FILES = f"{ROOT}/files/"
 """Prefix of paths with signed URLs."""
 
 
-def build_server(runs: TrainingRuns, samplers: Samplers, storage: Storage, key: str) -> ASGIApp:
-    """Build the application: everything is under `/api/v1` and requires the key."""
-    state = ServerState(runs, samplers, storage)
+def build_server(models: Sequence[ServedModel], storage: Storage, log: Log, key: str) -> ASGIApp:
+    """Build the application, which requires the key.
+
+    Tinker's API is under `/api/v1`, that of OpenAI under `/oai/api/v1`, that of Anthropic under
+    `/anthropic/api`. `log` is for calls of attempts, of which there are none here.
+    """
+    state = ServerState(models, storage)
     routes = [
         *unsupported_routes(),
         *session_routes(state),
@@ -39,7 +45,7 @@ def build_server(runs: TrainingRuns, samplers: Samplers, storage: Storage, key: 
     ]
 
     server = Starlette(
-        routes=[Mount(ROOT, routes=routes)],
+        routes=[Mount(ROOT, routes=routes), *inference_mounts(state, log)],
         exception_handlers={
             TooLarge: _error_handler(413),
             RequestError: _error_handler(400),

@@ -1,6 +1,6 @@
-"""Protocols of the server's backend: training runs and samplers of one model."""
+"""Protocols of the server's backend: training runs and samplers of each model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whet.config import AdamStep
-from whet.types import Sampling, StopReason, Value
+from whet.gateway.templates.renderer import Renderer
+from whet.types import Sampling, StopReason, TokenChunk, Value
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -89,6 +90,11 @@ class BaseModelInfo(NamedTuple):
     eos_ids: tuple[int, ...]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names that clients may use."""
+        return (self.name, *self.also)
+
+    @property
     def listed(self) -> tuple[str, ...]:
         """Names that clients find."""
         return (self.name, *self.aliases)
@@ -135,10 +141,26 @@ class Samplers(Protocol):
 
     served: BaseModelInfo
 
+    @property
+    def renderer(self) -> Renderer:
+        """Renderer of the model's chat template. Raises ConfigError if it has none."""
+        ...
+
     async def sample(
         self, weights: Weights | None, prompt: Sequence[int], sampling: Sampling
     ) -> Sampled:
         """Sample one sequence; concurrent requests are batched."""
+        ...
+
+    def generate(
+        self,
+        weights: Weights | None,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool,
+    ) -> AsyncGenerator[TokenChunk]:
+        """Sample one sequence in chunks, as an engine does."""
         ...
 
     async def score(
@@ -146,3 +168,10 @@ class Samplers(Protocol):
     ) -> PromptScores:
         """Score the tokens of a prompt."""
         ...
+
+
+class ServedModel(NamedTuple):
+    """A base model with what is trained on it and sampled from it."""
+
+    runs: TrainingRuns
+    samplers: Samplers

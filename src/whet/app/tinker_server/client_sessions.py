@@ -78,15 +78,15 @@ class _Sessions:
         )
 
     async def capabilities(self, request: Request) -> Response:
-        served = self._state.samplers.served
         models = [
             {
                 "model_name": name,
-                "max_context_length": served.context_length,
+                "max_context_length": model.samplers.served.context_length,
                 "trainable": True,
                 "sampleable": True,
             }
-            for name in served.listed
+            for model in self._state.models
+            for name in model.samplers.served.listed
         ]
         return JSONResponse({"supported_models": models})
 

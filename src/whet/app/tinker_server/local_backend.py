@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
-from anyio import to_thread
+from anyio import CancelScope, to_thread
 
-from whet.app.composition.samplers import sampler_threads
+from whet.app.composition.samplers import build_renderer, sampler_threads
 from whet.app.tinker_server.backend import (
     BaseModelInfo,
     Example,
@@ -25,22 +27,78 @@ from whet.app.tinker_server.backend import (
     PromptScores,
     Sampled,
     Samplers,
+    ServedModel,
     TrainingRuns,
     Weights,
 )
 from whet.config import AdamStep, LocalTrainerConfig, RunConfig
 from whet.engines.local.engine import LocalEngine
 from whet.engines.local.forward import check_sampling
+from whet.engines.local.grammar import Grammars
 from whet.engines.scorer import LocalScorer, ScoreRequest
-from whet.errors import NotFound, RequestError
+from whet.errors import ConfigError, NotFound, RequestError
 from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.renderer import Renderer
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.tinker_datums import Datum, DatumTrainer
-from whet.types import Sampling
+from whet.types import Sampling, TokenChunk
 
 ALPHA = 32
 """LoRA alpha, as at the hosted service: adapters are scaled by `ALPHA / rank`."""
 WEIGHTS = "weights.safetensors"
+
+
+class ModelNames(NamedTuple):
+    """A model on this machine, as the user named it."""
+
+    folder: Path
+    sources: tuple[str, ...]
+    """What it was found by, such as `tiny`."""
+    names: tuple[str, ...]
+    """Names for clients; that of the folder if there are none."""
+
+
+@asynccontextmanager
+async def open_models(
+    named: Sequence[ModelNames], config: RunConfig, *, engines: int
+) -> AsyncGenerator[list[ServedModel]]:
+    """Load models.
+
+    Raises:
+        ConfigError: one cannot be loaded or found by its name, or two have the same.
+    """
+    busy, taken = asyncio.Lock(), set[str]()
+    models: list[tuple[LocalRuns, LocalSamplers]] = []
+    for folder, sources, names in named:
+        place = str(folder.absolute())
+        name, *aliases = names or [name_folder(place)]
+        also = (*sources, place, f"{place}/")
+        if shared := taken & {name, *aliases, *also}:
+            raise ConfigError(f"two models have the name {min(shared)!r}")
+        taken |= {name, *aliases, *also}
+        base = BaseModel(folder, config)
+        samplers = LocalSamplers(base, name, also, engines=engines, aliases=tuple(aliases))
+        models.append((LocalRuns(base, busy), samplers))
+    try:
+        yield [ServedModel(*model) for model in models]
+    finally:
+        with CancelScope(shield=True):
+            for _, samplers in models:
+                await samplers.close()
+
+
+def name_folder(folder: str) -> str:
+    """The name by which clients load the tokenizer of a folder.
+
+    They read a name with two slashes as that of a variant, `org/model/variant`, and what follows
+    a colon as another.
+    """
+    if ":" in folder:
+        raise ConfigError(
+            f"clients cut the model folder {folder!r} at its colon: rename it, or name the model, "
+            "--model NAME=FOLDER"
+        )
+    return f"{folder}/" if folder.count("/") == 2 else folder
 
 
 class BaseModel:
@@ -48,6 +106,7 @@ class BaseModel:
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder = folder
+        self.config = config
         assert config.trainer.kind == "local"
         assert config.engine.kind == "local"
         self._trainer, self.engine = config.trainer, config.engine
@@ -81,12 +140,12 @@ class BaseModel:
 
 
 class LocalRuns(TrainingRuns):
-    """Training runs in this process. One pass runs at a time."""
+    """Training runs in this process. One pass runs at a time, also of other models."""
 
-    def __init__(self, base: BaseModel) -> None:
+    def __init__(self, base: BaseModel, busy: asyncio.Lock | None = None) -> None:
         self._base = base
         self._runs: dict[str, tuple[LocalPolicy, DatumTrainer]] = {}
-        self._busy = asyncio.Lock()
+        self._busy = busy or asyncio.Lock()
 
     async def create(self, run: str, lora: Lora, seed: int | None) -> None:
         seed = secrets.randbits(31) if seed is None else seed % 2**63
@@ -175,6 +234,7 @@ class LocalSamplers(Samplers):
         self._base = base
         template = ChatTemplate(base.folder)
         self._decode: Callable[[Sequence[int]], str] = template.decode_all
+        self._grammars = Grammars(base.folder, sorted(template.eos_ids))
         self._most = engines
         self._slots: list[_EngineSlot] = []
         self._slot_free = asyncio.Condition()
@@ -190,16 +250,36 @@ class LocalSamplers(Samplers):
             eos_ids=tuple(sorted(template.eos_ids)),
         )
 
+    @property
+    def renderer(self) -> Renderer:
+        return self._renderer
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return build_renderer(self._base.folder, self._base.config)
+
     async def sample(
         self, weights: Weights | None, prompt: Sequence[int], sampling: Sampling
     ) -> Sampled:
-        async with (
-            self._acquire_slot(weights) as slot,
-            aclosing(slot.engine.generate(prompt, sampling)) as chunks,
-        ):
+        async with aclosing(self.generate(weights, prompt, sampling, stream=False)) as chunks:
             chunk = await anext(chunks)
         assert chunk.stop is not None  # without streaming there is one chunk
         return Sampled(chunk.tokens, chunk.logprobs, chunk.top, chunk.stop)
+
+    async def generate(
+        self,
+        weights: Weights | None,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool,
+    ) -> AsyncGenerator[TokenChunk]:
+        async with (
+            self._acquire_slot(weights) as slot,
+            aclosing(slot.engine.generate(prompt, sampling, stream=stream)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield chunk
 
     async def score(
         self, weights: Weights | None, prompt: Sequence[int], request: PromptScoreRequest
@@ -295,6 +375,10 @@ class LocalSamplers(Samplers):
     def _open_slot(self, lora: Lora | None) -> _EngineSlot:
         policy = self._base.build_adapters(lora) if lora else self._base.policy
         engine = LocalEngine(
-            policy, self._base.engine, self._decode, threads=sampler_threads(policy)
+            policy,
+            self._base.engine,
+            self._decode,
+            grammars=self._grammars,
+            threads=sampler_threads(policy),
         )
         return _EngineSlot(policy, engine, LocalScorer(policy), lora, None)

@@ -31,6 +31,7 @@ def management_routes(state: ServerState, signer: Signer) -> list[Route]:
         Route("/training_runs/{run}/checkpoints", endpoints.checkpoints_of),
         Route("/checkpoints", endpoints.checkpoints),
         Route(OF_CHECKPOINT, endpoints.delete, methods=["DELETE"]),
+        Route("/training_runs/{run}/checkpoints/{name}", _require_kind, methods=["DELETE"]),
         Route(f"{OF_CHECKPOINT}/ttl", endpoints.lifetime, methods=["PUT"]),
         Route(f"{OF_CHECKPOINT}/publish", endpoints.publish, methods=["POST", "DELETE"]),
         Route(f"{OF_CHECKPOINT}/external_weights_urls", endpoints.urls),
@@ -38,6 +39,13 @@ def management_routes(state: ServerState, signer: Signer) -> list[Route]:
         Route("/sessions/{session}", endpoints.session),
         Route("/files/{token}/{run}/{name}/{file:path}", endpoints.file),
     ]
+
+
+async def _require_kind(request: Request) -> Response:
+    """Refuse a name that checkpoints of several kinds may have."""
+    name = request.path_params["name"]
+    kinds = ", ".join(f"{kind}/{name}" for kind in KINDS)
+    raise RequestError(f"invalid checkpoint {name!r}: expected one of {kinds}")
 
 
 class _Management:

@@ -16,6 +16,7 @@ from whet.app.tinker_server.backend import (
     Ids,
     PromptScoreRequest,
     Sampled,
+    Samplers,
     Weights,
 )
 from whet.app.tinker_server.futures import Reply
@@ -43,22 +44,13 @@ class _Sampling:
 
     async def create(self, request: Request) -> Response:
         body = await read_json(request, CreateSampler)
-        state, served = self._state, self._state.samplers.served
+        state = self._state
         state.require_session(body.session_id)
-        if body.model_path is not None:
-            saved = state.storage.checkpoint(body.model_path)
-            if saved.kind == "external_weights":
-                raise RequestError(
-                    f"{body.model_path!r} holds exported weights, which cannot be sampled from"
-                )
-        elif body.base_model is None:
-            raise RequestError("missing base_model or model_path")
-        if body.base_model is not None:
-            state.check_base_model(body.base_model)
+        model = state.sampled_model(body.base_model, body.model_path)
         sampler = SamplingSession(
             id=f"{body.session_id}:sample:{body.sampling_session_seq_id}",
             session=body.session_id,
-            base_model=served.name,
+            base_model=model.samplers.served.name,
             model_path=body.model_path,
         )
         state.storage.save_sampler(sampler)
@@ -86,72 +78,67 @@ class _Sampling:
     async def _sample(self, body: Sample, sampler: SamplingSession) -> Reply:
         if body.record_stability_info:
             raise RequestError("record_stability_info is not supported: leave it out")
-        weights = self._weights(sampler)
+        samplers = self._state.model(sampler.base_model).samplers
+        weights = self._state.weights(sampler.model_path)
         prompt = _tokens(body)
-        prompt_reply = await self._score(body, weights, prompt)
-        samplers = self._state.samplers
+        prompt_reply = await _score(samplers, body, weights, prompt)
         if prompt_reply is not None and _only_scores(body, prompt, samplers.served):
             nothing = Sampled((), (), (), "length")
             return codec.encode_sample([nothing] * body.num_samples, 0, prompt_reply)
         sampled = await asyncio.gather(
             *(
-                samplers.sample(weights, prompt, self._sampling(body, index))
+                samplers.sample(weights, prompt, _sampling(body, samplers.served, index))
                 for index in range(body.num_samples)
             )
         )
         return codec.encode_sample(sampled, body.topk_sample_logprobs, prompt_reply)
 
-    async def _score(
-        self, body: Sample, weights: Weights | None, prompt: Sequence[int]
-    ) -> codec.PromptReply | None:
-        targets = _targets(body.target_prompt_logprobs, prompt)
-        wanted = PromptScoreRequest(
-            top=body.topk_prompt_logprobs,
-            targets=None if targets is None else targets.clip(min=0),
-            draws=body.prompt_alt_tokens_k,
-            temperature=body.sampling_params.temperature,
+
+async def _score(
+    samplers: Samplers, body: Sample, weights: Weights | None, prompt: Sequence[int]
+) -> codec.PromptReply | None:
+    targets = _targets(body.target_prompt_logprobs, prompt)
+    wanted = PromptScoreRequest(
+        top=body.topk_prompt_logprobs,
+        targets=None if targets is None else targets.clip(min=0),
+        draws=body.prompt_alt_tokens_k,
+        temperature=body.sampling_params.temperature,
+    )
+    if not (body.prompt_logprobs or wanted.top or wanted.draws or targets is not None):
+        return None
+    vocabulary = samplers.served.vocabulary
+    if targets is not None and targets.size and targets.max() >= vocabulary:
+        raise RequestError(f"target_prompt_logprobs has ids beyond {vocabulary - 1}")
+    last = body.prompt_logprobs_last_n
+    if last is not None and last > len(prompt) - 1:
+        raise RequestError(f"prompt_logprobs_last_n must be at most {len(prompt) - 1}")
+    scores = await samplers.score(weights, prompt, wanted)
+    requested = None if targets is None else targets >= 0
+    tensor = body.target_prompt_logprobs
+    is_sparse = tensor is not None and tensor.sparse_crow_indices is not None
+    return codec.PromptReply(scores, bool(body.prompt_logprobs), last, requested, is_sparse)
+
+
+def _sampling(body: Sample, served: BaseModelInfo, index: int) -> Sampling:
+    params = body.sampling_params
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    if stop is not None and "" in stop:
+        raise RequestError("stop has an empty string, at which every answer would end")
+    # Without a word the model ends its own turn; an empty list is no end at all.
+    stop_ids = served.eos_ids if stop is None else ()
+    try:
+        return Sampling(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(0, params.top_k),
+            max_tokens=params.max_tokens,
+            stop=tuple(s for s in stop or () if isinstance(s, str)),
+            stop_ids=(*stop_ids, *(s for s in stop or () if isinstance(s, int))),
+            seed=None if params.seed is None else _mix_seed(params.seed, index),
+            top_logprobs=body.topk_sample_logprobs,
         )
-        if not (body.prompt_logprobs or wanted.top or wanted.draws or targets is not None):
-            return None
-        vocabulary = self._state.samplers.served.vocabulary
-        if targets is not None and targets.size and targets.max() >= vocabulary:
-            raise RequestError(f"target_prompt_logprobs has ids beyond {vocabulary - 1}")
-        last = body.prompt_logprobs_last_n
-        if last is not None and last > len(prompt) - 1:
-            raise RequestError(f"prompt_logprobs_last_n must be at most {len(prompt) - 1}")
-        scores = await self._state.samplers.score(weights, prompt, wanted)
-        requested = None if targets is None else targets >= 0
-        tensor = body.target_prompt_logprobs
-        is_sparse = tensor is not None and tensor.sparse_crow_indices is not None
-        return codec.PromptReply(scores, bool(body.prompt_logprobs), last, requested, is_sparse)
-
-    def _weights(self, sampler: SamplingSession) -> Weights | None:
-        if sampler.model_path is None:
-            return None
-        saved = self._state.storage.checkpoint(sampler.model_path)
-        self._state.mark_used(saved)
-        return Weights(self._state.storage.folder(saved.path), saved.lora, saved.created)
-
-    def _sampling(self, body: Sample, index: int) -> Sampling:
-        params = body.sampling_params
-        stop = [params.stop] if isinstance(params.stop, str) else params.stop
-        if stop is not None and "" in stop:
-            raise RequestError("stop has an empty string, at which every answer would end")
-        # Without a word the model ends its own turn; an empty list is no end at all.
-        stop_ids = self._state.samplers.served.eos_ids if stop is None else ()
-        try:
-            return Sampling(
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=max(0, params.top_k),
-                max_tokens=params.max_tokens,
-                stop=tuple(s for s in stop or () if isinstance(s, str)),
-                stop_ids=(*stop_ids, *(s for s in stop or () if isinstance(s, int))),
-                seed=None if params.seed is None else _mix_seed(params.seed, index),
-                top_logprobs=body.topk_sample_logprobs,
-            )
-        except ValidationError as error:
-            raise RequestError(explain(error).replace("config key", "sampling", 1)) from error
+    except ValidationError as error:
+        raise RequestError(explain(error).replace("config key", "sampling", 1)) from error
 
 
 def _mix_seed(seed: int, index: int) -> int:

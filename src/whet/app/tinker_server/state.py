@@ -2,11 +2,11 @@
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.responses import JSONResponse
 
-from whet.app.tinker_server.backend import Samplers, TrainingRuns
+from whet.app.tinker_server.backend import ServedModel, Weights
 from whet.app.tinker_server.futures import Futures, Reply, SequenceLock
 from whet.app.tinker_server.storage import Checkpoint, Session, Storage, TrainingRun
 from whet.errors import NotFound, RequestError
@@ -25,15 +25,13 @@ class ServerState:
 
     def __init__(
         self,
-        runs: TrainingRuns,
-        samplers: Samplers,
+        models: Sequence[ServedModel],
         storage: Storage,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.runs = runs
-        self.samplers = samplers
+        self.models = tuple(models)
         self.storage = storage
         self.futures = Futures()
         self._locks: dict[str, SequenceLock] = {}
@@ -120,16 +118,52 @@ class ServerState:
         self.futures.start(id, on_turn)
         return JSONResponse({"request_id": id, "model_id": run})
 
-    def check_base_model(self, base_model: str) -> None:
-        served = self.samplers.served
-        if base_model not in (served.name, *served.also):
-            raise RequestError(f"this server serves {served.name!r}, found {base_model!r}")
+    def model(self, name: str) -> ServedModel:
+        """Return the model of a name. Raises RequestError."""
+        for model in self.models:
+            if name in model.samplers.served.names:
+                return model
+        served = ", ".join(repr(name) for m in self.models for name in m.samplers.served.listed)
+        raise RequestError(f"unknown model {name!r}: this server serves {served}")
+
+    def sampled_model(self, base_model: str | None, path: str | None) -> ServedModel:
+        """Return the model of a sampler, which is named, or that of its checkpoint.
+
+        Raises:
+            RequestError: both are missing, or the checkpoint is of another model or exported.
+            NotFound: there is no such checkpoint.
+        """
+        named = None if base_model is None else self.model(base_model)
+        if path is None:
+            if named is None:
+                raise RequestError("missing base_model or model_path")
+            return named
+        saved = self.storage.checkpoint(path)
+        if saved.kind == "external_weights":
+            raise RequestError(f"{path!r} holds exported weights, which cannot be sampled from")
+        model = self.model(saved.base_model)
+        if named not in (None, model):
+            raise RequestError(f"{path!r} was trained on {saved.base_model!r}, not {base_model!r}")
+        return model
+
+    def weights(self, path: str | None) -> Weights | None:
+        """Return the weights of a checkpoint, which are marked as used; None is the base model.
+
+        Raises:
+            NotFound: there is no such checkpoint.
+        """
+        if path is None:
+            return None
+        saved = self.storage.checkpoint(path)
+        self.mark_used(saved)
+        return Weights(self.storage.folder(path), saved.lora, saved.created)
 
     def _drop(self, session: str) -> None:
         self._last_seen.pop(session, None)
         for run in [run for run in self._locks if run.startswith(f"{session}:")]:
             self._locks.pop(run).close()
-            self.runs.drop(run)
+            for model in self.models:
+                model.runs.drop(run)
         self.futures.cancel_all(f"{session}:sample:")
         for saved in self.storage.unnamed_of_session(session):
             self.storage.delete_unnamed(saved)

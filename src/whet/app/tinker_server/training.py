@@ -5,12 +5,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
+from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from whet.app.tinker_server import codec
-from whet.app.tinker_server.backend import Lora
+from whet.app.tinker_server.backend import Lora, TrainingRuns
+from whet.app.tinker_server.encryption import encrypt_files, parse_recipients
 from whet.app.tinker_server.futures import Reply
 from whet.app.tinker_server.schemas import (
     Body,
@@ -52,7 +54,7 @@ class _Training:
     async def create(self, request: Request) -> Response:
         body = await read_json(request, CreateModel)
         state, id = self._state, f"{body.session_id}:train:{body.model_seq_id}"
-        state.check_base_model(body.base_model)
+        model = state.model(body.base_model)
         state.require_session(body.session_id)
         if body.lora_config is None:
             raise RequestError("this server trains LoRA adapters only: set lora_config")
@@ -68,14 +70,14 @@ class _Training:
             id=id,
             session=body.session_id,
             created=time.time(),
-            base_model=state.samplers.served.name,
+            base_model=model.samplers.served.name,
             lora=lora,
             metadata=body.user_metadata,
         )
 
         async def work() -> Reply:
             state.drop_inactive()
-            await state.runs.create(id, lora, requested.seed)
+            await model.runs.create(id, lora, requested.seed)
             state.add_run(run)
             return {"model_id": id, "type": "create_model"}
 
@@ -84,7 +86,7 @@ class _Training:
 
     async def info(self, request: Request) -> Response:
         run = self._state.run((await read_json(request, RunRequest)).model_id)
-        served = self._state.samplers.served
+        served = self._state.model(run.base_model).samplers.served
         return JSONResponse(
             {
                 "type": "get_info",
@@ -103,7 +105,7 @@ class _Training:
 
         async def work() -> Reply:
             data, settings = codec.examples(message), codec.settings(message)
-            passed = await self._state.runs.forward_backward(
+            passed = await self._runs(run).forward_backward(
                 run.id, data, message.loss_fn, settings, forward_only=message.forward_only
             )
             return codec.encode_pass(passed)
@@ -116,7 +118,7 @@ class _Training:
     async def _step(self, run: TrainingRun, body: OptimStep) -> Reply:
         if body.adam_params is None:
             raise RequestError("this server supports AdamW only: set AdamParams")
-        metrics = await self._state.runs.optim_step(run.id, body.adam_params.adam())
+        metrics = await self._runs(run).optim_step(run.id, body.adam_params.adam())
         return {"metrics": {**metrics}, "type": "optim_step"}
 
     async def save(self, request: Request) -> Response:
@@ -129,8 +131,6 @@ class _Training:
         return await self._numbered(request, Save, partial(self._save, "sampler_weights"))
 
     async def _save(self, kind: Kind, run: TrainingRun, body: Save) -> Reply:
-        if body.age_encryption_recipients:
-            raise RequestError("encryption is not supported: leave out age_encryption_recipients")
         saved = await self._write(run, kind, body)
         reply_types = {
             "weights": "save_weights",
@@ -166,11 +166,16 @@ class _Training:
             ephemeral=ephemeral,
             metadata=body.user_metadata,
         )
+        recipients = parse_recipients(body.age_encryption_recipients or ())
+        if recipients and kind != "external_weights":
+            raise RequestError("only exported weights can be encrypted: use save_weights_external")
         if storage.folder(saved.path).exists() and not body.overwrite:
             again = "pass overwrite=True or " if kind == "weights" else ""
             raise RequestError(f"the checkpoint {saved.path!r} exists: {again}choose another name")
         with storage.writing(saved) as folder:
-            await self._state.runs.save(run.id, folder, kind)
+            await self._runs(run).save(run.id, folder, kind)
+            if recipients:
+                await to_thread.run_sync(encrypt_files, folder, recipients)
         return saved
 
     async def load(self, request: Request) -> Response:
@@ -183,14 +188,22 @@ class _Training:
                 f"{body.path!r} holds sampler weights: training needs a path of save_state, "
                 f"{SCHEME}RUN/weights/NAME"
             )
+        if saved.base_model != run.base_model:
+            raise RequestError(
+                f"{body.path!r} was trained on {saved.base_model!r}, this run trains "
+                f"{run.base_model!r}"
+            )
         if saved.lora != run.lora:
             raise RequestError(
                 f"{body.path!r} has adapters of rank {saved.lora.rank}, "
                 f"this run {run.lora.rank}, or on other layers"
             )
         folder = self._state.storage.folder(body.path)
-        await self._state.runs.load(run.id, folder, optimizer=body.optimizer)
+        await self._runs(run).load(run.id, folder, optimizer=body.optimizer)
         return {"path": body.path, "type": "load_weights"}
+
+    def _runs(self, run: TrainingRun) -> TrainingRuns:
+        return self._state.model(run.base_model).runs
 
     async def _numbered(
         self, request: Request, kind: type[B], work: Callable[[TrainingRun, B], Awaitable[Reply]]
