@@ -7,6 +7,7 @@ the name `tiny`, and a folder to write to.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import tinker
 import torch
@@ -18,13 +19,13 @@ from transformers import AutoModelForCausalLM
 TOKENS = [5, 17, 42, 99, 7, 300]
 
 
-def compare(model: str, out: Path, *, unembed: bool) -> dict[str, object]:
+def compare(model: str, out: Path, *, unembed: bool) -> dict[str, Any]:
     """Train, save, download and merge; the difference of the merged model to the server."""
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(
         base_model="tiny", rank=4, seed=1, train_unembed=unembed
     )
-    inputs = {"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)}
+    inputs: dict[str, Any] = {"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)}
     data = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
     for _ in range(4):
         training.forward_backward([data], "cross_entropy")
@@ -35,7 +36,7 @@ def compare(model: str, out: Path, *, unembed: bool) -> dict[str, object]:
     adapter = weights.download(tinker_path=path, output_dir=str(out / "adapter"))
     files = sorted(file.name for file in Path(adapter).iterdir())
     left = tinker.RestClient().list_user_checkpoints(limit=500).result().checkpoints
-    found: dict[str, object] = {
+    found: dict[str, Any] = {
         "tokens": TOKENS,
         "served": served,
         "files": files,

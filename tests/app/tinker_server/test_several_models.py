@@ -37,8 +37,9 @@ def test_each_name_is_sampled_and_trained_by_its_own_model(several: Server, mode
     listed = service.get_server_capabilities().supported_models
     assert [one.model_name for one in listed] == [str(model), "org/other", "org/again"]
 
-    def score(**which: str) -> list[float | None]:
-        return service.create_sampling_client(**which).compute_logprobs(TOKENS).result()
+    def score(base_model: str | None = None, model_path: str | None = None) -> list[float | None]:
+        sampler = service.create_sampling_client(base_model=base_model, model_path=model_path)
+        return sampler.compute_logprobs(TOKENS).result()
 
     base = score(base_model="tiny")
     other = score(base_model="org/other")
@@ -58,7 +59,7 @@ def test_each_name_is_sampled_and_trained_by_its_own_model(several: Server, mode
 
 
 def test_checkpoints_of_a_model_that_is_not_served_any_more_are_refused(
-    several: Server, tmp_path: Path
+    several: Server,
 ) -> None:
     training = several.client().create_lora_training_client(base_model="org/other", rank=2)
     path = training.save_state("old").result().path
