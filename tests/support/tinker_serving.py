@@ -73,7 +73,7 @@ class Server:
                 stdout=log,
                 stderr=log,
             )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not self._answers():
             assert self.process.poll() is None, (self.folder.parent / "server.log").read_text()
             assert time.monotonic() < deadline

@@ -202,10 +202,12 @@ class LocalPolicy:
 
     def write_model(self, folder: Path) -> None:
         """Write a PEFT adapter folder, or with full weights a Hugging Face model folder."""
-        # Without the base weights of an adapted head, which PEFT would add by itself.
-        only = {"save_embedding_layers": False} if isinstance(self.wrapped, PeftModel) else {}
         with self.lock:
-            self.wrapped.save_pretrained(str(folder), **only)
+            if isinstance(self.wrapped, PeftModel):
+                # Without the base weights of an adapted head, which PEFT would add by itself.
+                self.wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+            else:
+                self.wrapped.save_pretrained(str(folder))
         for file in self.folder.iterdir():
             if file.name.startswith(("tokenizer", "chat_template", "additional_chat", "special")):
                 copy = shutil.copytree if file.is_dir() else shutil.copy2

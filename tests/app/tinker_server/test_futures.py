@@ -1,9 +1,14 @@
 """The order of a client's requests, also of those that never come."""
 
+from pathlib import Path
+
 import anyio
 import pytest
 
-from whet.app.tinker_server.futures import SequenceLock
+from support.clock import Clock
+from whet.app.tinker_server.futures import Reply, SequenceLock
+from whet.app.tinker_server.state import ServerState
+from whet.app.tinker_server.storage import Session, Storage
 from whet.errors import NotFound, RequestError
 
 pytestmark = pytest.mark.anyio
@@ -73,3 +78,30 @@ async def test_a_closed_lock_refuses_those_that_wait() -> None:
             await anyio.wait_all_tasks_blocked()
             client.lock.close()
     assert refused == [2]
+
+
+async def test_samples_of_a_client_that_is_gone_are_stopped(tmp_path: Path) -> None:
+    clock = Clock()
+    state = ServerState([], Storage(tmp_path), clock=clock)
+    stopped = anyio.Event()
+
+    async def sample() -> Reply:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            stopped.set()
+        return {}
+
+    for session in ("gone", "here"):
+        state.begin_session(Session(id=session, created=0))
+        state.futures.start(f"{session}:sample:0:1", sample, cancellable=True)
+        assert await state.futures.wait(f"{session}:sample:0:1", 0) is None
+    clock.now += 121
+    state.touch("here")
+    state.drop_inactive()
+    with anyio.fail_after(10):
+        await stopped.wait()
+    assert await state.futures.wait("here:sample:0:1", 0) is None
+    with pytest.raises(NotFound):  # so that the client submits it again
+        await state.futures.wait("gone:sample:0:1", 0)
+    state.futures.cancel("here:sample:0:1")

@@ -79,6 +79,13 @@ class Futures:
         for id in [id for id in self._futures if id.startswith(prefix)]:
             self.cancel(id)
 
+    def abandon(self, prefix: str) -> None:
+        """Cancel such work and forget it: a client that comes back submits it again."""
+        for id, future in [*self._futures.items()]:
+            if id.startswith(prefix) and future.cancellable and not future.task.done():
+                future.task.cancel()
+                del self._futures[id]
+
     def _sweep(self) -> None:
         now = time.monotonic()
         for id in [id for id, future in self._futures.items() if future.expires_at < now]:

@@ -14,6 +14,8 @@ from whet.errors import NotFound, RequestError
 SESSION_TIMEOUT_S = 3600.0
 """A client without a heartbeat for this long counts as gone: it sends one every ten seconds, but
 its machine may sleep."""
+SAMPLES_TIMEOUT_S = 120.0
+"""The samples of a client without a heartbeat for this long are stopped: others wait for them."""
 UNNAMED_KEPT = 8
 UNNAMED_IDLE_S = 600.0
 """Older unnamed sampler weights of a run than its newest ones are deleted when they have not been
@@ -68,8 +70,11 @@ class ServerState:
         self._drop(id)
 
     def drop_inactive(self) -> None:
-        """Release the runs of sessions that timed out."""
+        """Release the runs of sessions that timed out, and sooner their samples in progress."""
         now = self._clock()
+        for id, at in self._last_seen.items():
+            if at < now - SAMPLES_TIMEOUT_S:
+                self.futures.abandon(f"{id}:sample:")
         for id in [id for id, at in self._last_seen.items() if at < now - SESSION_TIMEOUT_S]:
             self._drop(id)
 
