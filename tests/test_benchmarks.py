@@ -28,8 +28,9 @@ pytestmark = pytest.mark.slow
             "calls recorded",
         ),
         (("path.py", "--rollouts", "32", "--steps", "1", "--agent", "shared_client"), "idle"),
+        (("overfitting.py",), "stopped: no evaluation since step"),
     ],
-    ids=["merge", "gateway", "path"],
+    ids=["merge", "gateway", "path", "overfitting"],
 )
 def test_a_benchmark_runs(arguments: tuple[str, ...], says: str) -> None:
     program, *options = arguments

@@ -121,7 +121,7 @@ def test_attention_that_sdpa_does_not_compute_is_the_models_own(make: Make) -> N
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "phi"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "phi", "helium"])
 def test_models_with_full_attention_are_packed_and_sampled(
     make: Make, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -246,4 +246,6 @@ class RowProbe:
 def _gap(found_TD: Tensor, expected_TD: Tensor) -> float:
     norms = cast(Callable[..., Tensor], torch.linalg.vector_norm)
     difference_T = norms((found_TD - expected_TD).float(), dim=-1)
-    return (difference_T / norms(expected_TD.float(), dim=-1)).max().item()
+    # The state of a padding token may be 0, and 0 / 0 is no gap.
+    norm_T = norms(expected_TD.float(), dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (difference_T / norm_T).max().item()
