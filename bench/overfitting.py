@@ -23,7 +23,7 @@ def train(directory: Path, args: argparse.Namespace) -> whet.Result:
         say_it,
         identities("train", 1, args.seed, tiny=True),
         held_out=identities("test", args.held_out, args.seed, tiny=True),
-        dir=directory,
+        dir=str(directory),
         name="overfitting",
         seed=args.seed,
         steps=args.steps,
