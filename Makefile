@@ -8,7 +8,7 @@ READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl check fix docs bench clean
+.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray check fix docs bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -67,6 +67,9 @@ test-agl: $(READY) ## compare whet.agl with Agent Lightning 0.3.0; WHET_AGL name
 	$(PYTHON) -m venv .agl
 	.agl/bin/pip install --quiet -r tests/agl/requirements.txt
 	@touch $@
+
+test-ray: $(READY) ## run the suite of runners on Ray: a cluster of two local nodes
+	WHET_RAY=1 $(BIN)/python -m pytest tests/ray_runners -m slow $(ARGS)
 
 check: $(READY) ## lint, format, spelling and types
 	$(BIN)/ruff check .

@@ -76,6 +76,7 @@ FENCES: dict[str, set[str]] = {
     "argparse": {"app", "agl"},
     "sqlite3": {"store", "agl"},
     "psycopg": {"store"},
+    "ray": {"runners"},
     "prometheus_client": {"store"},
 }
 """Where a library may be imported at all."""

@@ -42,7 +42,7 @@ SIGNATURES = {
     "StepRecord": None,
     "Trainer": "(*, algorithm: whet.protocols.Algorithm | whet.app.composition.driver.Driver | "
     "dict[str, JsonValue] | str | None = None, tracer: str | None = None, "
-    "n_workers: int | None = None, "
+    "n_workers: int | None = None, runner: dict[str, JsonValue] | str | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), store: str | None = None, "
     "quiet: bool = False, **settings: JsonValue) -> None",

@@ -14,7 +14,15 @@ from whet.errors import ConfigError, NotFound
 from whet.protocols import Resources
 from whet.runners.agent import POLICY, Agent, check_resources, inspect_agent
 from whet.runners.hooks import Hooks
-from whet.types import GATEWAY_PREFIX, RETRYABLE, TRAINER, Name, Rollout, SamplingOverride
+from whet.types import (
+    GATEWAY_PREFIX,
+    RETRYABLE,
+    RUNNERS_PREFIX,
+    TRAINER,
+    Name,
+    Rollout,
+    SamplingOverride,
+)
 
 Tasks = str | Path | Sequence[Any]  # Any: a JSON value, whatever the caller's dicts are typed as
 """A list, or a file with one JSON value a line, or several as `a.jsonl=0.7,b.jsonl=0.3`."""
@@ -249,7 +257,7 @@ def parse_resources(values: ResourceValues | None) -> dict[str, JsonValue]:
             _NAME.validate_python(name)
         except ValidationError as error:
             raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-        if name in (POLICY, TRAINER) or name.startswith(GATEWAY_PREFIX):
+        if name in (POLICY, TRAINER) or name.startswith((GATEWAY_PREFIX, RUNNERS_PREFIX)):
             raise ConfigError(f"the resource name {name!r} is reserved: choose another")
         plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
         try:

@@ -17,6 +17,7 @@ from whet.app.composition.distributed import (
     find_store,
     watch_workers,
 )
+from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.run import algorithm_name, check_credit, load_algorithm, open_run
 from whet.app.evaluation.models import resolve_start
 from whet.app.experiment import Result, run_experiment
@@ -40,6 +41,7 @@ from whet.protocols import Algorithm
 from whet.runners.agent import Agent, check_agent
 from whet.runners.attempt import check_runnable
 from whet.runners.hooks import Hooks
+from whet.runners.loading import get_spec
 from whet.store import DEFAULT_RUN
 from whet.tracking import check_installed
 from whet.types import Attempt, Outcome
@@ -78,8 +80,7 @@ def train(
     if tracer is not None:
         settings = merge(settings, {"runner": {"tracer": tracer}})
     address = store or os.environ.get(STORE_VARIABLE)
-    if address is not None:
-        _check_distributed(hooks, resolve(settings))
+    _check_place(hooks, resolve(settings), address)
     console = Console(quiet=quiet)
     context = AgentContext(parse_resources(resources), tuple(hooks))
     train_on = load_tasks(tasks)
@@ -119,10 +120,11 @@ def _read_algorithm(
     return {**settings, "algorithm": {"name": algorithm_name(own)}}, own
 
 
-def _check_distributed(hooks: Sequence[Hooks], config: RunConfig) -> None:
-    if hooks:
+def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
+    """Raise ConfigError for what belongs where agents run."""
+    if hooks and (store is not None or config.runner.ray is not None):
         raise ConfigError("hooks are called where agents run: give them to `whet runner`")
-    if config.runner.tracer:
+    if config.runner.tracer and store is not None:
         raise ConfigError("a tracer is where agents run: give it to `whet runner --tracer`")
 
 
@@ -176,6 +178,8 @@ def check_run(
     Checks the agent, its parameters, the way it is run, the algorithm and the trackers; without a
     `context` parameters are not checked.
     """
+    if agent is None and config.runner.ray is not None:
+        raise ConfigError("runner.ray needs an agent: name it, or start `whet runner --ray`")
     if config.supervised != SupervisedConfig():
         raise ConfigError("config section 'supervised' is for `whet sft` and `whet dpo`")
     if agent is not None:
@@ -184,6 +188,8 @@ def check_run(
             check_parameters(agent, context.resources)
         if runs_agent:
             check_runnable(agent, config.runner)
+        if config.runner.ray is not None:
+            get_spec(agent)
     check_algorithm(config)
     if algorithm is None and is_custom(config.algorithm.name):
         load_algorithm(config.algorithm.name)
@@ -211,7 +217,7 @@ def run_and_report(
     with ConsoleDisplay(console) as display:
         training = partial(
             run_training,
-            agent if store is None else None,
+            agent,
             tasks,
             held_out,
             folder,
@@ -240,32 +246,41 @@ async def run_training(
     context: AgentContext = NO_CONTEXT,
     store: str | None = None,
 ) -> Result:
-    """Run the rest of a run: in this process, or at the address of a `store` without an agent."""
+    """Run the rest of a run: in this process, or at the address of a `store`.
+
+    At a store the agent is run only on a Ray cluster.
+    """
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
         display.ended(1)
 
     folder.keep_tasks(tasks, held_out)
+    runner = folder.config().runner
     async with AsyncExitStack() as stack:
         connected = None
+        address = None
         if store is not None:
             address = await find_store(store, folder.path.name, folder.path.parent.parent)
             connected = await stack.enter_async_context(connect_store(address))
         run = await stack.enter_async_context(
             open_run(
                 folder,
-                agent=agent,
+                agent=None if connected else agent,
                 store=connected,
                 algorithm=algorithm,
                 context=context,
                 on_outcome=on_outcome,
-                on_ended=display.ended if connected else None,
+                on_ended=display.ended if connected or runner.ray else None,
                 plan=plan_rollouts(tasks, folder.config()),
                 progress=display.note,
             )
         )
-        if connected is not None:
-            await stack.enter_async_context(watch_workers(connected, display.note))
+        if connected is not None and address is not None:
+            if runner.ray is not None and agent is not None:
+                watched = run_agents_on_ray(agent, runner, connected, address, report=display.note)
+            else:
+                watched = watch_workers(connected, display.note)
+            await stack.enter_async_context(watched)
         return await run_experiment(run, tasks, held_out, display)
 
 

@@ -26,6 +26,7 @@ class Trainer:
         algorithm: Algorithm | Driver | dict[str, JsonValue] | str | None = None,
         tracer: str | None = None,
         n_workers: int | None = None,
+        runner: dict[str, JsonValue] | str | None = None,
         resources: ResourceValues | None = None,
         hooks: Sequence[Hooks] = (),
         store: str | None = None,
@@ -33,12 +34,16 @@ class Trainer:
         **settings: JsonValue,
     ) -> None:
         """`n_workers` attempts run at once (`runner.concurrency`); `tracer` records the spans of
-        the agent's SDK (`runner.tracer`). `algorithm` is an object of your own, a function marked
-        with `@whet.algorithm`, a name, or keys of the config; `settings` are further keys.
+        the agent's SDK (`runner.tracer`). `runner` is keys of its section, or "ray" for runners on
+        the Ray cluster of this machine (`runner.ray`). `algorithm` is an object of your own, a
+        function marked with `@whet.algorithm`, a name, or keys of the config; `settings` are
+        further keys.
 
         Raises:
             ConfigError: invalid input.
         """
+        if runner is not None:
+            settings = {**settings, "runner": _read_runner(runner)}
         settings = _with_runner(settings, "n_workers", "concurrency", n_workers)
         settings = _with_runner(settings, "tracer", "tracer", tracer)
         named: dict[str, JsonValue] = {"name": algorithm} if isinstance(algorithm, str) else {}
@@ -96,6 +101,14 @@ class Trainer:
             samples=samples,
             context=AgentContext(parse_resources(self._resources), self._hooks),
         )
+
+
+def _read_runner(runner: dict[str, JsonValue] | str) -> dict[str, JsonValue]:
+    if isinstance(runner, dict):
+        return runner
+    if runner != "ray":
+        raise ConfigError(f"invalid runner {runner!r}: expected 'ray', or keys of the section")
+    return {"ray": "auto"}
 
 
 def _with_runner(

@@ -21,6 +21,13 @@ class RunnerConfig(Section):
     tracer: TracerName | None = None
     """Record the spans of an agent's SDK: `otel` those of OpenTelemetry, `openai-agents` those of
     the OpenAI Agents SDK, which are then not uploaded."""
+    ray: str | None = None
+    """Run agents on a Ray cluster: its address, `auto` for the one of this machine, or `local` for
+    one in this process; the agent must be importable by name on every node."""
+    ray_runners: Annotated[int, Field(ge=0)] = 2
+    """Runners on the cluster, which share `concurrency`; `whet runner --scale` changes it."""
+    ray_cpus: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs that each of these runners reserves there."""
     lease_s: Annotated[float, Field(ge=1)] = 30.0
     """Seconds without a heartbeat before a runner counts as dead and its attempts run again."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0

@@ -32,6 +32,7 @@ from whet.types.calls import (
 )
 from whet.types.resources import (
     GATEWAY_PREFIX,
+    RUNNERS_PREFIX,
     TRAINER,
     AttemptedRollout,
     GatewayAddress,
@@ -85,6 +86,7 @@ __all__ = [
     "NO_ADVANTAGES",
     "NO_FAULT",
     "RETRYABLE",
+    "RUNNERS_PREFIX",
     "TERMINAL",
     "TRAINER",
     "TRANSITIONS",

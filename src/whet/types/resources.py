@@ -77,6 +77,10 @@ GATEWAY_PREFIX = "gateway-"
 """Prefix of the resources by which gateways announce themselves: `{"url": ..., "model": ...}`."""
 
 
+RUNNERS_PREFIX = "runners-"
+"""Prefix of the resources that set the size of a pool of runners: `{"num": ...}`."""
+
+
 class GatewayAddress(NamedTuple):
     """An announced gateway."""
 

@@ -12,13 +12,27 @@ from pathlib import Path
 import anyio
 from anyio import create_task_group
 
-from whet.app.cli.flags import CommandParser, add_agent_flags, add_store_flags, load_agent
+from whet.app.cli.flags import (
+    CommandParser,
+    add_agent_flags,
+    add_store_flags,
+    agent_arguments,
+    has_agent,
+    load_agent,
+)
 from whet.app.composition.distributed import (
     StoreAddress,
     connect_store,
     find_store,
     print_line,
     raise_file_limit,
+)
+from whet.app.composition.ray_runners import (
+    DEFAULT_NAME,
+    GRACE_S,
+    PoolSettings,
+    run_pool,
+    set_runners,
 )
 from whet.config import RunnerConfig, resolve
 from whet.errors import ConfigError
@@ -34,7 +48,6 @@ from whet.runners.runner import Runner
 from whet.types import Attempt, GatewayAddress, Outcome
 
 NO_GATEWAY = "none"
-GRACE_S = 20.0
 MAX_FAILURES_SHOWN = 20
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between progress lines."""
@@ -95,12 +108,41 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="NAME",
         help="record the spans of the agent's SDK: otel or openai-agents",
     )
+    _add_ray_flags(parser)
     parser.set_defaults(run=run_runner)
+
+
+def _add_ray_flags(parser: CommandParser) -> None:
+    group = parser.group("Ray")
+    group.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run runners on a Ray cluster: its address, auto, or local",
+    )
+    group.add_argument(
+        "--num", type=int, metavar="N", help="runners on the cluster (default 1 with --ray)"
+    )
+    group.add_argument(
+        "--cpus",
+        type=float,
+        metavar="F",
+        help="CPUs that each runner reserves there (default 1)",
+    )
+    group.add_argument(
+        "--scale",
+        type=int,
+        metavar="N",
+        help="change the number of runners that a running --ray keeps, and exit",
+    )
 
 
 def run_runner(args: argparse.Namespace) -> int:
     """Run rollouts until SIGTERM or Ctrl-C."""
     follow_supervisor()
+    _check_ray_flags(args)
+    if args.scale is not None:
+        run_async(_scale, args)
+        return 0
     flags = {"concurrency": args.concurrency, "processes": args.processes, "lease_s": args.lease}
     config = resolve({"runner": {**flags, "tracer": args.tracer}}).runner
     agent = load_agent(args)
@@ -111,6 +153,9 @@ def run_runner(args: argparse.Namespace) -> int:
             "takes `llm`: let it take `llms`, which has the endpoints among the run's resources"
         )
     hooks = load_hooks(args.hooks)
+    if args.ray is not None:
+        run_async(_run_on_ray, args)
+        return 0
     raise_file_limit()
     run_async(_run, agent, config, hooks, args)
     # A sync agent that did not finish may still be in its thread, which would keep the process.
@@ -174,6 +219,56 @@ async def _run(
             await runner.run()
             tasks.cancel_scope.cancel()
         print_line(f"runner {runner.name} left: {_describe(counts)}")
+
+
+# ------------------------------------------------------------------- Ray
+
+
+def _check_ray_flags(args: argparse.Namespace) -> None:
+    if args.ray is None and (args.num is not None or args.cpus is not None):
+        flag = "--num" if args.num is not None else "--cpus"
+        raise ConfigError(f"{flag} is for runners on a Ray cluster: add --ray auto")
+    if args.scale is not None and (args.ray is not None or has_agent(args)):
+        raise ConfigError("--scale changes what a running --ray keeps: leave out --ray and AGENT")
+    for flag in ("num", "scale"):
+        if (number := getattr(args, flag)) is not None and number < 0:
+            raise ConfigError(f"invalid --{flag} {number}: expected 0 or more")
+    if args.cpus is not None and args.cpus <= 0:
+        raise ConfigError(f"invalid --cpus {args.cpus:g}: expected more than 0")
+
+
+async def _scale(args: argparse.Namespace) -> None:
+    place = await find_store(args.store, args.run_name, Path(args.dir))
+    name = args.name or DEFAULT_NAME
+    async with connect_store(place) as store:
+        await set_runners(store, name, args.scale)
+    print_line(f"run {place.run} is to have {args.scale} runners {name}-N on Ray")
+
+
+async def _run_on_ray(args: argparse.Namespace) -> None:
+    arguments = [f"--concurrency={args.concurrency}", f"--lease={args.lease}"]
+    arguments += [f"--grace={args.grace}", *(f"--hooks={hook}" for hook in args.hooks)]
+    arguments += [f"--processes={args.processes}"] if args.processes is not None else []
+    arguments += [f"--tracer={args.tracer}"] if args.tracer else []
+    settings = PoolSettings(
+        ray=args.ray,
+        num=1 if args.num is None else args.num,
+        cpus=args.cpus or 1.0,
+        name=args.name or DEFAULT_NAME,
+        grace_s=args.grace,
+    )
+    async with stoppable() as stop:
+        with stop.cancel_on_request():
+            place = await find_store(args.store, args.run_name, Path(args.dir))
+        if not stop.requested.is_set():
+            await run_pool(
+                settings,
+                place,
+                [*arguments, *agent_arguments(args)],
+                gateway=args.gateway,
+                stop=stop.requested,
+                report=print_line,
+            )
 
 
 def _endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:

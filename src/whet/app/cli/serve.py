@@ -4,9 +4,6 @@ With `--model` a trained or any other model is served by itself, without a run o
 """
 
 import argparse
-import hashlib
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -20,7 +17,7 @@ from whet.app.composition.distributed import (
     print_line,
     raise_file_limit,
 )
-from whet.app.composition.gateway_server import serve_published
+from whet.app.composition.gateway_server import advertise, serve_published
 from whet.app.composition.samplers import open_sampler
 from whet.app.composition.weight_sync import PublishedPolicy, read_policy
 from whet.config import RunConfig, resolve
@@ -30,7 +27,6 @@ from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.protocols import Resources, Store
 from whet.runners.agent import POLICY
-from whet.types import GATEWAY_PREFIX
 
 Arguments = argparse.Namespace
 
@@ -101,7 +97,7 @@ async def _serve_run(store: Store, place: StoreAddress, config: RunConfig, args:
     opened = open_sampler(model, published, config, folder=folder, progress=print_line)
     async with opened as sampler:
         serving = serve_published(sampler, published, config, store, place.secret, print_line)
-        async with serving as gateway, _advertise(store, args.url or gateway.url):
+        async with serving as gateway, advertise(store, args.url or gateway.url):
             print_line(
                 f"gateway listens at {gateway.url} for run {place.run}: "
                 f"{published.model}, version {sampler.weights.version}"
@@ -120,15 +116,3 @@ async def _policy(resources: Resources) -> PublishedPolicy:
                 is_waiting = True
                 print_line("waiting for `whet train` to publish the model to serve")
             await anyio.sleep(POLL_INTERVAL_S)
-
-
-@asynccontextmanager
-async def _advertise(resources: Resources, url: str) -> AsyncGenerator[None]:
-    """Register the gateway in the store, where runners find it, and remove it at the end."""
-    name = GATEWAY_PREFIX + hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
-    await resources.publish(name, {"url": url, "model": POLICY})
-    try:
-        yield
-    finally:
-        with anyio.move_on_after(5, shield=True):
-            await resources.publish(name, None)

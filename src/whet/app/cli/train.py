@@ -90,7 +90,9 @@ def _train(
         interrupt_on_sigterm()
     if args.resume:
         values = values | {"name": args.resume}
-    agent = load_agent(args) if args.store is None else None
+    # With a store the agent runs elsewhere, unless this process starts its runners on Ray.
+    needs_agent = args.store is None or resolve(values).runner.ray is not None
+    agent = load_agent(args) if needs_agent else None
     with requires_extra("`whet train`", "local"):
         from whet.app.train import KIND, prepare_run, run_and_report  # noqa: PLC0415 - torch
     console = Console(quiet=args.quiet, stderr=args.json)

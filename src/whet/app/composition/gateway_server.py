@@ -1,5 +1,6 @@
 """A gateway that serves a sampler over HTTP, and a runner whose agents use it."""
 
+import hashlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import anyio
 from anyio import create_task_group
 
 from whet.algorithms import is_custom
@@ -25,12 +27,12 @@ from whet.io.attempt_url import build_attempt_url
 from whet.io.files import atomic_file
 from whet.io.server import AppServer
 from whet.io.threads import unwrap_group
-from whet.protocols import Store
+from whet.protocols import Resources, Store
 from whet.runners.agent import POLICY, Agent
 from whet.runners.endpoints import FixedEndpoint
 from whet.runners.hooks import Hooks
 from whet.runners.runner import Runner, RunnerStore
-from whet.types import Attempt, Endpoint, Outcome, Reward
+from whet.types import GATEWAY_PREFIX, Attempt, Endpoint, Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +160,12 @@ async def run_agents(
     """Claim and run rollouts until the block ends; an error of either is raised unwrapped.
 
     `on_warning` is called with what would make training useless.
+
+    Raises:
+        ConfigError: the config asks for runners elsewhere.
     """
+    if config.ray is not None:
+        raise ConfigError("runner.ray is for training: this command runs agents in its own process")
     runner = Runner(
         agent,
         config,
@@ -175,6 +182,18 @@ async def run_agents(
             tasks.cancel_scope.cancel()
     except ExceptionGroup as group:
         raise unwrap_group(group) from group
+
+
+@asynccontextmanager
+async def advertise(resources: Resources, url: str) -> AsyncGenerator[None]:
+    """Register the gateway in the store, where runners find it, and remove it at the end."""
+    name = GATEWAY_PREFIX + hashlib.blake2b(url.encode(), digest_size=6).hexdigest()
+    await resources.publish(name, {"url": url, "model": POLICY})
+    try:
+        yield
+    finally:
+        with anyio.move_on_after(5, shield=True):
+            await resources.publish(name, None)
 
 
 @contextmanager

@@ -10,15 +10,18 @@ import os
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.algorithms import DISTILLATION, build_algorithm, is_custom
+from whet.app.composition.distributed import StoreAddress
 from whet.app.composition.gateway_server import Gateway, run_agents, serve_gateway, serve_published
+from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.samplers import (
     local_sampler,
     open_model_sampler,
@@ -39,6 +42,9 @@ from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, Trainin
 from whet.runners.agent import POLICY, Agent
 from whet.runners.collector import QueueCollector
 from whet.runners.loading import load_function
+from whet.store import DEFAULT_RUN
+from whet.store.http.server import StoreServer
+from whet.store.sql_store import SQLStore
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
 from whet.trainers.loss import LossFunction
@@ -117,15 +123,7 @@ async def open_run(
         if agent is not None:
             serving = _serve(policy if shares_weights else None, model, folder, store, progress)
             gateway = await stack.enter_async_context(serving)
-            running = run_agents(
-                agent,
-                config.runner,
-                store,
-                gateway.endpoint,
-                on_outcome,
-                hooks=context.hooks,
-                on_warning=progress,
-            )
+            running = _run_agent(agent, folder, store, gateway, context, on_outcome, progress)
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
         folder.keep()
@@ -296,7 +294,8 @@ async def _serve(
     progress: Progress,
 ) -> AsyncGenerator[Gateway]:
     """Serve the policy object that the trainer updates, or servers that load what it publishes."""
-    config, secret = folder.config(), folder.secret()
+    config = folder.config()
+    secret = _store_address(folder, "").secret if config.runner.ray else folder.secret()
     async with AsyncExitStack() as stack:
         if shared is None:
             published = read_policy(await store.latest(POLICY))
@@ -318,6 +317,57 @@ async def _serve(
                 progress=progress,
             )
         yield await stack.enter_async_context(serving)
+
+
+def _run_agent(
+    agent: Agent,
+    folder: RunFolder,
+    store: Store,
+    gateway: Gateway,
+    context: AgentContext,
+    on_outcome: Callable[[Attempt, Outcome], None],
+    progress: Progress,
+) -> AbstractAsyncContextManager[None]:
+    """Run the agent in this process, or on the Ray cluster of the config."""
+    config = folder.config().runner
+    if config.ray is not None:
+        return _run_on_ray(agent, folder, store, gateway, progress)
+    return run_agents(
+        agent,
+        config,
+        store,
+        gateway.endpoint,
+        on_outcome,
+        hooks=context.hooks,
+        on_warning=progress,
+    )
+
+
+@asynccontextmanager
+async def _run_on_ray(
+    agent: Agent, folder: RunFolder, store: Store, gateway: Gateway, progress: Progress
+) -> AsyncGenerator[None]:
+    """Serve the run's own store to runners on a Ray cluster, and run the agent there."""
+    assert isinstance(store, SQLStore)
+    config, place = folder.config(), _store_address(folder, "")
+    server = StoreServer(store, token=place.token, host=config.gateway.host)
+    try:
+        async with run_agents_on_ray(
+            agent,
+            config.runner,
+            store,
+            place._replace(url=server.url),
+            gateway=gateway.url,
+            report=progress,
+        ):
+            yield
+    finally:
+        await to_thread.run_sync(server.close)
+
+
+def _store_address(folder: RunFolder, url: str) -> StoreAddress:
+    """The run in its own store as other processes see it; runners derive their keys from this."""
+    return StoreAddress(url, DEFAULT_RUN, folder.secret().hex())
 
 
 # ------------------------------------------------------------------- algorithm

@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from whet.errors import ConfigError, NotFound, StoreError, WhetError, boundary
+from whet.errors import ConfigError, NotFound, StoreClosed, StoreError, WhetError, boundary
 from whet.io.server import AppServer
 from whet.store import DEFAULT_RUN
 from whet.store.codec import to_json_fast
@@ -351,7 +351,7 @@ async def _handle(handle: Handler, request: Request) -> Response:
         return await handle(request)
     except (StoreError, ValidationError) as error:
         refusal = to_http(error)
-        if refusal.status >= 500:
+        if refusal.status >= 500 and not isinstance(error, StoreClosed):  # or nobody waits for it
             logger.warning("request failed path=%s error=%s", request.url.path, error)
         return _refuse(refusal)
 

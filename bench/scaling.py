@@ -1,0 +1,128 @@
+"""Rate of N runner processes on one store, over HTTP and on PostgreSQL, and where it bends.
+
+    python bench/scaling.py [--rollouts 2000] [--runners 1,2,4,8] [--stores http,postgres]
+        [--think 0] [--at-once 64]
+
+Each runner is a `whet runner` process with an agent without model calls that waits `--think`
+seconds. Every claim and outcome is durable before it counts. Rollouts per second from the first
+attempt that began to the last that ended, all runners having joined before the queue is filled; the
+last column is the rate against one runner. With a wait the question is how many rollouts a store
+holds at once: `--think 10 --at-once 1000`.
+"""
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from whet.io.process import find_free_port
+from whet.protocols import Store
+from whet.store import open_store
+from whet.types import AttemptRecord, Rollout
+
+AGENT = "import asyncio\nasync def work(task):\n    await asyncio.sleep(task)\n    return 1.0\n"
+TOKEN = "token-of-the-benchmark"
+
+
+@contextmanager
+def http_store(folder: Path) -> Generator[str]:
+    """`whet store` on a SQLite file, in a process of its own."""
+    url = f"http://127.0.0.1:{(port := find_free_port())}"
+    with command(folder, "store", f"--port={port}", "--dir=."):
+        yield url
+
+
+@contextmanager
+def postgres_store(folder: Path) -> Generator[str]:
+    """PostgreSQL, which runners talk to themselves; as durable as by default."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from support.postgres_server import postgres_server  # noqa: PLC0415 - in the tests
+
+    with postgres_server("fsync=on", "max_connections=400") as url:
+        yield url
+
+
+STORES = {"http": http_store, "postgres": postgres_store}
+
+
+@contextmanager
+def command(folder: Path, *arguments: str) -> Generator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "whet", *arguments],
+        cwd=folder,
+        env={**os.environ, "WHET_STORE_TOKEN": TOKEN},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+async def measure(url: str, run: str, runners: int, rollouts: int, think: float) -> float:
+    """Fill the queue once all runners wait at it; returns seconds from first begin to last end."""
+    async with open_store(url, run=run, token=TOKEN) as store:
+        while len(await store.workers()) < runners:  # noqa: ASYNC110 - other processes
+            await asyncio.sleep(0.1)
+        ids = [f"r{n}" for n in range(rollouts)]
+        await store.enqueue([Rollout(id=id, group="g", task=think) for id in ids])
+        await store.wait(ids)
+        attempts = await last_attempts(store, ids)
+        return max(a.ended or 0 for a in attempts) - min(a.started for a in attempts)
+
+
+async def last_attempts(store: Store, ids: list[str]) -> list[AttemptRecord]:
+    limit = asyncio.Semaphore(32)
+
+    async def last(id: str) -> AttemptRecord:
+        async with limit:
+            return (await store.attempts(id))[-1]
+
+    return await asyncio.gather(*map(last, ids))
+
+
+def run_case(store: str, runners: int, args: argparse.Namespace) -> float:
+    """Rollouts per second of one store with so many runners."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "agent.py").write_text(AGENT)
+        url = stack.enter_context(STORES[store](folder))
+        run = f"n{runners}"
+        flags = (f"--concurrency={args.at_once}", "--processes=0", "--gateway=none")
+        for _ in range(runners):
+            place = ("--store", url, "--run", run, "--dir=.")
+            stack.enter_context(command(folder, "runner", "agent.py:work", *place, *flags))
+        seconds = asyncio.run(measure(url, run, runners, args.rollouts, args.think))
+    return args.rollouts / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollouts", type=int, default=2000)
+    parser.add_argument("--runners", default="1,2,4,8")
+    parser.add_argument("--stores", default="http,postgres")
+    parser.add_argument("--think", type=float, default=0.0)
+    parser.add_argument("--at-once", type=int, default=64)
+    args = parser.parse_args()
+    counts = [int(n) for n in args.runners.split(",")]
+    print(f"{args.rollouts} rollouts, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{'store':<10} {'runners':>7} {'rollouts/s':>11} {'of one':>7}")
+    for store in args.stores.split(","):
+        first: float | None = None
+        for runners in counts:
+            began = time.monotonic()
+            rate = run_case(store, runners, args)
+            first = first or rate
+            took = time.monotonic() - began
+            print(f"{store:<10} {runners:>7} {rate:>11.0f} {rate / first:>7.2f}   ({took:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
