@@ -52,7 +52,7 @@ test-agents: $(READY) ## run coding agents against the gateway; WHET_CODING_AGEN
 # npm runs no install scripts by itself; these two put the program for this machine in its place.
 .coding-agents/.installed:
 	$(PYTHON) -m venv .coding-agents
-	.coding-agents/bin/pip install --quiet mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
+	.coding-agents/bin/pip install --quiet mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0 smolagents==1.26.0
 	cd .coding-agents && npm install --prefix . --no-audit --no-fund --ignore-scripts \
 		@anthropic-ai/claude-code@2.1.326 @openai/codex@0.169.0 opencode-ai@1.18.33
 	cd .coding-agents/node_modules/@anthropic-ai/claude-code && node install.cjs

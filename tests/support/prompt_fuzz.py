@@ -236,7 +236,7 @@ class PromptFuzz:
             logprobs=(0.0,) * size,
             versions=(0,) * size,
             stop="stop",
-            sampling=Sampling(),
+            sampling=Sampling(stop_ids=self.renderer.stop_ids),
             message=turn.to_json(),
         )
         stored = Call(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from whet.gateway.messages import Message, ToolCall, all_same, restore_calls
+from whet.gateway.messages import Message, ToolCall, all_same, join_extensions, restore_calls
 from whet.types import Call, CallId, Fork, Generation, GenerationId
 
 TEXT = "text"
@@ -28,6 +28,12 @@ class Turn(NamedTuple):
     context: tuple[Message, ...]
     message: Message
     generation: Generation
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no token ended the turn, but a stop string or a limit: text may follow in it."""
+        tokens = self.generation.tokens
+        return bool(tokens) and tokens[-1] not in self.generation.sampling.stop_ids
 
 
 class Found(NamedTuple):
@@ -113,10 +119,16 @@ class Graph:
         while open_ends:
             turn, rest, lossy = open_ends.pop()
             end = len(turn.context)
-            if turn.call.root != root or len(rest) <= end or not turn.message.same_as(rest[end]):
+            if turn.call.root != root or len(rest) <= end:
                 continue
-            lossy = lossy or turn.message.lost_in(rest[end])
-            after = rest[end + 1 :]
+            echo, after = rest[end], rest[end + 1 :]
+            if not turn.message.same_as(echo):
+                added = turn.message.find_added(echo) if turn.is_open else ""
+                if not added:
+                    continue
+                echo = echo._replace(content=turn.message.content)
+                after = [Message("assistant", added, extends=True), *after]
+            lossy = lossy or turn.message.lost_in(echo)
             if best.turn is None or len(after) < len(best.rest):
                 best = Found(turn, after, lossy)
             open_ends += [(t, after, lossy) for t in self._index.begin(turn.id, after)]
@@ -181,7 +193,7 @@ class Graph:
         ):
             return Fork.RESAMPLED
         if parent is not None:
-            edited = any(message.role == "assistant" for message in found.rest)
+            edited = any(m.role == "assistant" and not m.extends for m in found.rest)
             branched = parent in self._after
             return Fork.EDITED_HISTORY if edited else Fork.BRANCH if branched else None
         if any(turn.call.root != root for turn in alike):
@@ -214,7 +226,8 @@ class Graph:
         if call not in self.calls:
             return []
         turn = self._turns[self.calls[call].generation_id(choice)]
-        return [m for t in self.path(turn) for m in (*t.context, t.message)]
+        path = self.path(turn)
+        return join_extensions([m for t in path for m in (*t.context, t.message)])
 
 
 class _Index:

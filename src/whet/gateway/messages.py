@@ -66,12 +66,16 @@ class Message(NamedTuple):
     reasoning: str = ""
     name: str = ""
     """Name of the speaker, or of the tool of a result, if the client sends one."""
+    extends: bool = False
+    """Whether it is text that a client has appended to the sampled turn before it."""
 
     def same_as(self, echo: "Message") -> bool:
         """Return whether `echo` is this message, sent back by an SDK."""
         if self == echo:
             return True
-        if self.role != echo.role or self.tool_call_id != echo.tool_call_id:
+        if (self.role, self.tool_call_id, self.extends) != (
+            *(echo.role, echo.tool_call_id, echo.extends),
+        ):
             return False
         if len(self.tool_calls) != len(echo.tool_calls):
             return False
@@ -86,6 +90,13 @@ class Message(NamedTuple):
         if self.role != "assistant":
             return reasoned and (self.content, self.name) == (echo.content, echo.name)
         return reasoned and (dropped or self.content.strip() == echo.content.strip())
+
+    def find_added(self, echo: "Message") -> str:
+        """Return the text that `echo`, a turn sent back, has after this turn's; "" if none."""
+        mine, theirs = self.content.strip(), echo.content.strip()
+        if not mine or echo.role != "assistant" or self.tool_calls or echo.tool_calls:
+            return ""
+        return theirs.removeprefix(mine) if theirs.startswith(mine) else ""
 
     def lost_in(self, echo: "Message") -> bool:
         """Return whether `echo`, which is this message sent back, lacks some of its text."""
@@ -102,6 +113,8 @@ class Message(NamedTuple):
             value["reasoning"] = self.reasoning
         if self.name:
             value["name"] = self.name
+        if self.extends:
+            value["extends"] = True
         return value
 
     @classmethod
@@ -118,6 +131,7 @@ class Message(NamedTuple):
             texts.get("tool_call_id", ""),
             texts.get("reasoning", ""),
             texts.get("name", ""),
+            bool(value.get("extends")),
         )
 
     def for_template(self) -> dict[str, JsonValue]:
@@ -132,6 +146,17 @@ class Message(NamedTuple):
         if self.name:
             value["name"] = self.name
         return value
+
+
+def join_extensions(messages: Sequence[Message]) -> list[Message]:
+    """Append text that extends a turn to the turn, as the client has sent it."""
+    joined: list[Message] = []
+    for message in messages:
+        if message.extends:
+            joined[-1] = joined[-1]._replace(content=joined[-1].content.strip() + message.content)
+        else:
+            joined.append(message)
+    return joined
 
 
 def all_same(mine: Sequence[Message], echo: Sequence[Message]) -> bool:

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.graph import Turn
-from whet.gateway.messages import Message, ToolCall
+from whet.gateway.messages import Message, ToolCall, join_extensions
 from whet.gateway.parsers.formats import NO_PARSER, choose_parser, choose_reasoning
 from whet.gateway.parsers.harmony import HarmonyParser
 from whet.gateway.templates.chat_template import ChatTemplate
@@ -181,6 +181,9 @@ class Renderer:
         text: str,
     ) -> RenderedPrompt | Mismatch:
         turn, tokens = path[-1].message, path[-1].generation.tokens
+        extended = bool(messages) and messages[0].extends
+        if extended:
+            [turn], messages = join_extensions([turn, messages[0]]), messages[1:]
         try:
             full = self._suffixes.render(
                 [*_list_messages(path), turn, *messages], tools, path[0].call.created
@@ -190,8 +193,13 @@ class Renderer:
         suffix = self._suffixes.cut(text, full, turn, messages)
         if isinstance(suffix, Mismatch):
             return suffix
-        last = tokens[-1] if tokens else None
-        ids = self._suffixes.encode_suffix(suffix, turn, messages, last)
+        if extended:
+            own = full[: len(full) - len(suffix)].removeprefix(text)
+            sampled = self.template.decode(tokens)
+            ids = self._suffixes.encode_extension(own, suffix, path[-1].message, sampled)
+        else:
+            last = tokens[-1] if tokens else None
+            ids = self._suffixes.encode_suffix(suffix, turn, messages, last)
         return ids if isinstance(ids, Mismatch) else RenderedPrompt(full, ids)
 
     def _restore_text(self, path: Sequence[Turn], tools: Sequence[JsonValue]) -> str | None:
@@ -348,7 +356,7 @@ def _describe_rules(template: ChatTemplate) -> str:
 def _list_messages(path: Sequence[Turn]) -> list[Message]:
     """The conversation up to the last turn of a path, which is not included."""
     earlier = [m for turn in path[:-1] for m in (*turn.context, turn.message)]
-    return [*earlier, *path[-1].context]
+    return join_extensions([*earlier, *path[-1].context])
 
 
 def _probe_calls(argument: str = PLACEHOLDER) -> tuple[ToolCall, ...]:

@@ -220,6 +220,22 @@ class SuffixCutter:
             return Mismatch(Fork.TEMPLATE, cause)
         return ids if turn.tool_calls else [*self._template.encode(end.prefix), *ids]
 
+    def encode_extension(
+        self, own: str, suffix: str, turn: Message, sampled: str
+    ) -> list[int] | Mismatch:
+        """Encode what a client has appended to an open turn, and the suffix after it.
+
+        `own` is the render of the turn with the appended text, `sampled` the text of its tokens,
+        which includes a stop string.
+        """
+        known = sampled[max(0, sampled.find(turn.content.strip())) :]
+        at = own.find(known.strip())
+        if at < 0:  # the last token reaches beyond the stop string
+            return Mismatch(Fork.EDITED_HISTORY, "the sampled text is not in the turn as sent back")
+        added = own[at + len(known.strip()) :]
+        added = added.removeprefix(known[len(known.rstrip()) :])
+        return [*self._template.encode(added), *self._template.encode(suffix)]
+
     def _find_turn(self, prompt: str, full: str) -> int | Mismatch:
         """Find the end of the prompt in a longer render, which is where the turn starts."""
         if full.startswith(prompt):
