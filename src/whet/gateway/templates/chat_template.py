@@ -395,6 +395,19 @@ def _find_raising_line(error: Exception) -> str:
     return f" (line {lines[-1]} of the template)" if lines else ""
 
 
+DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Sandbox in which a key of a message is found without a failed look-up of an attribute."""
+
+    def getattr(self, obj: object, attribute: str) -> object:
+        """Return an attribute, or else an item."""
+        if type(obj) is dict and attribute not in DICT_ATTRIBUTES and attribute in obj:
+            return cast(dict[str, object], obj)[attribute]
+        return super().getattr(obj, attribute)
+
+
 class GenerationTag(Extension):
     """Render `{% generation %}` as its body; training libraries use it to mask model output."""
 
@@ -411,7 +424,7 @@ class GenerationTag(Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """A sandboxed Jinja environment with the settings, filters and functions of transformers."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
