@@ -150,13 +150,13 @@ class Message(NamedTuple):
 
 def join_extensions(messages: Sequence[Message]) -> list[Message]:
     """Append text that extends a turn to the turn, as the client has sent it."""
-    joined: list[Message] = []
+    turns: list[Message] = []
     for message in messages:
         if message.extends:
-            joined[-1] = joined[-1]._replace(content=joined[-1].content.strip() + message.content)
+            turns[-1] = turns[-1]._replace(content=turns[-1].content.strip() + message.content)
         else:
-            joined.append(message)
-    return joined
+            turns.append(message)
+    return turns
 
 
 def all_same(mine: Sequence[Message], echo: Sequence[Message]) -> bool:

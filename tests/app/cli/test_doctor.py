@@ -99,6 +99,13 @@ def test_what_is_missing_is_said(args: argparse.Namespace, says: str) -> None:
         run_doctor(args)
 
 
+def test_a_template_for_tools_alone_is_named_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "tool_use.jinja"
+    file.write_text("{% for tool in tools %}{{ tool }}{% endfor %}" + COUNTING)
+    with pytest.raises(ConfigError, match=r"no conversation without tools.*tool_use\.jinja"):
+        run_doctor(args_of(template=str(file), tokenizer=str(TINY)))
+
+
 TRAFFIC = [
     {
         "run": "r",

@@ -39,6 +39,11 @@ def test_thinking_is_separated_from_content(renderers: dict[str, Renderer]) -> N
     assert (message.reasoning, message.content) == ("Hm.", "It is 5.")
 
 
+def test_a_turn_that_only_closes_thinking_has_none(renderers: dict[str, Renderer]) -> None:
+    message = decode(renderers["qwen3"], "</think>\n\nIt is 5.<|im_end|>")
+    assert (message.reasoning, message.content) == ("", "It is 5.")
+
+
 def test_thinking_that_the_prompt_opened_is_separated(renderers: dict[str, Renderer]) -> None:
     message = decode(renderers["qwen3_5_think"], "Hm.\n</think>\n\nIt is 5.<|im_end|>")
     assert (message.reasoning, message.content) == ("Hm.", "It is 5.")

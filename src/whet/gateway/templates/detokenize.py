@@ -265,6 +265,8 @@ class InlineMessageParser(MessageParser):
         stripped = text.lstrip()
         if stripped.startswith(self._reasoning.open):
             text = stripped[len(self._reasoning.open) :]
+        elif stripped.startswith(self._reasoning.close):  # no thinking: some models write no more
+            text = stripped
         elif not self._in_thinking:
             return "", text
         thinking, closed, rest = text.partition(self._reasoning.close)
@@ -275,12 +277,15 @@ class InlineMessageParser(MessageParser):
         return thinking.strip("\n"), rest.lstrip("\n")
 
     def _read_start(self) -> None:
-        """State: nothing but white space, or the start of the opening tag."""
+        """State: nothing but white space, or the start of a tag."""
         text = self._pending.lstrip()
         if text.startswith(self._reasoning.open):
             self._pending = text[len(self._reasoning.open) :]
             self._state = InlineMessageParser._read_thinking
-        elif not self._reasoning.open.startswith(text):
+        elif text.startswith(self._reasoning.close):
+            self._pending = text
+            self._state = InlineMessageParser._read_thinking
+        elif not any(tag.startswith(text) for tag in (self._reasoning.open, self._reasoning.close)):
             self._state = (
                 InlineMessageParser._read_thinking
                 if self._in_thinking

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from whet.errors import RequestError
+from whet.errors import ConfigError, RequestError
 from whet.gateway.graph import Turn
 from whet.gateway.messages import Message, ToolCall, join_extensions
 from whet.gateway.parsers.formats import NO_PARSER, choose_parser, choose_reasoning
@@ -89,7 +89,7 @@ class Renderer:
         end = self._suffixes.turn_ends.get(Continuation(has_calls=False, next_role="user"))
         self.end_of_turn_id = end.token_id if end else None
         """Id that ends an assistant turn, or None if the template writes none."""
-        prompt = self.template.decode_all(self.render_full([QUESTION], ()).ids[-PROMPT_END:])
+        prompt = self.template.decode_all(self._render_question()[-PROMPT_END:])
         self.prompt_opens_thinking = self.reasoning.ends_open(prompt)
         """Whether a plain prompt ends inside a thinking block."""
         self._reads_calls = self._read_back(headers is not None)
@@ -115,6 +115,15 @@ class Renderer:
             left_out=self.left_out,
         )
         self._warn()
+
+    def _render_question(self) -> Sequence[int]:
+        try:
+            return self.render_full([QUESTION], ()).ids
+        except RequestError as error:
+            raise ConfigError(
+                f"the chat template renders no conversation without tools: {error}; a template for "
+                "requests with tools alone belongs in additional_chat_templates/tool_use.jinja"
+            ) from error
 
     def _warn(self) -> None:
         """Log what will not work as a user may expect."""
