@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from whet.app.experiment import Result
     from whet.app.inputs import plan_rollouts
     from whet.app.inspection.show import show
+    from whet.app.prompts.apo import APO
+    from whet.app.prompts.gepa import GEPA
+    from whet.app.prompts.search import PromptSearch
     from whet.app.supervised.tuning import dpo, sft
     from whet.app.train import train
     from whet.app.trainer import Trainer
@@ -31,12 +34,15 @@ if TYPE_CHECKING:
     from whet.types import Credit, Endpoint, Group, PromptTemplate, Rollout, StepRecord, Trajectory
 
 __all__ = [
+    "APO",
+    "GEPA",
     "ConfigError",
     "Credit",
     "Endpoint",
     "Evaluation",
     "Group",
     "Hooks",
+    "PromptSearch",
     "PromptTemplate",
     "QueueCollector",
     "Result",
@@ -67,12 +73,15 @@ __all__ = [
 ]
 
 _HOME = {
+    "APO": "whet.app.prompts.apo",
+    "GEPA": "whet.app.prompts.gepa",
     "ConfigError": "whet.errors",
     "Credit": "whet.types",
     "Endpoint": "whet.types",
     "Evaluation": "whet.app.evaluation.evaluate",
     "Group": "whet.types",
     "Hooks": "whet.runners.hooks",
+    "PromptSearch": "whet.app.prompts.search",
     "PromptTemplate": "whet.types",
     "QueueCollector": "whet.runners.collector",
     "Result": "whet.app.experiment",

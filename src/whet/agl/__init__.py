@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TraceToMessages,
         TraceToTripletBase,
     )
+    from whet.agl.algorithm.apo import APO
     from whet.agl.algorithm.base import Algorithm, Baseline, FastAlgorithm, algo
     from whet.agl.algorithm.verl import VERL
     from whet.agl.emitter import (
@@ -107,6 +108,7 @@ if TYPE_CHECKING:
     ExecutionEvent = ThreadingEvent = threading.Event
 
 __all__ = [
+    "APO",
     "LLM",
     "UNSET",
     "VERL",
@@ -200,6 +202,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "APO": "whet.agl.algorithm.apo",
     "Adapter": "whet.agl.adapter",
     "AgentOpsTracer": "whet.agl.tracer",
     "Algorithm": "whet.agl.algorithm.base",
@@ -295,7 +298,6 @@ _HOME = {
 UNSUPPORTED = {
     "AgentLightningClient": "the protocol of version 0.1: use LightningStoreClient",
     "AgentLightningServer": "the protocol of version 0.1: use LightningStoreServer",
-    "APO": "use whet.optimize_prompt",
     "CollectionBasedLightningStore": "a base class of stores: inherit from LightningStore",
     "DevTaskLoader": "the protocol of version 0.1: use Trainer.dev",
     "FilterField": "an internal of their stores: use the arguments of query_*",

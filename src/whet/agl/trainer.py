@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 from whet.agl.adapter import TraceAdapter, TracerTraceToTriplet
+from whet.agl.algorithm.apo import APO
 from whet.agl.algorithm.base import Algorithm, Baseline, FastAlgorithm, FunctionalAlgorithm
 from whet.agl.algorithm.verl import VERL
 from whet.agl.execution import (
@@ -90,7 +91,8 @@ class Trainer:
     ) -> Any:
         """Run the algorithm to its end; `val_data` is `val_dataset`.
 
-        Returns what `whet.train` returns, if the algorithm is `VERL`.
+        Returns what `whet.train` returns, if the algorithm is `VERL`, and what `whet.APO` returns,
+        if it is `APO`.
 
         Raises:
             ConfigError: the agent is none, or there are no tasks to train on.
@@ -134,7 +136,7 @@ class Trainer:
                 f"an agent is a LitAgent or a function with @rollout; found {type(agent).__name__}"
             )
         agent.set_trainer(self)
-        if isinstance(algorithm, VERL):
+        if isinstance(algorithm, (VERL, APO)):
             return self._train(algorithm, agent, _as_list(train), _as_list(val))
         algorithm.set_trainer(self)
         algorithm.set_adapter(self.adapter)
@@ -159,11 +161,17 @@ class Trainer:
         self.strategy.execute(drive, work, self.store)
         return None
 
-    def _train(self, algorithm: VERL, agent: LitAgent, train: list[Any], val: list[Any]) -> Any:
+    def _train(
+        self, algorithm: VERL | APO, agent: LitAgent, train: list[Any], val: list[Any]
+    ) -> Any:
+        """Run an algorithm that is whet's own."""
         if not train:
-            raise ConfigError("VERL needs a train_dataset with at least one task")
-        function = build_agent(agent, self.tracer, self.hooks, self.initial_resources or {})
+            raise ConfigError(f"{type(algorithm).__name__} needs a train_dataset with tasks")
+        initial = self.initial_resources or {}
+        function = build_agent(agent, self.tracer, self.hooks, initial)
         runner = {"concurrency": self.n_runners, "processes": 0}
+        if isinstance(algorithm, APO):
+            return algorithm.search(function, train, val, initial, runner=runner)
         algorithm.settings["runner"] = {**runner, **algorithm.settings.get("runner", {})}
         return algorithm.train(function, train, val)
 

@@ -4,10 +4,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from whet.agl.algorithm.apo import APO
 from whet.agl.algorithm.base import Algorithm, Baseline, FastAlgorithm, FunctionalAlgorithm, algo
 from whet.agl.algorithm.verl import VERL
 
-__all__ = ["VERL", "Algorithm", "Baseline", "FastAlgorithm", "algo"]
+__all__ = ["APO", "VERL", "Algorithm", "Baseline", "FastAlgorithm", "algo"]
 
 
 class _AlgorithmModule(ModuleType):

@@ -17,6 +17,7 @@ from whet.app.cli.flags import (
     load_agent,
 )
 from whet.app.inputs import load_tasks
+from whet.app.prompts.saved import read_prompts
 from whet.config import resolve
 from whet.errors import requires_extra
 
@@ -55,6 +56,13 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="NAME",
         help="environment variable with the endpoint's key (default OPENAI_API_KEY)",
     )
+    group.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="[NAME=]FILE",
+        help="prompts of the model NAME, or of all: a run of `whet optimize-prompt`, or a file",
+    )
     parser.group("evaluation")
     parser.group("output").add_argument(
         "--results",
@@ -89,6 +97,7 @@ def run_eval(args: argparse.Namespace) -> int:
         values,
         console,
         resume=args.resume is not None,
+        prompts=read_prompts(args.prompt),
     )
     try:
         evaluation = run_evaluation(agent, tasks, prepared, args.results, console)

@@ -248,6 +248,15 @@ def add_samples_flag(parser: CommandParser) -> None:
     )
 
 
+def add_prompt_flag(parser: CommandParser) -> None:
+    """Add `--prompt`, the prompts that an agent gets as resources."""
+    parser.group("agent and tasks").add_argument(
+        "--prompt",
+        metavar="FILE",
+        help="prompts of the agent: a run of `whet optimize-prompt`, or a .json or .txt file",
+    )
+
+
 def add_store_flags(parser: CommandParser) -> None:
     """Add the flags that name a run of a store: `--store --run --dir`."""
     group = parser.group("store")

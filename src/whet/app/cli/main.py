@@ -39,6 +39,9 @@ COMMANDS = {
             "train a model on preference pairs, or on those of a run",
             module="whet.app.supervised.cli",
         ),
+        "optimize-prompt": CommandInfo(
+            "search for better prompts of your agent", module="whet.app.prompts.optimize_prompt"
+        ),
         "chat": CommandInfo(
             "talk to a trained or any other model", module="whet.app.inspection.terminal_chat"
         ),

@@ -16,6 +16,7 @@ from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
     add_output_flags,
+    add_prompt_flag,
     add_resume_flag,
     add_samples_flag,
     add_tasks_flags,
@@ -24,7 +25,8 @@ from whet.app.cli.flags import (
 )
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.composition.driver import Driver
-from whet.app.inputs import check_held_out, load_tasks
+from whet.app.inputs import AgentContext, check_held_out, load_tasks
+from whet.app.prompts.saved import load_prompts
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
 from whet.errors import ConfigError, requires_extra
@@ -43,6 +45,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.group("agent and tasks").add_argument(
         "--debug", action="store_true", help="do not train: run a few tasks, as `whet dev` does"
     )
+    add_prompt_flag(parser)
     add_samples_flag(parser)
     for title in TRAINING_KEYS:
         parser.group(title)
@@ -97,9 +100,14 @@ def _train(
         from whet.app.train import KIND, prepare_run, run_and_report  # noqa: PLC0415 - torch
     console = Console(quiet=args.quiet, stderr=args.json)
     resume = args.resume is not None
-    folder = prepare_run(agent, values, KIND, console, store=args.store, resume=resume)
+    context = AgentContext(load_prompts(args.prompt) if args.prompt else {})
+    folder = prepare_run(
+        agent, values, KIND, console, context=context, store=args.store, resume=resume
+    )
     try:
-        result = run_and_report(agent, tasks, held_out, folder, console, store=args.store)
+        result = run_and_report(
+            agent, tasks, held_out, folder, console, context=context, store=args.store
+        )
     except KeyboardInterrupt:
         return _report_stopped(args, folder)
     _print_json(args, result.as_json())

@@ -43,6 +43,7 @@ PARAMETERS = {
     "trainer": "the trainer: forward_backward, optim_step, publish, save, restore, export",
     "scorer": "log-probabilities of tokens by the weights being trained, by `logprobs`",
     "config": "the run's config",
+    "folder": "the run's folder, for files of its own",
 }
 """Parameters that a driver may have."""
 
@@ -100,7 +101,7 @@ def algorithm(function: Callable[..., Any]) -> Driver:
     """Mark a function, async or not, as the driver of a run: its parameters say what it needs.
 
     They are among `store`, `tasks`, `held_out`, `resources`, `gateway`, `trainer`, `scorer`,
-    `config`.
+    `config`, `folder`.
 
     Raises:
         ConfigError: a parameter is unknown.
@@ -152,7 +153,7 @@ async def _run(
         if outcome.failure is not None:
             note(f"{attempt.id} failed: {outcome.failure.message}")
 
-    parts: dict[str, object] = {**inputs, "config": folder.config()}
+    parts: dict[str, object] = {**inputs, "config": folder.config(), "folder": folder.path}
     async with AsyncExitStack() as stack:
         store, address = None, None
         if store_url is not None:

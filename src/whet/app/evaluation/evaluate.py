@@ -32,7 +32,14 @@ from whet.app.evaluation.trials import (
     read_scores,
     run_trials,
 )
-from whet.app.inputs import Tasks, load_tasks
+from whet.app.inputs import (
+    ResourceValues,
+    Tasks,
+    load_tasks,
+    parse_resources,
+    publish_resources,
+)
+from whet.app.prompts.saved import ALL_MODELS
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, resolve
 from whet.errors import ConfigError, requires_extra
@@ -47,6 +54,9 @@ from whet.types import Attempt, Outcome
 
 KIND = "eval"
 KEY_VARIABLE = "OPENAI_API_KEY"
+
+ModelPrompts = Mapping[str, Mapping[str, JsonValue]]
+"""Resources of the agent by the name of a model; those of all models under an empty name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,7 @@ def evaluate(
     endpoint: str | None = None,
     key_variable: str = KEY_VARIABLE,
     results: str | Path | None = None,
+    prompts: Mapping[str, ResourceValues] | None = None,
     resume: bool = False,
     quiet: bool = False,
     **settings: JsonValue,
@@ -90,9 +101,9 @@ def evaluate(
     """Compare models on tasks; the first model is the baseline.
 
     A model is `tiny`, `smollm2`, a Hugging Face folder, a PEFT adapter, a run or one of its
-    checkpoints; with an `endpoint`, a model name of that OpenAI-compatible URL. `settings` are
-    config keys. `resume` continues the evaluation called `name`, or the newest, and may add
-    models to it.
+    checkpoints; with an `endpoint`, a model name of that OpenAI-compatible URL. `prompts` are the
+    resources of the agent by model, those of all under an empty name. `settings` are config keys.
+    `resume` continues the evaluation called `name`, or the newest, and may add models to it.
 
     Raises:
         ConfigError: invalid arguments; nothing was started.
@@ -101,8 +112,9 @@ def evaluate(
     loaded = load_tasks(tasks)
     specs = [f"{n}={s}" for n, s in models.items()] if isinstance(models, Mapping) else models
     console = Console(quiet=quiet)
+    resources = {name: parse_resources(values) for name, values in (prompts or {}).items()}
     prepared = prepare_evaluation(
-        loaded, specs, endpoint, key_variable, settings, console, resume=resume
+        loaded, specs, endpoint, key_variable, settings, console, resume=resume, prompts=resources
     )
     return run_evaluation(agent, loaded, prepared, results, console)
 
@@ -114,6 +126,8 @@ class PreparedEvaluation(NamedTuple):
     models: list[Model]
     key: str
     """API key of the endpoint."""
+    prompts: Mapping[str, Mapping[str, JsonValue]]
+    """Resources of the agent, by model."""
 
 
 def prepare_evaluation(
@@ -125,6 +139,7 @@ def prepare_evaluation(
     console: Console,
     *,
     resume: bool,
+    prompts: ModelPrompts | None = None,
 ) -> PreparedEvaluation:
     """Check models and endpoint, then open the run folder: a refused evaluation writes nothing."""
 
@@ -136,6 +151,13 @@ def prepare_evaluation(
     if not specs and not resume:
         raise ConfigError("no model to evaluate: give at least one, such as --model tiny")
     models = read_models(specs, endpoint, progress)
+    prompts = prompts or {}
+    unknown = set(prompts) - {ALL_MODELS, *(model.name for model in models)}
+    if unknown:
+        raise ConfigError(
+            f"found prompts of {min(unknown)!r}, which is not among the models: "
+            f"{', '.join(model.name for model in models)}"
+        )
     key = os.environ.get(key_variable, "")
     if endpoint is not None:
         anyio.run(check_endpoint, endpoint, key, key_variable)
@@ -148,10 +170,10 @@ def prepare_evaluation(
     if resume:
         folder.resume(values)
     folder.keep_tasks(tasks, [])
-    models = _remember_models(folder, models, progress)
+    models, prompts = _remember_models(folder, models, prompts, progress)
     for url in {model.url for model in models if isinstance(model, EndpointModel)}:
         progress(f"{url} returns text only: its tokens are not recorded, and it is never trained")
-    return PreparedEvaluation(folder, models, key)
+    return PreparedEvaluation(folder, models, key, prompts)
 
 
 def run_evaluation(
@@ -193,13 +215,20 @@ async def _evaluate_models(
     display: Display,
 ) -> Evaluation:
     began = time.monotonic()
-    folder, models, key = prepared
+    folder, models, key, prompts = prepared
     scores: dict[str, Scores] = {}
     with folder.owned():
         lines = _Results(results, folder.path.name)
         for model in models:
             scores[model.name] = await _evaluate_model(
-                agent, tasks, model, folder, lines=lines, key=key, display=display
+                agent,
+                tasks,
+                model,
+                folder,
+                lines=lines,
+                key=key,
+                display=display,
+                resources=prompts.get(model.name, {}),
             )
     evaluation = Evaluation(
         run=folder.path,
@@ -222,6 +251,7 @@ async def _evaluate_model(
     lines: "_Results",
     key: str,
     display: Display,
+    resources: Mapping[str, JsonValue],
 ) -> Scores:
     config = folder.config()
     trials = plan_trials("eval", tasks, config)
@@ -243,7 +273,8 @@ async def _evaluate_model(
                 _serve(model, config, store, folder, key) as gateway,
                 run_agents(agent, config.runner, store, gateway.endpoint, on_outcome),
             ):
-                collector = QueueCollector(queue=store, log=store)
+                versions = await publish_resources(store, resources)
+                collector = QueueCollector(queue=store, log=store, resources=versions)
                 ended = await run_trials(trials, collector=collector, directory=store)
         for trial in trials:
             record = ended[trial.rollout.id]
@@ -281,9 +312,14 @@ async def _serve(
 
 
 def _remember_models(
-    folder: RunFolder, models: Sequence[Model], progress: Callable[[str], None]
-) -> list[Model]:
+    folder: RunFolder,
+    models: Sequence[Model],
+    prompts: ModelPrompts,
+    progress: Callable[[str], None],
+) -> tuple[list[Model], ModelPrompts]:
     """All models of an evaluation: those it had before, then the new ones, which are recorded.
+
+    The second part are the prompts of each.
 
     Raises:
         ConfigError: a name had other weights before, or its weights are missing now.
@@ -291,20 +327,29 @@ def _remember_models(
     lines = JsonLines(folder.path / "models.jsonl")
     known = {line["name"]: line for line in lines.read()}
     by_name = {model.name: model for model in models}
+    common = prompts.get(ALL_MODELS, {})
+    chosen = {name: {**common, **prompts.get(name, {})} for name in by_name}
     for name, line in known.items():
         if name not in by_name:
             [by_name[name]] = read_models([f"{name}={line['source']}"], line["url"], progress)
+            chosen[name] = line.get("prompts", {})
     for name, model in by_name.items():
         weights = model.fingerprint()
         if name not in known:
             url = model.url if isinstance(model, EndpointModel) else None
-            lines.append({"name": name, "source": model.source, "url": url, "weights": weights})
+            line = {"name": name, "source": model.source, "url": url, "weights": weights}
+            lines.append({**line, "prompts": chosen[name]} if chosen[name] else line)
         elif known[name]["weights"] != weights:
             raise ConfigError(
                 f"model {name!r} had other weights ({known[name]['source']!r}) when this "
                 "evaluation began: use another name, or start a new evaluation"
             )
-    return [by_name[name] for name in dict.fromkeys((*known, *by_name))]
+        elif known[name].get("prompts", {}) != chosen[name]:
+            raise ConfigError(
+                f"model {name!r} had other prompts when this evaluation began: use another name, "
+                "or start a new evaluation"
+            )
+    return [by_name[name] for name in dict.fromkeys((*known, *by_name))], chosen
 
 
 class _Results:

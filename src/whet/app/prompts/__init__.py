@@ -1,0 +1,1 @@
+"""Optimization of prompts on the rollouts, the store and the evaluation of training."""
