@@ -27,6 +27,14 @@ async def test_either_header_carries_the_key(gateway: Gateway) -> None:
     assert await status(gateway, PATH, authorization="Bearer sk-x", x_api_key=gateway.key) == 200
 
 
+async def test_an_agent_with_a_key_of_its_own_has_ours_in_the_url(gateway: Gateway) -> None:
+    path = attempt_path(gateway) + PATH
+    other = "Bearer your-api-key"
+    assert await status(gateway, f"/key/{gateway.key}{path}", authorization=other) == 200
+    assert await status(gateway, f"/key/forged{path}", authorization=other) == 401
+    assert len(await gateway.calls()) == 1
+
+
 async def test_path_header_and_baggage_name_it_to_the_gateways_key(gateway: Gateway) -> None:
     key = f"Bearer {gateway.gateway_key}"
     id = gateway.attempt.id
