@@ -8,7 +8,7 @@ READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray check fix docs bench clean
+.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray check fix docs bench clean dashboard dashboard-check test-browser
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -70,6 +70,20 @@ test-agl: $(READY) ## compare whet.agl with Agent Lightning 0.3.0; WHET_AGL name
 
 test-ray: $(READY) ## run the suite of runners on Ray: a cluster of two local nodes
 	WHET_RAY=1 $(BIN)/python -m pytest tests/ray_runners -m slow $(ARGS)
+dashboard: dashboard/node_modules/.installed ## build the dashboard into the package; needs Node.js 20.19 or newer
+	cd dashboard && npm run --silent build
+
+dashboard-check: dashboard/node_modules/.installed ## build it elsewhere: the committed bundle must be the same, byte by byte
+	cd dashboard && npm run --silent build -- --outDir ../build/dashboard
+	diff -r build/dashboard src/whet/app/dashboard/static
+
+dashboard/node_modules/.installed: dashboard/package-lock.json
+	cd dashboard && npm ci --ignore-scripts --no-audit --no-fund --silent
+	@touch $@
+
+test-browser: $(READY) dashboard/node_modules/.installed ## run the tests of the dashboard in Chromium, which Debian installs if it is missing
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium; }
+	$(BIN)/python -m pytest tests/app/dashboard/test_browser.py -m slow $(ARGS)
 
 check: $(READY) ## lint, format, spelling and types
 	$(BIN)/ruff check .

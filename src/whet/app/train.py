@@ -1,8 +1,8 @@
 """`whet.train`: check a run, create or resume its folder, run it and print the report."""
 
 import os
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Generator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 
 from pydantic import JsonValue
@@ -19,6 +19,7 @@ from whet.app.composition.distributed import (
 )
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.run import algorithm_name, check_credit, load_algorithm, open_run
+from whet.app.dashboard.serving import serve_beside
 from whet.app.evaluation.models import resolve_start
 from whet.app.experiment import Result, run_experiment
 from whet.app.inputs import (
@@ -214,7 +215,10 @@ def run_and_report(
     """
     folder.keep_tasks(tasks, held_out)  # other tasks are refused before anything is printed
     print_start(console, folder, len(tasks))
-    with ConsoleDisplay(console) as display:
+    with ExitStack() as stack:
+        if store is None and not console.quiet:  # `whet store` serves one itself
+            stack.enter_context(_serve_dashboard(folder, console))
+        display = stack.enter_context(ConsoleDisplay(console))
         training = partial(
             run_training,
             agent,
@@ -233,6 +237,20 @@ def run_and_report(
     if result.problem is not None:
         raise RunFailed(result.problem)
     return result
+
+
+@contextmanager
+def _serve_dashboard(folder: RunFolder, console: Console) -> Generator[None]:
+    """Serve the runs of the folder's directory beside a run, and print the link."""
+    config = folder.config().dashboard
+    if not config.serve:
+        yield
+        return
+    directory = folder.path.parent.parent
+    with serve_beside(directory, host=config.host, port=config.port) as dashboard:
+        link = dashboard.link(folder.path.name)
+        console.print(f"dashboard {link}", highlight=False, soft_wrap=True)
+        yield
 
 
 async def run_training(

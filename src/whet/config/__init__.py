@@ -33,6 +33,7 @@ from whet.config.run import (
     resolve,
 )
 from whet.config.running import (
+    DashboardConfig,
     GatewayConfig,
     RunnerConfig,
     TracerName,
@@ -51,6 +52,7 @@ __all__ = [
     "BudgetConfig",
     "CheckpointsConfig",
     "CurriculumConfig",
+    "DashboardConfig",
     "EngineConfig",
     "EvaluationConfig",
     "FailureRewardConfig",

@@ -30,7 +30,7 @@ from whet.config.learning import (
     SupervisedConfig,
 )
 from whet.config.limits import BudgetConfig, CheckpointsConfig
-from whet.config.running import GatewayConfig, RunnerConfig, TrackingConfig
+from whet.config.running import DashboardConfig, GatewayConfig, RunnerConfig, TrackingConfig
 from whet.config.section import Section, changed_keys
 from whet.errors import ConfigError
 
@@ -97,6 +97,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     budget: BudgetConfig = BudgetConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @property

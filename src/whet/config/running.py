@@ -1,4 +1,4 @@
-"""Sections of what surrounds learning: runners, gateway, trackers."""
+"""Sections of what surrounds learning: runners, gateway, dashboard, trackers."""
 
 from typing import Annotated, Literal
 
@@ -56,6 +56,17 @@ class GatewayConfig(Section):
     """Serve calls that name no attempt, with the gateway's own key; they are never recorded."""
     keep_thinking: bool = False
     """Keep the thinking of earlier turns in the context even where the template drops it."""
+
+
+class DashboardConfig(Section):
+    """The pages about a run that are served while it trains in this process."""
+
+    serve: bool = True
+    """Serve them, and print a link; never with `--quiet`."""
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on; 0 is any free one."""
 
 
 class TrackingConfig(Section):

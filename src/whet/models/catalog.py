@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -65,6 +66,32 @@ def resolve_model(
             return _smollm2(models_dir(cache) / SMOLLM2, wheel, progress)
         case _:
             return _find_folder(name, progress)
+
+
+def find_model(name: str) -> Path | None:
+    """Return the folder of a model that is on this machine, or None; nothing is fetched."""
+    match name:
+        case "tiny":
+            return shipped(TINY)
+        case "smollm2":
+            folder = models_dir() / SMOLLM2
+        case _:
+            folder = Path(os.path.expanduser(name))
+            if HUB_ID.fullmatch(name) and not os.path.lexists(folder):
+                return _find_cached(name)
+    return folder if _is_model(folder) else None
+
+
+def _find_cached(name: str) -> Path | None:
+    """Return a Hub model's folder if it was downloaded before."""
+    try:
+        import huggingface_hub  # noqa: PLC0415 - only for Hub models
+    except ImportError:
+        return None
+    with suppress(ConfigError), boundary(ConfigError, "not in the cache"):
+        download = cast(Callable[..., str], huggingface_hub.snapshot_download)
+        return Path(download(name, local_files_only=True))
+    return None
 
 
 def available(*, cache: Path | None = None) -> list[ModelInfo]:

@@ -56,6 +56,7 @@ DIFFERENCES = (
         "json_each(?) AS wanted",
         "json_array_elements_text(?::json) WITH ORDINALITY AS wanted (value, key)",
     ),
+    ("instr(", "strpos("),
     ("/* SKIP LOCKED */", "FOR NO KEY UPDATE SKIP LOCKED"),
     ("/* SKIP LOCKED OF rollout */", "FOR NO KEY UPDATE OF rollout SKIP LOCKED"),
     ("/* LOCK */", "FOR NO KEY UPDATE"),

@@ -283,6 +283,12 @@ class SQLStore(Store):
         now = self._queue.clock()
         return await self._read(lambda db: listing.read_overview(db, now), is_long=True)
 
+    async def browse(
+        self, query: Callable[Concatenate[Db, str, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run one of `queries.browse` on this run, without delaying other reads."""
+        return await self._read(self._in_run(query, *args, **kwargs), is_long=True)
+
     @property
     def expired_leases(self) -> int:
         """Leases that expired and ended their attempts, since this process started."""

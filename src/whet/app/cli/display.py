@@ -113,8 +113,8 @@ def print_next(console: Console, folder: RunFolder) -> None:
     model = f"   model: {folder.model}" if folder.model.exists() else ""
     for line in (
         f"run folder: {folder.path}   picture: {folder.picture}{model}",
-        f"next: `whet show {folder.path}` for its rollouts, `whet eval ... --model {folder.path}` "
-        "to compare it",
+        f"next: `whet view {folder.path}` in a browser, `whet show {folder.path}` as text, "
+        f"`whet eval ... --model {folder.path}` to compare it",
     ):
         console.print(line, highlight=False, soft_wrap=True)
 

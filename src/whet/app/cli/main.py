@@ -54,6 +54,11 @@ COMMANDS = {
             "gateway",
             module="whet.app.inspection.show",
         ),
+        "view": CommandInfo(
+            "look at runs in a browser, in the terminal, or in one HTML file",
+            "gateway",
+            module="whet.app.dashboard.view",
+        ),
         "clean": CommandInfo(
             "delete runs of `whet dev`, or those you name", module="whet.app.inspection.run_list"
         ),

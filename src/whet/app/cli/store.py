@@ -16,6 +16,7 @@ from whet.app.composition.distributed import (
     print_line,
     raise_file_limit,
 )
+from whet.app.dashboard.serving import StorePages
 from whet.errors import ConfigError, StoreError
 from whet.gateway import auth
 from whet.io.process import follow_supervisor, stoppable
@@ -101,18 +102,22 @@ async def _serve(args: argparse.Namespace) -> None:
     token = make_token(directory)
     database = args.db or str(directory / DATABASE)
     async with stoppable() as stop, open_database(database) as store:
+        pages = StorePages(store, directory, token=token.value, host=args.host)
         server = StoreServer(
             store,
             token=token.value,
             host=args.host,
             port=args.port,
             read_key=_key_reader(token.value),
+            wrap=pages.wrap,
         )
         print_line(f"store listens at {server.url}, database {_hide_password(database)}")
         if token.is_new:
             print_line(f"new token, written to {directory / FILE}: {token.value}")
+        print_line(f"dashboard {pages.link(server.url)}")
         await stop.requested.wait()
         print_line("store stops")
+        pages.close()
         await to_thread.run_sync(server.close)
 
 

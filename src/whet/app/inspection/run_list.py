@@ -35,6 +35,10 @@ class RunSummary:
     """Steps done, as far as the report knows."""
     reward: float | None
     """Mean reward of the last step."""
+    gain: float | None
+    """Gain of the trained model on held-out tasks, in the first measure of the report."""
+    rewards: tuple[float | None, ...]
+    """Mean reward of each step, as far as the report knows."""
     changed: float
     bytes: int
 
@@ -42,11 +46,12 @@ class RunSummary:
 def list_runs(directory: Path) -> list[RunSummary]:
     """List the runs of a directory, the newest first."""
     folders = [RunFolder(file.parent) for file in (directory / "runs").glob("*/config.json")]
-    found = [_summarize(folder) for folder in folders]
+    found = [summarize_folder(folder) for folder in folders]
     return sorted(found, key=lambda run: -run.changed)
 
 
-def _summarize(folder: RunFolder) -> RunSummary:
+def summarize_folder(folder: RunFolder) -> RunSummary:
+    """Summarize a run by the files of its folder."""
     config = json.loads(folder.config_file.read_text())
     # Any: a report of any kind of run.
     report: dict[str, Any] = (
@@ -66,9 +71,22 @@ def _summarize(folder: RunFolder) -> RunSummary:
         state=state,
         steps=int(report.get("steps") or 0),
         reward=rewards[-1],
+        gain=_read_gain(report),
+        rewards=tuple(report.get("rewards") or ()),
         changed=max(file.stat().st_mtime for file in files),
         bytes=sum(file.stat().st_size for file in files),
     )
+
+
+def _read_gain(report: dict[str, Any]) -> float | None:  # Any: as above
+    before, after = report.get("before"), report.get("after")
+    if not before or not after:
+        return None
+    for measure, base in before.items():
+        trained = after.get(measure)
+        if measure != "failed" and base is not None and trained is not None:
+            return trained - base
+    return None
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -106,7 +124,10 @@ def run_list(args: argparse.Namespace) -> int:
         console.print(f"no runs in {args.dir}: `whet demo` or `whet train` makes one")
         return 0
     console.print(_table(runs))
-    console.print("`whet show RUN` shows its rollouts, `whet clean` deletes runs of `whet dev`")
+    console.print(
+        "`whet view RUN` opens its dashboard, `whet show RUN` prints its rollouts, `whet clean` "
+        "deletes runs of `whet dev`"
+    )
     return 0
 
 
@@ -146,12 +167,14 @@ def run_clean(args: argparse.Namespace) -> int:
 
 def _table(runs: list[RunSummary]) -> Table:
     table = Table()
-    for title in ("run", "kind", "model", "state", "steps", "reward", "changed", "MiB"):
-        table.add_column(title, justify="right" if title in ("steps", "reward", "MiB") else "left")
+    for title in ("run", "kind", "model", "state", "steps", "reward", "gain", "changed", "MiB"):
+        numbers = ("steps", "reward", "gain", "MiB")
+        table.add_column(title, justify="right" if title in numbers else "left")
     for run in runs:
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         reward = "-" if run.reward is None else f"{run.reward:.2f}"
+        gain = "-" if run.gain is None else f"{run.gain:+.2f}"
         size = f"{run.bytes / 2**20:.0f}"
-        cells = (run.name, run.kind, run.model, run.state, str(run.steps), reward, changed, size)
-        table.add_row(*cells)
+        named = (run.name, run.kind, run.model, run.state)
+        table.add_row(*named, str(run.steps), reward, gain, changed, size)
     return table

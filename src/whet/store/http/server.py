@@ -26,6 +26,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from whet.errors import ConfigError, NotFound, StoreClosed, StoreError, WhetError, boundary
 from whet.io.server import AppServer
@@ -78,10 +79,12 @@ class StoreServer:
         port: int = 0,
         limits: Limits = DEFAULT_LIMITS,
         read_key: ReadKey = no_keys,
+        wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         """Without a token every process on this machine has access.
 
-        `read_key` checks the API keys of attempts, which may send their own traces.
+        `read_key` checks the API keys of attempts, which may send their own traces. `wrap` adds
+        other pages around the application.
 
         Raises:
             ConfigError: it cannot listen there, or not without a token.
@@ -90,7 +93,7 @@ class StoreServer:
             raise ConfigError(f"serving a store at {host}, beyond this machine, needs a token")
         self.metrics = Metrics()
         self._app = StoreApp(store, token, limits, self.metrics, read_key)
-        self._server = AppServer(self._app.build(), host=host, port=port, name="store")
+        self._server = AppServer(wrap(self._app.build()), host=host, port=port, name="store")
         self.url = self._server.url
 
     @property

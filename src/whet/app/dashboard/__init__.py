@@ -1,0 +1,1 @@
+"""The dashboard: pages about runs in a browser, in one HTML file, and in the terminal."""

@@ -1,0 +1,69 @@
+"""Alarms of a run: rules over the metrics of its last steps, in the order of urgency."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from whet.store.queries.browse import StepRow
+
+WINDOW = 5
+"""Last steps that a rule looks at."""
+
+
+class Alarm(NamedTuple):
+    """A metric that needs attention."""
+
+    metric: str
+    value: float
+    step: int
+    """From 1 on."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A limit of a metric that was exceeded in each of a number of last steps."""
+
+    metric: str
+    is_bad: Callable[[float], bool]
+    message: str
+    steps: int = 1
+    per: str | None = None
+    """Divide by this metric first."""
+
+
+RULES = (
+    Rule(
+        "failed_rollouts", lambda x: x > 0.5, "more than half of the rollouts failed", 1, "rollouts"
+    ),
+    Rule("unproven_rows", lambda x: x > 0, "generations without proof were not trained"),
+    Rule("skipped_updates", lambda x: x > 0, "updates were dropped: loss or gradient not finite"),
+    Rule("mismatch_kl", lambda x: x > 0.02, "sampler and trainer disagree"),
+    Rule("logprob_gap", lambda x: x > 0.1, "sampler and trainer disagree"),
+    Rule(
+        "zero_signal_groups", lambda x: x > 0.8, "most groups have equal rewards and no signal", 3
+    ),
+    Rule("truncated_rollouts", lambda x: x > 0.3, "many answers are cut off at the token limit", 2),
+    Rule("entropy", lambda x: x < 0.02, "the policy is nearly deterministic", 3),
+    Rule("clip_fraction", lambda x: x > 0.4, "most importance ratios are clipped", 2),
+    Rule("staleness_max", lambda x: x > 16, "tokens are many updates old when they are trained", 2),
+)
+
+
+def find_alarms(steps: Sequence[StepRow]) -> list[Alarm]:
+    """Return the alarms of a run's last steps."""
+    last = steps[-WINDOW:]
+    alarms: list[Alarm] = []
+    for rule in RULES:
+        values = [_value(rule, step) for step in last[-rule.steps :]]
+        known = [value for value in values if value is not None]
+        if len(known) == rule.steps and all(map(rule.is_bad, known)):
+            alarms.append(Alarm(rule.metric, known[-1], last[-1].step + 1, rule.message))
+    return alarms
+
+
+def _value(rule: Rule, step: StepRow) -> float | None:
+    value = step.metrics.get(rule.metric)
+    if value is None or rule.per is None:
+        return value
+    return value / (step.metrics.get(rule.per) or 1.0)

@@ -1,0 +1,210 @@
+"""Pages about one rollout: its attempts, conversation, tokens, spans, rewards and advantages."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from anyio import to_thread
+
+from whet.app.dashboard.run_catalog import OpenedRun
+from whet.app.dashboard.token_texts import Vocabularies, split_text
+from whet.app.inspection.span_links import link_spans
+from whet.config import RunConfig
+from whet.errors import ConfigError
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.store.queries import browse
+from whet.training.rows import build_rows
+from whet.training.selection import explain_exclusions, select
+from whet.training.shaping import find_truncated, mask_truncated
+from whet.types import AttemptRecord, Call, Credit, Fork, Generation, Span
+
+FORK_CAUSES = {
+    Fork.NEW_CONVERSATION: "a prompt with another beginning: a sub-agent or a side call",
+    Fork.RESAMPLED: "the same prompt again",
+    Fork.BRANCH: "a turn that was continued before is continued differently",
+    Fork.OTHER_TOOLS: "the same messages with other tools or another model name",
+    Fork.EDITED_HISTORY: "an earlier turn was changed, omitted or summarized",
+    Fork.THINKING_DROPPED: "the chat template drops earlier thinking from this turn on",
+    Fork.TEMPLATE: "the chat template cannot continue this turn",
+}
+"""Explanation of each cause of a fork."""
+
+
+class AttemptPages:
+    """Reads rollouts and attempts of runs; keeps tokenizers."""
+
+    def __init__(self) -> None:
+        self._vocabularies = Vocabularies()
+
+    async def read_rollout(self, run: OpenedRun, id: str) -> dict[str, object]:
+        """Return a rollout with its attempts. Raises NotFound."""
+        attempts = await run.store.attempts(id)
+        row = await run.store.browse(browse.read_rollout, id)
+        return {
+            "rollout": row._asdict() | {"step": None if row.step is None else row.step + 1},
+            "attempts": [_attempt_json(record) for record in attempts],
+        }
+
+    async def read_attempt(self, run: OpenedRun, id: str) -> dict[str, object]:
+        """Return everything that was recorded of an attempt, with tokens. Raises NotFound."""
+        rollout = await run.store.browse(browse.find_rollout, id)
+        records = await run.store.attempts(rollout)
+        record = next(record for record in records if record.id == id)
+        calls = await run.store.calls(record.id)
+        spans = await run.store.spans(record.id)
+        template = await to_thread.run_sync(self._vocabularies.find, _config(run).model)
+        shown = await to_thread.run_sync(_calls_json, calls, template)
+        return {
+            "attempt": _attempt_json(record),
+            "rollout": rollout,
+            "calls": shown,
+            "special": sorted(template.special_tokens) if template else [],
+            "rewards": [r.model_dump(mode="json") for r in await run.store.rewards(record.id)],
+            "spans": _spans_json(spans, calls),
+            "texts": template is not None,
+        }
+
+    async def read_credit(self, run: OpenedRun, id: str) -> dict[str, object]:
+        """Return advantages, trained tokens and reasons of an attempt. Raises NotFound."""
+        rollout = await run.store.browse(browse.find_rollout, id)
+        row = await run.store.browse(browse.read_rollout, rollout)
+        if row.step is None:
+            return _no_credit("no step has trained this rollout yet")
+        found = await run.store.trajectories([rollout], failed=True)
+        if not found or found[0].attempt.id != id:
+            return _no_credit("another attempt of the rollout was trained")
+        known = set(found[0].generation_ids())
+        advantages = await run.store.advantages(row.step)
+        mine = Credit(found[0], {key: value for key, value in advantages.items() if key in known})
+        if not mine.advantages:
+            return _no_credit("the step gave it no credit, such as in a group of equal rewards")
+        return _credit_json(mine, _config(run))
+
+
+def _credit_json(credit: Credit, config: RunConfig) -> dict[str, object]:
+    """Return what training made of a credit: the functions that trained decide it again."""
+    kept = mask_truncated(select([credit], config.selection), config.length)
+    built = build_rows(kept)
+    trained = {segment.generation for row in built.rows for segment in row.segments}
+    reasons = dict(explain_exclusions(credit.trajectory.calls, config.selection))
+    reasons |= dict.fromkeys(built.unproven, "unproven: the context is not what was served")
+    reasons |= dict.fromkeys(built.constrained, "sampled under a grammar")
+    if config.length.truncated != "train":
+        cut = find_truncated(credit.trajectory) - trained
+        reasons |= dict.fromkeys(cut, "truncated, masked by length.truncated")
+    return {
+        "reason": None,
+        "advantages": dict(credit.advantages),
+        "trained": sorted(trained),
+        "left_out": reasons,
+        "rows": [
+            {
+                "tokens": len(row.tokens),
+                "trained_tokens": row.trained_tokens,
+                "generations": [segment.generation for segment in row.segments],
+            }
+            for row in built.rows
+        ],
+    }
+
+
+def _config(run: OpenedRun) -> RunConfig:
+    """Return the config of a run; the default one where it is not on this machine."""
+    try:
+        return run.folder.config() if run.folder else RunConfig(model="")
+    except ConfigError:
+        return RunConfig(model="")
+
+
+def _no_credit(reason: str) -> dict[str, object]:
+    return {"reason": reason, "advantages": {}, "trained": [], "left_out": {}, "rows": []}
+
+
+def _attempt_json(record: AttemptRecord) -> dict[str, object]:
+    return record.model_dump(mode="json")
+
+
+def _calls_json(calls: Sequence[Call], template: ChatTemplate | None) -> list[dict[str, object]]:
+    """Return the calls in order, each with the texts of its tokens."""
+    endings: dict[str, tuple[int, ...]] = {}
+    """The last tokens of each generation: a character may begin there."""
+    shown: list[dict[str, object]] = []
+    for call in calls:
+        before = endings.get(call.parent or "", ())
+        context = _texts(call.context, before, template)
+        generations: list[dict[str, object]] = []
+        for index, generation in enumerate(call.generations):
+            end = (*before, *call.context)[-4:]
+            generations.append(_generation_json(generation, end, template))
+            endings[call.generation_id(index)] = (*end, *generation.tokens)[-4:]
+        origin = call.origin
+        shown.append(
+            {
+                "id": call.id,
+                "parent": call.parent,
+                "messages": list(call.messages),
+                "context": {"ids": call.context, "texts": context},
+                "prompt_length": call.prompt_length,
+                "created": call.created,
+                "dialect": origin.dialect,
+                "model": origin.model,
+                "agent": origin.agent,
+                "tools": origin.tools,
+                "fork": origin.fork,
+                "cause": FORK_CAUSES[origin.fork] if origin.fork else None,
+                "lossy": origin.lossy,
+                "generations": generations,
+            }
+        )
+    return shown
+
+
+def _generation_json(
+    generation: Generation, before: Sequence[int], template: ChatTemplate | None
+) -> dict[str, object]:
+    sampling = generation.sampling
+    return {
+        "message": generation.message,
+        "stop": generation.stop,
+        "ids": generation.tokens,
+        "texts": _texts(generation.tokens, before, template),
+        "logprobs": [round(value, 4) for value in generation.logprobs],
+        "versions": [(v, len(list(run))) for v, run in groupby(generation.versions)],
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "grammar": sampling.grammar is not None,
+    }
+
+
+def _texts(
+    ids: Sequence[int], before: Sequence[int], template: ChatTemplate | None
+) -> list[str] | None:
+    if template is None:
+        return None
+    return split_text((*before, *ids), template.decode_all)[len(before) :]
+
+
+def _spans_json(spans: Sequence[Span], calls: Sequence[Call]) -> list[dict[str, object]]:
+    """Return spans with times in milliseconds since the first: nanoseconds exceed 2^53."""
+    links = link_spans(spans, calls)
+    begin = min((span.start for span in spans), default=0)
+    return [
+        {
+            "id": span.span_id,
+            "parent": span.parent_id,
+            "name": span.name,
+            "kind": span.kind,
+            "start": (span.start - begin) / 1e6,
+            "end": (span.end - begin) / 1e6,
+            "status": span.status,
+            "message": span.message,
+            "scope": span.scope,
+            "attributes": {key: str(value) for key, value in span.attributes.items()},
+            "events": [
+                {"name": e.name, "time": (e.time - begin) / 1e6, "attributes": e.attributes}
+                for e in span.events
+            ],
+            "call": links[span.span_id].call if span.span_id in links else None,
+        }
+        for span in spans
+    ]

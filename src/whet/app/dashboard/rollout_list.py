@@ -1,0 +1,118 @@
+"""Pages of rollouts and groups, filtered and sorted in the database."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from whet.app.dashboard.payload import describe_task
+from whet.app.dashboard.run_catalog import OpenedRun
+from whet.store.queries import browse
+
+EXCERPT = 300
+"""Characters of a task in a list."""
+
+
+class RolloutQuery(BaseModel):
+    """Query of a page of rollouts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    status: Literal["queued", "running", "succeeded", "failed"] | None = None
+    mode: Literal["train", "val", "test"] | None = None
+    group: Annotated[str, Field(max_length=500)] | None = None
+    step: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """From 1 on."""
+    agent: Annotated[str, Field(max_length=200)] | None = None
+    text: Annotated[str, Field(max_length=200)] | None = None
+    min_reward: FiniteFloat | None = None
+    max_reward: FiniteFloat | None = None
+    forked: bool = False
+    order: browse.Order = "newest"
+    after: Annotated[str, Field(pattern=r"^\d{1,18}(,-?[\d.e+-]{1,30})?$")] | None = None
+    """The cursor of the page before."""
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+
+    def as_filter(self) -> browse.RolloutFilter:
+        """Return the conditions."""
+        return browse.RolloutFilter(
+            status=self.status,
+            mode=self.mode,
+            group=self.group,
+            step=None if self.step is None else self.step - 1,
+            agent=self.agent,
+            text=self.text,
+            min_reward=self.min_reward,
+            max_reward=self.max_reward,
+            forked=self.forked,
+        )
+
+
+class GroupQuery(BaseModel):
+    """Query of a page of groups."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["train", "val", "test"] = "train"
+    step: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    before: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+
+
+async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object]:
+    """Return a page of rollouts, and the cursor of the next one."""
+    where = query.as_filter()
+    rows = await run.store.browse(
+        browse.read_page,
+        where,
+        order=query.order,
+        after=_parse_cursor(query.after),
+        limit=query.limit + 1,
+    )
+    page, more = rows[: query.limit], len(rows) > query.limit
+    # Texts are searched row by row: a page ends early, a count would not.
+    counts = query.after is None and not (query.text or query.agent or query.forked)
+    return {
+        "rollouts": [rollout_json(row) for row in page],
+        "next": _cursor(page[-1], query.order) if more else None,
+        "total": await run.store.browse(browse.count_page, where) if counts else None,
+    }
+
+
+def rollout_json(row: browse.RolloutRow) -> dict[str, object]:
+    """Return a rollout as the list shows it."""
+    step = None if row.step is None else row.step + 1
+    return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
+
+
+async def read_groups(run: OpenedRun, query: GroupQuery) -> dict[str, object]:
+    """Return a page of groups, the newest first."""
+    rows = await run.store.browse(
+        browse.read_groups,
+        mode=query.mode,
+        step=None if query.step is None else query.step - 1,
+        before=query.before,
+        limit=query.limit + 1,
+    )
+    page = rows[: query.limit]
+    return {
+        "groups": [
+            row._asdict()
+            | {
+                "task": describe_task(row.task, EXCERPT),
+                "step": None if row.step is None else row.step + 1,
+            }
+            for row in page
+        ],
+        "next": page[-1].seq if len(rows) > query.limit else None,
+    }
+
+
+def _cursor(row: browse.RolloutRow, order: browse.Order) -> str:
+    return str(row.seq) if order in ("newest", "oldest") else f"{row.seq},{row.reward!r}"
+
+
+def _parse_cursor(text: str | None) -> browse.PageCursor | None:
+    if text is None:
+        return None
+    seq, _, reward = text.partition(",")
+    return browse.PageCursor(int(seq), float(reward) if reward else 0.0)

@@ -1,0 +1,173 @@
+"""Evaluations task by task, and the health of rewards over training."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from whet.app.dashboard.payload import describe_task
+from whet.app.dashboard.run_catalog import OpenedRun
+from whet.app.evaluation.statistics import AGENT_FAILURES
+from whet.store.queries import browse
+
+TRIAL = re.compile(r"(?P<when>.+)-(?P<way>greedy|sampled)-(?P<task>\d{5,})(?:-\d+)?")
+"""Id of an evaluation's rollout, as `evaluation.trials` makes them."""
+MAX_TRIALS = 20_000
+MAX_OUTCOMES = 4000
+STEPS = 200
+"""Steps back that the health of rewards looks at."""
+EXCERPT = 200
+DOMINANT = 0.98
+"""Correlation with the reward from which one component is the reward."""
+LENGTH_LIMIT = 0.7
+"""Correlation of reward and length that is worth a look."""
+
+
+async def read_evaluations(run: OpenedRun) -> dict[str, object]:
+    """Return the evaluations of a run: each task with its rewards in every evaluation.
+
+    Of `whet eval` the models are compared, which are runs of one database.
+    """
+    sides: dict[str, list[browse.EvaluatedRow]] = {}
+    is_comparison = run.folder is not None and run.folder.kind() == "eval"
+    names = await run.store.browse(browse.read_run_names) if is_comparison else [run.store.run]
+    for name in names:
+        store = run.store.for_run(name)
+        for row in await store.browse(browse.read_evaluated, MAX_TRIALS):
+            found = TRIAL.fullmatch(row.id)
+            side = name if is_comparison else found["when"] if found else ""
+            if found:
+                # As in the report of the run: what the agent did wrong is a reward of 0.
+                failed = row.failure in AGENT_FAILURES
+                counted = row._replace(reward=0.0) if failed else row
+                sides.setdefault(side, []).append(counted)
+    return {"sides": [_side(name, rows) for name, rows in sides.items()], "tasks": _tasks(sides)}
+
+
+def _side(name: str, rows: Sequence[browse.EvaluatedRow]) -> dict[str, object]:
+    means: dict[str, float | None] = {}
+    for way in ("greedy", "sampled"):
+        found = [r.reward for r in rows if f"-{way}-" in r.id and r.reward is not None]
+        means[way] = fmean(found) if found else None
+    failed = sum(row.status == "failed" for row in rows)
+    return {"name": name, "rollouts": len(rows), "failed": failed, **means}
+
+
+def _tasks(sides: dict[str, list[browse.EvaluatedRow]]) -> list[dict[str, object]]:
+    tasks: dict[int, dict[str, object]] = {}
+    tries: defaultdict[int, dict[str, dict[str, list[object]]]] = defaultdict(dict)
+    for name, rows in sides.items():
+        for row in rows:
+            found = TRIAL.fullmatch(row.id)
+            assert found is not None
+            number = int(found["task"])
+            tasks.setdefault(number, {"task": number, "text": describe_task(row.task, EXCERPT)})
+            ways = tries[number].setdefault(name, {"greedy": [], "sampled": []})
+            ways[found["way"]].append(
+                {"rollout": row.id, "reward": row.reward, "status": row.status}
+            )
+    return [task | {"sides": tries[number]} for number, task in sorted(tasks.items())]
+
+
+async def read_reward_health(run: OpenedRun) -> dict[str, object]:
+    """Return spread, components and lengths of the rewards of the last steps, with findings."""
+    steps = await run.store.browse(browse.read_step_rows, -1)
+    first = max(0, (steps[-1].step if steps else 0) - STEPS + 1)
+    components = await run.store.browse(browse.read_rewards, first)
+    outcomes = await run.store.browse(browse.read_outcomes, first, MAX_OUTCOMES)
+    rewards = [row.reward for row in outcomes]
+    lengths = [float(row.sampled_tokens) for row in outcomes]
+    by_group: defaultdict[str, list[float]] = defaultdict(list)
+    for row in outcomes:
+        by_group[row.group].append(row.reward)
+    silent = [group for group, found in by_group.items() if len(set(found)) == 1]
+    correlation = correlate(rewards, lengths)
+    return {
+        "rollouts": len(rewards),
+        "mean": fmean(rewards) if rewards else None,
+        "std": pstdev(rewards) if rewards else None,
+        "histogram": _histogram(rewards),
+        "groups": len(by_group),
+        "silent_groups": len(silent),
+        "length_correlation": correlation,
+        "points": [(row.sampled_tokens, row.reward) for row in outcomes[:1000]],
+        "components": _components(components, steps),
+        "findings": _findings(rewards, correlation, silent, by_group, components, steps),
+    }
+
+
+def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return Pearson's correlation; None if one side does not vary."""
+    if len(left) < 3:
+        return None
+    a, b = fmean(left), fmean(right)
+    above = sum((x - a) * (y - b) for x, y in zip(left, right, strict=True))
+    below = math.sqrt(sum((x - a) ** 2 for x in left) * sum((y - b) ** 2 for y in right))
+    return above / below if below > 1e-12 else None
+
+
+def _histogram(values: Sequence[float], bins: int = 12) -> dict[str, object]:
+    if not values:
+        return {"edges": [], "counts": []}
+    low, high = min(values), max(values)
+    width = (high - low) / bins or 1.0
+    counts = [0] * bins
+    for value in values:
+        counts[min(bins - 1, int((value - low) / width))] += 1
+    return {"edges": [low + width * n for n in range(bins + 1)], "counts": counts}
+
+
+def _components(
+    rows: Sequence[browse.RewardRow], steps: Sequence[browse.StepRow]
+) -> list[dict[str, object]]:
+    """Return each reward key by step, with its correlation to the whole reward."""
+    totals = {step.step: step.metrics.get("reward") for step in steps}
+    by_key: defaultdict[str, list[browse.RewardRow]] = defaultdict(list)
+    for row in rows:
+        by_key[row.key].append(row)
+    return [
+        {
+            "key": key,
+            "step": [row.step + 1 for row in found],
+            "mean": [row.mean for row in found],
+            "std": [math.sqrt(max(0.0, row.mean_square - row.mean**2)) for row in found],
+            "min": min(row.min for row in found),
+            "max": max(row.max for row in found),
+            "count": sum(row.rewards for row in found),
+            "correlation": _with_total(found, totals),
+        }
+        for key, found in by_key.items()
+    ]
+
+
+def _with_total(rows: Sequence[browse.RewardRow], totals: dict[int, float | None]) -> float | None:
+    pairs = [(row.mean, total) for row in rows if (total := totals.get(row.step)) is not None]
+    return correlate([mean for mean, _ in pairs], [total for _, total in pairs])
+
+
+def _findings(
+    rewards: Sequence[float],
+    correlation: float | None,
+    silent: Sequence[str],
+    groups: dict[str, list[float]],
+    components: Sequence[browse.RewardRow],
+    steps: Sequence[browse.StepRow],
+) -> list[str]:
+    """Return what a person should look at, in plain sentences."""
+    found: list[str] = []
+    if rewards and pstdev(rewards) < 1e-9:
+        found.append("all rewards are equal: nothing can be learned from them")
+    elif groups and len(silent) / len(groups) > 0.8:
+        share = len(silent) / len(groups)
+        found.append(f"{share:.0%} of the groups have equal rewards and teach nothing")
+    if correlation is not None and abs(correlation) > LENGTH_LIMIT:
+        way = "longer" if correlation > 0 else "shorter"
+        found.append(f"{way} answers get more reward (correlation {correlation:+.2f})")
+    known = [c for c in _components(components, steps) if c["correlation"] is not None]
+    dominant = [c for c in known if abs(float(str(c["correlation"]))) > DOMINANT]
+    if len(known) > 1 and len(dominant) == 1:
+        found.append(f"the reward follows one component alone: {dominant[0]['key']}")
+    falling = [c for c in known if float(str(c["correlation"])) < -0.5]
+    found += [f"{c['key']} falls while the reward rises" for c in falling]
+    return found

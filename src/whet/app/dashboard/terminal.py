@@ -1,0 +1,135 @@
+"""A run in the terminal: its curve, queue, alarms and last failures, live."""
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from whet.app.dashboard import overview
+from whet.app.dashboard.run_catalog import OpenedRun
+
+REFRESH_S = 1.0
+BLOCKS = " ▁▂▃▄▅▆▇█"
+HEIGHT = 6
+"""Lines of the curve."""
+FAILURES = 5
+METRICS = (
+    ("reward", "reward"),
+    ("reward_std", "spread"),
+    ("logprob_gap", "log-prob gap"),
+    ("entropy", "entropy"),
+    ("staleness", "staleness"),
+    ("sampled_tokens", "tokens"),
+    ("step_seconds", "seconds"),
+)
+BIDIRECTIONAL = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+Frame = dict[str, Any]  # Any: the answers of the dashboard's API
+
+
+async def read_frame(run: OpenedRun) -> Frame:
+    """Return what one picture of the terminal shows."""
+    return {
+        "run": await overview.read_run(run),
+        "steps": await overview.read_steps(run, -1),
+        "queue": await overview.read_queue(run),
+    }
+
+
+async def watch_run(run: OpenedRun, console: Console) -> None:
+    """Draw the run until Ctrl-C."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            frame = await read_frame(run)
+            live.update(draw_frame(frame, console.width), refresh=True)
+            await anyio.sleep(REFRESH_S)
+
+
+def draw_frame(frame: Frame, width: int) -> RenderableType:
+    """Draw a picture of a run."""
+    run, steps, queue = frame["run"], frame["steps"], frame["queue"]
+    head = Text(clean(run["name"]), "bold")
+    head.append(f"  {run['state'] or 'no folder here'}  {run['model']}  ", "not bold")
+    head.append(f"{run['steps']} steps", "not bold")
+    rewards: list[float | None] = steps["metrics"].get("reward", [])
+    parts: list[RenderableType] = [head, Text()]
+    parts += [Text(line, "cyan") for line in draw_curve(rewards, width - 10)]
+    parts += [_latest(steps["metrics"]), Text(), _queue_line(queue)]
+    parts += [
+        Text(f"! {each['message']} ({each['metric']} {each['value']:.3g}, step {each['step']})")
+        for each in run["alarms"]
+    ]
+    if queue["failures"]:
+        table = Table(title="failures", title_justify="left", expand=False)
+        for title in ("kind", "count", "last", "message"):
+            table.add_column(title, justify="right" if title == "count" else "left")
+        for each in queue["failures"][:FAILURES]:
+            cells = (each["kind"], str(each["count"]), each["last"], clean(each["message"])[:120])
+            table.add_row(*(Text(cell) for cell in cells))
+        parts += [Text(), table]
+    return Group(*parts)
+
+
+def draw_curve(values: Sequence[float | None], width: int) -> list[str]:
+    """Draw values as columns of blocks, with the highest and the lowest at the side."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ["no steps yet"]
+    low, high = min(known), max(known)
+    columns = _columns(values, max(10, width))
+    scale = (high - low) or 1.0
+    eighths = [
+        None if v is None else 1 + round((v - low) / scale * (8 * HEIGHT - 1)) for v in columns
+    ]
+    lines: list[str] = []
+    for row in reversed(range(HEIGHT)):
+        label = {HEIGHT - 1: f"{high:.2f}", 0: f"{low:.2f}"}.get(row, "")
+        cells = "".join(BLOCKS[max(0, min(8, (n or 0) - 8 * row))] for n in eighths)
+        lines.append(f"{label:>7} {cells}")
+    return lines
+
+
+def _columns(values: Sequence[float | None], width: int) -> list[float | None]:
+    """Return at most `width` values: the mean of neighbors where there are more."""
+    if len(values) <= width:
+        return list(values)
+    columns: list[float | None] = []
+    for index in range(width):
+        part = values[index * len(values) // width : (index + 1) * len(values) // width]
+        known = [value for value in part if value is not None]
+        columns.append(sum(known) / len(known) if known else None)
+    return columns
+
+
+def _latest(metrics: dict[str, list[float | None]]) -> Text:
+    shown = [
+        f"{title} {values[-1]:.4g}"
+        for name, title in METRICS
+        if (values := metrics.get(name)) and values[-1] is not None
+    ]
+    return Text("   ".join(shown))
+
+
+def _queue_line(queue: Frame) -> Text:
+    counts = dict.fromkeys(("queued", "running", "succeeded", "failed"), 0)
+    for statuses in queue["statuses"].values():
+        for status, count in statuses.items():
+            counts[status] += count
+    alive = sum(worker["due"] >= queue["now"] for worker in queue["workers"])
+    shown = "   ".join(f"{status} {count}" for status, count in counts.items())
+    return Text(f"rollouts: {shown}   workers alive: {alive} of {len(queue['workers'])}")
+
+
+def clean(text: str) -> str:
+    """Return text that cannot control the terminal: control characters are shown as symbols."""
+    text = BIDIRECTIONAL.sub("\ufffd", text)
+    return "".join(
+        "␛" if char == "\x1b" else " " if unicodedata.category(char) == "Cc" else char
+        for char in text
+    )

@@ -1,0 +1,167 @@
+"""`whet view`: look at runs in a browser, in the terminal, or in one HTML file."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from rich.console import Console
+
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.composition.distributed import print_line
+from whet.app.dashboard.access import CODE_PATH
+from whet.app.dashboard.payload import to_browser_json
+from whet.app.dashboard.run_catalog import FolderCatalog
+from whet.app.dashboard.serving import Dashboard, make_link
+from whet.app.dashboard.static_report import write_html
+from whet.app.dashboard.terminal import draw_frame, read_frame, watch_run
+from whet.app.inspection.run_list import list_runs
+from whet.app.run_folder import RunFolder
+from whet.errors import ConfigError, StoreError
+from whet.io.process import stoppable
+from whet.io.threads import run_async
+from whet.store.http.token import find_token
+
+PORT = 4748
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet view`."""
+    parser.usage = "whet view [RUN] [options]"
+    group = parser.group("what to show")
+    group.add_argument(
+        "name",
+        nargs="?",
+        metavar="RUN",
+        help="a run, by name or folder (default: all, or the newest for one picture or file)",
+    )
+    group.add_argument(
+        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+    )
+    group.add_argument(
+        "--store", metavar="URL", help="print a new link to the dashboard of a running `whet store`"
+    )
+    where = parser.group("where to show it (default: in a browser)")
+    only = where.add_mutually_exclusive_group()
+    only.add_argument("--tui", action="store_true", help="in the terminal, live")
+    only.add_argument("--html", metavar="FILE", help="write one HTML file that needs no server")
+    only.add_argument("--json", action="store_true", help="print one JSON object")
+    server = parser.group("server")
+    server.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1)"
+    )
+    server.add_argument(
+        "--port",
+        type=int,
+        default=PORT,
+        metavar="N",
+        help=f"port; 0 picks a free one (default {PORT}, or a free one if it is taken)",
+    )
+    server.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer to this host name too, such as that of a proxy; may be repeated",
+    )
+    parser.set_defaults(run=run_view)
+
+
+def run_view(args: argparse.Namespace) -> int:
+    """Run `whet view`."""
+    if args.store is not None:
+        print_line(_request_link(args.store, args.name, Path(args.dir)))
+        return 0
+    directory, name = _find(args.name, Path(args.dir))
+    if args.html:
+        size = run_async(_write, directory, _choose(directory, name), Path(args.html))
+        print_line(f"{args.html}: {size / 1e6:.1f} MB")
+    elif args.tui or args.json:
+        run_async(_show, directory, _choose(directory, name), args.json)
+    else:
+        run_async(_serve, args, directory, name)
+    return 0
+
+
+def _find(name: str | None, directory: Path) -> tuple[Path, str | None]:
+    """Return the directory of runs and the name of the run. Raises ConfigError."""
+    if name is None:
+        return directory, None
+    folder = RunFolder.find(name, directory).path.resolve()
+    return folder.parent.parent, folder.name
+
+
+def _choose(directory: Path, name: str | None) -> str:
+    """Return the run's name, or that of the newest. Raises ConfigError."""
+    if name is not None:
+        return name
+    runs = list_runs(directory)
+    if not runs:
+        raise ConfigError(f"no runs in {str(directory)!r}: `whet demo` or `whet train` makes one")
+    return runs[0].name
+
+
+async def _serve(args: argparse.Namespace, directory: Path, name: str | None) -> None:
+    async with stoppable() as stop:
+        dashboard = _listen(args, directory)
+        try:
+            print_line(f"dashboard {dashboard.link(name)}")
+            print_line("the link opens it once, in one browser; Ctrl-C stops")
+            await stop.requested.wait()
+        finally:
+            dashboard.close()
+
+
+def _listen(args: argparse.Namespace, directory: Path) -> Dashboard:
+    catalog = FolderCatalog(directory)
+    try:
+        return Dashboard(catalog, host=args.host, port=args.port, allowed=args.allow_host)
+    except ConfigError:
+        if args.port != PORT:  # a port that was asked for
+            raise
+        return Dashboard(catalog, host=args.host, allowed=args.allow_host)
+
+
+async def _write(directory: Path, name: str, file: Path) -> int:
+    catalog = FolderCatalog(directory)
+    try:
+        return await write_html(catalog, name, file)
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(file)!r}: {error.strerror}") from error
+    finally:
+        await catalog.close()
+
+
+async def _show(directory: Path, name: str, as_json: bool) -> None:
+    catalog = FolderCatalog(directory)
+    console = Console()
+    try:
+        run = await catalog.open(name)
+        if as_json:
+            sys.stdout.write(to_browser_json(await read_frame(run)).decode() + "\n")
+        elif console.is_terminal:
+            await watch_run(run, console)
+        else:
+            console.print(draw_frame(await read_frame(run), console.width))
+    finally:
+        await catalog.close()
+
+
+def _request_link(store: str, name: str | None, directory: Path) -> str:
+    """Return a link to the dashboard of a store, which gives codes for its token."""
+    parts = urlsplit(store)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"invalid --store {store!r}: expected a URL, such as http://127.0.0.1:4747"
+        )
+    url = f"{parts.scheme}://{parts.netloc}"
+    headers = {"Authorization": f"Bearer {find_token(directory)}"}
+    try:
+        reply = httpx.post(f"{url}{CODE_PATH}", headers=headers, timeout=10)
+    except httpx.HTTPError as error:
+        raise StoreError(f"cannot reach the store {url}: {error}") from error
+    if reply.is_error:
+        raise StoreError(f"the store {url} refused: {reply.status_code} {reply.text[:200]}")
+    return make_link(url, json.loads(reply.content)["code"], name)

@@ -1,0 +1,116 @@
+"""The queries of the dashboard, on both databases."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from support.postgres_server import own_schema
+from support.records import claim, failed, full_call
+from whet.errors import NotFound
+from whet.store.postgres import PostgresStore
+from whet.store.queries import browse
+from whet.store.queries.browse import PageCursor, RolloutFilter
+from whet.store.sql_store import SQLStore
+from whet.store.sqlite import SQLiteStore
+from whet.types import Mode, Outcome, Reward, Rollout, StepRecord
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerator[SQLStore]:
+    if request.param == "sqlite":
+        async with SQLiteStore(tmp_path / "store.db") as opened:
+            yield opened
+        return
+    url = request.getfixturevalue("postgres_url")
+    with own_schema(url) as schema:
+        async with PostgresStore(url, schema=schema) as opened:
+            yield opened
+
+
+async def _fill(store: SQLStore) -> None:
+    """Three rollouts that ended, with a call each, one of which failed; and an evaluation."""
+    names = ("a", "b", "c")
+    await store.enqueue(
+        [Rollout(id=n, group="g", task=f'Say "{n}"', max_attempts=1) for n in names]
+    )
+    for reward in (0.5, 1.0, None):
+        attempt = await claim(store, "w")
+        await store.append(full_call(attempt.id))
+        await store.emit(attempt.id, Reward(value=2.0, key="k"))
+        await store.finish(attempt.id, failed() if reward is None else Outcome(reward=reward))
+    await store.enqueue(
+        [Rollout(id="before-greedy-00000", group="e", task="t", mode=Mode.VAL, max_attempts=1)]
+    )
+    await store.publish("prompt", {"x": 1})
+    await store.publish("prompt", {"x": 2})
+    record = StepRecord(
+        step=0, version=1, checkpoint="s", consumed=("a", "b", "c"), metrics={"reward": 0.75}
+    )
+    await store.commit(record)
+
+
+async def test_pages_are_filtered_and_ordered(store: SQLStore) -> None:
+    await _fill(store)
+
+    async def ids(where: RolloutFilter, order: browse.Order = "newest") -> list[str]:
+        return [row.id for row in await store.browse(browse.read_page, where, order=order)]
+
+    assert await ids(RolloutFilter()) == ["before-greedy-00000", "c", "b", "a"]
+    assert await ids(RolloutFilter(), "best") == ["b", "a"]
+    assert await ids(RolloutFilter(status="failed")) == ["c"]
+    assert await ids(RolloutFilter(step=0), "oldest") == ["a", "b", "c"]
+    assert await ids(RolloutFilter(text='SAY "B"')) == ["b"]
+    assert await ids(RolloutFilter(text="what now", min_reward=0.6)) == ["b"]
+    assert await ids(RolloutFilter(text="it broke")) == ["c"]
+    assert await ids(RolloutFilter(forked=True)) == []
+    assert await ids(RolloutFilter(agent="")) == ["c", "b", "a"]
+    assert await store.browse(browse.count_page, RolloutFilter(mode="train")) == 3
+    [row] = await store.browse(browse.read_page, RolloutFilter(), order="worst", limit=1)
+    assert (row.calls, row.forks, row.sampled_tokens, row.step) == (1, 0, 2, 0)
+    after = PageCursor(row.seq, row.reward)
+    rest = await store.browse(browse.read_page, RolloutFilter(), order="worst", after=after)
+    assert [each.id for each in rest] == ["b"]
+
+
+async def test_summaries_count_what_is_there(store: SQLStore) -> None:
+    await _fill(store)
+    [group] = await store.browse(browse.read_groups, mode="train", step=0, before=None, limit=5)
+    assert (group.rollouts, group.failed, group.mean, group.max) == (3, 1, 0.75, 1.0)
+    [step] = await store.browse(browse.read_step_rows, -1)
+    assert (step.metrics, step.rollouts) == ({"reward": 0.75}, 3)
+    pulse = await store.browse(browse.read_pulse)
+    assert pulse["rollouts"] == {"failed": 1, "queued": 1, "succeeded": 2}
+    assert await store.browse(browse.read_statuses) == {
+        "train": {"failed": 1, "succeeded": 2},
+        "val": {"queued": 1},
+    }
+    [failure] = await store.browse(browse.read_failed, 5)
+    assert (failure.id, failure.step, failure.failure["message"]) == ("c", 0, "it broke")
+    assert await store.browse(browse.read_retried, 5) == []
+    [reward] = await store.browse(browse.read_rewards, 0)
+    assert (reward.key, reward.rewards, reward.mean) == ("k", 3, 2.0)
+    outcomes = await store.browse(browse.read_outcomes, 0, 10)
+    assert [(o.id, o.reward, o.sampled_tokens) for o in outcomes] == [("a", 0.5, 2), ("b", 1.0, 2)]
+    [trial] = await store.browse(browse.read_evaluated, 5)
+    assert (trial.status, trial.failure, trial.task) == ("queued", "", "t")
+
+
+async def test_single_records_are_found_by_their_ids(store: SQLStore) -> None:
+    await _fill(store)
+    assert await store.browse(browse.find_rollout, "a.1") == "a"
+    assert (await store.browse(browse.read_rollout, "a")).reward == 0.5
+    assert await store.browse(browse.read_run_names) == [store.run]
+    [(name, version, _)] = await store.browse(browse.read_resource_names)
+    assert (name, version) == ("prompt", 2)
+    versions = await store.browse(browse.read_versions, "prompt", 5)
+    assert [value for _, value, _ in versions] == [{"x": 2}, {"x": 1}]
+    await claim(store, "w")
+    [(attempt, worker, *_)] = await store.browse(browse.read_running, 5)
+    assert (attempt, worker) == ("before-greedy-00000.1", "w")
+    with pytest.raises(NotFound):
+        await store.browse(browse.find_rollout, "none")
+    with pytest.raises(NotFound):
+        await store.browse(browse.read_rollout, "none")
