@@ -39,7 +39,6 @@ NEEDED = {
     "runner agent.py:solve --store http://127.0.0.1:9": "runner",
     "runner agent.py:solve --store postgresql://127.0.0.1:9/none": "postgres",
     "runner agent.py:solve --tracer otel": "otel",
-    "runner agent.py:solve --ray local": "ray",
     "store": "gateway",
     "eval agent.py:solve --tasks tasks.jsonl --model tiny": "gateway",
     "train agent.py:solve --tasks tasks.jsonl": "local",
