@@ -72,6 +72,12 @@ SIGNATURES = {
     "prompts: collections.abc.Mapping[str, collections.abc.Mapping[str, object]] | None = None, "
     "resume: bool = False, quiet: bool = False, "
     "**settings: JsonValue) -> whet.app.evaluation.evaluate.Evaluation",
+    "judge": "(rubric: str | collections.abc.Sequence[str] | "
+    "collections.abc.Mapping[str, float], *, base_url: str | None = None, model: str = 'judge', "
+    "key_variable: str = 'OPENAI_API_KEY', samples: int = 1, temperature: float | None = None, "
+    "max_tokens: int = 1024, timeout_s: float = 60.0, tries: int = 3, "
+    "prices: tuple[float, float] = (0.0, 0.0), weight: float = 1.0, "
+    "cache: str | pathlib.Path | None = '.whet/judge') -> whet.runners.judges.judge.Judge",
     "operation": "(name: Any = None, /, **attributes: JsonValue) -> Any",
     "plan_rollouts": "(tasks: collections.abc.Sequence[JsonValue], "
     "config: whet.config.run.RunConfig, *, "
@@ -91,6 +97,7 @@ SIGNATURES = {
     "algorithm: whet.protocols.Algorithm | dict[str, JsonValue] | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), "
+    "judge: whet.runners.judges.judge.Judge | None = None, "
     "tracer: str | None = None, resume: bool = False, store: str | None = None, "
     "quiet: bool = False, **settings: JsonValue) -> whet.app.experiment.Result",
 }

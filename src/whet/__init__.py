@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from whet.runners.executors.command import command
     from whet.runners.executors.http_service import Service
     from whet.runners.hooks import Hooks
+    from whet.runners.judges.judge import judge
     from whet.runners.tracing import emit_message, emit_object, operation
     from whet.training.loop import train as training_loop
     from whet.types import Credit, Endpoint, Group, PromptTemplate, Rollout, StepRecord, Trajectory
@@ -62,6 +63,7 @@ __all__ = [
     "emit_object",
     "emit_reward",
     "evaluate",
+    "judge",
     "operation",
     "plan_rollouts",
     "rollout",
@@ -101,6 +103,7 @@ _HOME = {
     "emit_object": "whet.runners.tracing",
     "emit_reward": "whet.runners.context",
     "evaluate": "whet.app.evaluation.evaluate",
+    "judge": "whet.runners.judges.judge",
     "operation": "whet.runners.tracing",
     "plan_rollouts": "whet.app.inputs",
     "rollout": "whet.runners.agent",

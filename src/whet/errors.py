@@ -18,6 +18,7 @@
         ├── AgentFailed        the user's code raised
         ├── AttemptTimeout
         └── BadReward          the agent returned no finite number
+            └── JudgeFailed    its judge gave no valid verdict
 
 An error takes only its message, so that it can be pickled.
 """
@@ -114,6 +115,10 @@ class AttemptTimeout(AttemptError):
 
 class BadReward(AttemptError):
     """The agent returned no finite number as its reward."""
+
+
+class JudgeFailed(BadReward):
+    """A judge gave no valid verdict."""
 
 
 class boundary:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from whet.config import AlgorithmConfig
 from whet.errors import ConfigError
-from whet.types import LENGTH_PENALTY, Call, GenerationId, Reward, Trajectory
+from whet.types import JUDGE, LENGTH_PENALTY, Call, GenerationId, Reward, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
     """
     for reward in trajectory.rewards:
         check_is_read(reward, config, f"rollout {trajectory.attempt.rollout.id!r} has a reward")
-    read = [r for r in trajectory.rewards if r.key not in config.logged_keys]
+    logged = config.logged_keys
+    read = [r for r in trajectory.rewards if r.key not in logged and not is_of_judge(r)]
     # The attempt's own reward is the outcome's: what was returned, or the last that was emitted.
     further = sum(r.value for r in read if r.target is None and r.key != REWARD)
     whole = trajectory.reward + further
@@ -89,6 +90,8 @@ def score(trajectory: Trajectory, config: AlgorithmConfig) -> float:
 
 def check_is_read(reward: Reward, config: AlgorithmConfig, prefix: str = "a reward") -> None:
     """Raise ConfigError if the config ignores the reward."""
+    if is_of_judge(reward):
+        return
     if reward.key not in (REWARD, LENGTH_PENALTY, *config.reward_keys, *config.logged_keys):
         raise ConfigError(
             f"{prefix} with unknown key {reward.key!r}: name it in "
@@ -99,6 +102,11 @@ def check_is_read(reward: Reward, config: AlgorithmConfig, prefix: str = "a rewa
             f"{prefix} for {reward.target}, but only the attempt's is read: set "
             "algorithm.credit to 'turn' with grpo, rloo or reinforce++"
         )
+
+
+def is_of_judge(reward: Reward) -> bool:
+    """Whether the reward only logs a judge's verdict or its cost."""
+    return reward.key.startswith(f"{JUDGE}.")
 
 
 @dataclass(slots=True)

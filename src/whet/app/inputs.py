@@ -14,6 +14,7 @@ from whet.errors import ConfigError, NotFound
 from whet.protocols import Resources
 from whet.runners.agent import POLICY, Agent, check_resources, inspect_agent
 from whet.runners.hooks import Hooks
+from whet.runners.judges.judge import Judge
 from whet.types import (
     GATEWAY_PREFIX,
     RETRYABLE,
@@ -34,10 +35,12 @@ JSON."""
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """Resources and hooks of every attempt of a run."""
+    """Resources, hooks and judge of the attempts of a run."""
 
     resources: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     hooks: tuple[Hooks, ...] = ()
+    judge: Judge | None = None
+    """Ranks the answers of each training group."""
 
 
 NO_CONTEXT = AgentContext()

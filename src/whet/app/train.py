@@ -42,6 +42,7 @@ from whet.protocols import Algorithm
 from whet.runners.agent import Agent, check_agent
 from whet.runners.attempt import check_runnable
 from whet.runners.hooks import Hooks
+from whet.runners.judges.judge import Judge
 from whet.runners.loading import get_spec
 from whet.store import DEFAULT_RUN
 from whet.tracking import check_installed
@@ -58,6 +59,7 @@ def train(
     algorithm: Algorithm | dict[str, JsonValue] | None = None,
     resources: ResourceValues | None = None,
     hooks: Sequence[Hooks] = (),
+    judge: Judge | None = None,
     tracer: str | None = None,
     resume: bool = False,
     store: str | None = None,
@@ -68,10 +70,11 @@ def train(
 
     With `held_out` tasks the base and the trained model are compared on them. `algorithm` is an
     object of your own, or keys of the config. `resources` are passed to every rollout, and `hooks`
-    are called around each attempt. `tracer` records the spans of the agent's SDK (`runner.tracer`).
-    `resume` continues the run `name`, or the newest. With a `store`, or WHET_STORE in the
-    environment, this process only trains: `whet serve` and `whet runner` at that store do the rest,
-    and the same call continues a run that was begun.
+    are called around each attempt. A `judge` ranks the answers of each training group, and its
+    scores are added to the rewards. `tracer` records the spans of the agent's SDK. `resume`
+    continues the run `name`, or the newest. With a `store`, or WHET_STORE in the environment, this
+    process only trains: `whet serve` and `whet runner` at that store do the rest, and the same call
+    continues a run that was begun.
 
     Raises:
         ConfigError: invalid input; nothing was started.
@@ -83,7 +86,7 @@ def train(
     address = store or os.environ.get(STORE_VARIABLE)
     _check_place(hooks, resolve(settings), address)
     console = Console(quiet=quiet)
-    context = AgentContext(parse_resources(resources), tuple(hooks))
+    context = AgentContext(parse_resources(resources), tuple(hooks), judge)
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []
     check_held_out(resolve(settings), compare_on)

@@ -50,6 +50,10 @@ class GatewayConfig(Section):
     endpoints: tuple[str, ...] = ()
     """Other models for agents, each `NAME=MODEL@URL` of an OpenAI-compatible API: text only, never
     recorded, never trained. The key is in `WHET_NAME_KEY`, else in `OPENAI_API_KEY`."""
+    judge: str | None = None
+    """A model that agents and judges reach as `judge`: text only, never recorded, never trained.
+    `base` is the model of the run before training; else any that `model` takes. It is loaded in
+    this process, beside the policy."""
     trace_header: str = "trace_id"
     """Request header that may name the attempt, besides the URL and the API key."""
     allow_unattributed: bool = False

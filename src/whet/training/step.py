@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from whet.training.selection import select
 from whet.training.shaping import add_length_penalties, find_truncated, mask_truncated
 from whet.training.stopping import is_evaluated
 from whet.types import (
+    JUDGE,
     LENGTH_PENALTY,
     Credit,
     GenerationId,
@@ -311,7 +312,19 @@ def _reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
         "truncated_rollouts": _mean(truncated),
         "calls": sum(len(trajectory.calls) for trajectory in trajectories),
         "sampled_tokens": sum(_sampled_tokens(trajectory) for trajectory in trajectories),
+        **_judge_metrics(trajectories),
     }
+
+
+def _judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Verdicts and cost of the judges of a step: scores are means, costs are sums."""
+    found = defaultdict[str, list[float]](list)
+    for reward in (reward for trajectory in trajectories for reward in trajectory.rewards):
+        kind, _, name = reward.key.partition(".")
+        if kind == JUDGE and name:
+            found[name].append(reward.value)
+    means = ("score", "disagreement")
+    return {f"{JUDGE}/{n}": fmean(v) if n in means else sum(v) for n, v in found.items()}
 
 
 def _row_metrics(built: Rows, version: int) -> dict[str, float]:

@@ -69,6 +69,8 @@ from whet.types.rollouts import (
 )
 from whet.types.spans import Span, SpanEvent
 from whet.types.training import (
+    JUDGE,
+    JUDGE_MODEL,
     LENGTH_PENALTY,
     NO_ADVANTAGES,
     Credit,
@@ -82,6 +84,8 @@ from whet.types.training import (
 
 __all__ = [
     "GATEWAY_PREFIX",
+    "JUDGE",
+    "JUDGE_MODEL",
     "LENGTH_PENALTY",
     "NO_ADVANTAGES",
     "NO_FAULT",

@@ -59,6 +59,11 @@ COMMANDS = {
             "gateway",
             module="whet.app.dashboard.view",
         ),
+        "rescore": CommandInfo(
+            "score the stored rollouts of a run by another reward or judge",
+            "gateway",
+            module="whet.app.rescoring",
+        ),
         "clean": CommandInfo(
             "delete runs of `whet dev`, or those you name", module="whet.app.inspection.run_list"
         ),

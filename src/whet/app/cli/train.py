@@ -32,6 +32,7 @@ from whet.config import resolve
 from whet.errors import ConfigError, requires_extra
 from whet.io.process import follow_supervisor, interrupt_on_sigterm
 from whet.runners.agent import Agent
+from whet.runners.judges.judge import Judge
 from whet.runners.loading import load_function
 
 Config = dict[str, JsonValue]
@@ -53,6 +54,11 @@ def add_arguments(parser: CommandParser) -> None:
         "--algorithm",
         metavar="FUNCTION",
         help="run this @whet.algorithm function instead of the training loop",
+    )
+    parser.group("training").add_argument(
+        "--judge",
+        metavar="JUDGE",
+        help="a whet.judge as file.py:name, which ranks the answers of each group",
     )
     add_resume_flag(parser, "a run of `whet train`")
     add_output_flags(parser)
@@ -100,7 +106,9 @@ def _train(
         from whet.app.train import KIND, prepare_run, run_and_report  # noqa: PLC0415 - torch
     console = Console(quiet=args.quiet, stderr=args.json)
     resume = args.resume is not None
-    context = AgentContext(load_prompts(args.prompt) if args.prompt else {})
+    prompts = load_prompts(args.prompt) if args.prompt else {}
+    judge = _load_judge(args.judge) if args.judge else None
+    context = AgentContext(prompts, judge=judge)
     folder = prepare_run(
         agent, values, KIND, console, context=context, store=args.store, resume=resume
     )
@@ -112,6 +120,13 @@ def _train(
         return _report_stopped(args, folder)
     _print_json(args, result.as_json())
     return 0
+
+
+def _load_judge(spec: str) -> Judge:
+    found = load_function(spec, "judge")
+    if not isinstance(found, Judge):
+        raise ConfigError(f"{spec!r} is not a judge: make it with whet.judge(...)")
+    return found
 
 
 def _report_stopped(args: argparse.Namespace, folder: RunFolder) -> int:

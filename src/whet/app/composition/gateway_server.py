@@ -22,7 +22,7 @@ from whet.errors import ConfigError, RequestError
 from whet.gateway import auth
 from whet.gateway.app import build_app
 from whet.gateway.pipeline import CallPipeline, Log
-from whet.gateway.upstream import UpstreamRouter, build_upstreams
+from whet.gateway.upstream import UpstreamProxy, UpstreamRouter, build_upstreams
 from whet.io.attempt_url import build_attempt_url
 from whet.io.files import atomic_file
 from whet.io.server import AppServer
@@ -32,7 +32,7 @@ from whet.runners.agent import POLICY, Agent
 from whet.runners.endpoints import FixedEndpoint
 from whet.runners.hooks import Hooks
 from whet.runners.runner import Runner, RunnerStore
-from whet.types import GATEWAY_PREFIX, Attempt, Endpoint, Outcome, Reward
+from whet.types import GATEWAY_PREFIX, JUDGE_MODEL, Attempt, Endpoint, Outcome, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,14 @@ async def serve_gateway(
     *,
     prepare: Callable[[Attempt], Awaitable[None]] | None = None,
     algorithm: Callable[[], AlgorithmConfig | None] = lambda: None,
+    judge: Endpoint | None = None,
     progress: Callable[[str], None] = logger.info,
 ) -> AsyncGenerator[Gateway]:
     """Serve a sampler over HTTP; its engine is closed at the end.
 
     `prepare` is awaited before a call of an attempt is sampled. `algorithm` returns the settings
-    that posted rewards are checked by, if they are known.
+    that posted rewards are checked by, if they are known. Calls of the model `judge` go to that
+    endpoint.
     """
     async with AsyncExitStack() as stack:
         pipeline = CallPipeline(
@@ -92,8 +94,10 @@ async def serve_gateway(
         )
         app = build_app(pipeline, secret, config.gateway, partial(_check_reward, algorithm))
         router = None
-        if config.gateway.endpoints:
+        if config.gateway.endpoints or judge:
             upstreams = await build_upstreams(config.gateway, log, secret, progress)
+            if judge is not None:
+                upstreams |= build_judge(judge, config, log, secret)
             app = router = UpstreamRouter(app, upstreams)
         server = AppServer(
             app,
@@ -111,6 +115,22 @@ async def serve_gateway(
             yield Gateway(server.url, secret, POLICY)
 
 
+def build_judge(
+    judge: Endpoint, config: RunConfig, log: Log, secret: bytes
+) -> dict[str, UpstreamProxy]:
+    """Build the proxy to the model that `gateway.judge` names, by its name."""
+    proxy = UpstreamProxy(
+        judge.base_url,
+        judge.model,
+        judge.api_key,
+        log=log,
+        secret=secret,
+        config=config.gateway,
+        forces_sampling=False,
+    )
+    return {JUDGE_MODEL: proxy}
+
+
 @asynccontextmanager
 async def serve_published(
     sampler: Sampler,
@@ -119,6 +139,7 @@ async def serve_published(
     store: Store,
     secret: bytes,
     progress: Callable[[str], None],
+    judge: Endpoint | None = None,
 ) -> AsyncGenerator[Gateway]:
     """Serve a sampler that loads the policy a run publishes as soon as an attempt needs it."""
     follower = PolicyFollower(sampler.weights, published, store)
@@ -130,6 +151,7 @@ async def serve_published(
         secret,
         prepare=follower.prepare,
         algorithm=lambda: follower.published.algorithm,
+        judge=judge,
         progress=progress,
     ) as gateway:
         yield gateway

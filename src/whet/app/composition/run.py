@@ -32,7 +32,13 @@ from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease, re
 from whet.app.evaluation.models import LocalModel, find_run, read_models
 from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
 from whet.app.run_folder import RunFolder
-from whet.config import LocalTrainerConfig, RunConfig, TinkerConfig
+from whet.config import (
+    GatewayConfig,
+    LocalEngineConfig,
+    LocalTrainerConfig,
+    RunConfig,
+    TinkerConfig,
+)
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError, boundary, requires_extra
 from whet.gateway.pipeline import Log
@@ -41,6 +47,8 @@ from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY, Agent
 from whet.runners.collector import QueueCollector
+from whet.runners.judges.group_ranking import JudgedCollector
+from whet.runners.judges.judge import Judge
 from whet.runners.loading import load_function
 from whet.store import DEFAULT_RUN
 from whet.store.http.server import StoreServer
@@ -50,12 +58,15 @@ from whet.trainers.local import LocalTrainer
 from whet.trainers.loss import LossFunction
 from whet.training.checkpoints import restore_steps
 from whet.training.step import Plan
-from whet.types import Attempt, Outcome
+from whet.types import Attempt, Endpoint, Outcome
 
 if TYPE_CHECKING:  # the client takes seconds to import
     from whet.models.tinker import TinkerPolicy
 
 Progress = Callable[[str], None]
+
+BASE_MODEL = "base"
+"""`gateway.judge`: the model of the run before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +118,10 @@ async def open_run(
         # An engine of this process shares the weights being trained; any other loads a copy.
         if not (shares_weights := agent is not None and config.engine.kind == "local"):
             trainer = _publish_weights(trainer, policy, folder, model, store, lease)
-        collector = QueueCollector(
-            queue=store,
-            log=store,
-            resources=await _resource_versions(store, context, shares_weights=shares_weights),
-            failure_reward=config.failure_reward,
-            on_ended=on_ended,
-        )
+        serving = serve_judge(config if agent else None, progress)
+        judge = await stack.enter_async_context(serving)
+        versions = await _resource_versions(store, context, shares_weights=shares_weights)
+        collector = _open_collector(config, store, versions, context.judge, judge, on_ended)
         scorer = LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
         parts = collector, algorithm, trainer, scorer
         run = Run(config, folder, store, lease or store, *parts, gateway=None)
@@ -121,7 +129,8 @@ async def open_run(
         await _restore_last(run, plan, progress)
         await trainer.publish()
         if agent is not None:
-            serving = _serve(policy if shares_weights else None, model, folder, store, progress)
+            shared = policy if shares_weights else None
+            serving = _serve(shared, model, folder, store, progress, judge)
             gateway = await stack.enter_async_context(serving)
             running = _run_agent(agent, folder, store, gateway, context, on_outcome, progress)
             await stack.enter_async_context(running)
@@ -132,12 +141,17 @@ async def open_run(
 
 @asynccontextmanager
 async def serve_model(
-    model: LocalModel, config: RunConfig, log: Log, secret: bytes, folder: Path
+    model: LocalModel,
+    config: RunConfig,
+    log: Log,
+    secret: bytes,
+    folder: Path,
+    judge: Endpoint | None = None,
 ) -> AsyncGenerator[Gateway]:
     """Serve a model, adapter or checkpoint that nothing trains; `folder` is for its servers."""
     async with (
         open_model_sampler(model, config, folder) as sampler,
-        serve_gateway(sampler, config, log, secret) as gateway,
+        serve_gateway(sampler, config, log, secret, judge=judge) as gateway,
     ):
         yield gateway
 
@@ -164,6 +178,47 @@ async def serve_alone(
             serve_model(model, config, log, secret, Path(folder)) as served,
         ):
             yield replace(served, model=model.name)
+
+
+@asynccontextmanager
+async def serve_judge(
+    config: RunConfig | None, progress: Progress
+) -> AsyncGenerator[Endpoint | None]:
+    """Serve the model that `gateway.judge` names, if it names one, beside the policy."""
+    if config is None or config.gateway.judge is None:
+        yield None
+        return
+    source = config.model if config.gateway.judge == BASE_MODEL else config.gateway.judge
+    engine = config.engine if config.engine.kind == "local" else LocalEngineConfig()
+    update = {"engine": engine, "gateway": GatewayConfig()}
+    async with serve_alone(source, config.model_copy(update=update), progress) as gateway:
+        yield gateway.own_endpoint.model_copy(update={"model": gateway.model})
+
+
+def _open_collector(
+    config: RunConfig,
+    store: Store,
+    versions: dict[str, int | Literal["latest"]],
+    judge: Judge | None,
+    endpoint: Endpoint | None,
+    on_ended: Callable[[int], None] | None,
+) -> Collector:
+    """The collector of a run; a judge ranks its groups. Raises ConfigError if that has no model."""
+    collector = QueueCollector(
+        queue=store,
+        log=store,
+        resources=versions,
+        failure_reward=config.failure_reward,
+        on_ended=on_ended,
+    )
+    if judge is None:
+        return collector
+    if judge.needs_gateway() and endpoint is None:
+        raise ConfigError(
+            "the judge that ranks groups has no base_url: give it one, or set gateway.judge in "
+            "a run of one process"
+        )
+    return JudgedCollector(collector=collector, judge=judge, spans=store, endpoint=endpoint)
 
 
 def _find_served(source: str, directory: Path, progress: Progress) -> tuple[LocalModel, bytes]:
@@ -292,6 +347,7 @@ async def _serve(
     folder: RunFolder,
     store: Store,
     progress: Progress,
+    judge: Endpoint | None,
 ) -> AsyncGenerator[Gateway]:
     """Serve the policy object that the trainer updates, or servers that load what it publishes."""
     config = folder.config()
@@ -301,7 +357,7 @@ async def _serve(
             published = read_policy(await store.latest(POLICY))
             opened = open_sampler(model, published, config, folder=folder.path, progress=progress)
             sampler = await stack.enter_async_context(opened)
-            serving = serve_published(sampler, published, config, store, secret, progress)
+            serving = serve_published(sampler, published, config, store, secret, progress, judge)
         else:
             if isinstance(shared, LocalPolicy):
                 opened = local_sampler(shared, config)
@@ -314,6 +370,7 @@ async def _serve(
                 store,
                 secret,
                 algorithm=lambda: config.algorithm,
+                judge=judge,
                 progress=progress,
             )
         yield await stack.enter_async_context(serving)

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.app.cli.display import ConsoleDisplay, Display
-from whet.app.composition.gateway_server import Gateway, run_agents
+from whet.app.composition.gateway_server import Gateway, build_judge, run_agents
 from whet.app.evaluation.comparison import (
     Comparison,
     compare,
@@ -43,14 +43,14 @@ from whet.app.prompts.saved import ALL_MODELS
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, resolve
 from whet.errors import ConfigError, requires_extra
-from whet.gateway.upstream import UpstreamProxy, check_endpoint
+from whet.gateway.upstream import UpstreamProxy, UpstreamRouter, check_endpoint
 from whet.io.files import JsonLines
 from whet.io.server import AppServer
 from whet.io.threads import run_async
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collector import QueueCollector
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, Outcome
+from whet.types import Attempt, Endpoint, Outcome
 
 KIND = "eval"
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -147,6 +147,8 @@ def prepare_evaluation(
         console.print(text, highlight=False)
 
     config = resolve(values)
+    if config.gateway.judge == "base":
+        raise ConfigError("an evaluation has several models: name the one of gateway.judge")
     plan_trials("eval", tasks, config)
     if not specs and not resume:
         raise ConfigError("no model to evaluate: give at least one, such as --model tiny")
@@ -219,17 +221,19 @@ async def _evaluate_models(
     scores: dict[str, Scores] = {}
     with folder.owned():
         lines = _Results(results, folder.path.name)
-        for model in models:
-            scores[model.name] = await _evaluate_model(
-                agent,
-                tasks,
-                model,
-                folder,
-                lines=lines,
-                key=key,
-                display=display,
-                resources=prompts.get(model.name, {}),
-            )
+        async with _serve_judge(folder.config(), display) as judge:
+            for model in models:
+                scores[model.name] = await _evaluate_model(
+                    agent,
+                    tasks,
+                    model,
+                    folder,
+                    lines=lines,
+                    key=key,
+                    display=display,
+                    resources=prompts.get(model.name, {}),
+                    judge=judge,
+                )
     evaluation = Evaluation(
         run=folder.path,
         models={model.name: model.source for model in models},
@@ -252,6 +256,7 @@ async def _evaluate_model(
     key: str,
     display: Display,
     resources: Mapping[str, JsonValue],
+    judge: Endpoint | None,
 ) -> Scores:
     config = folder.config()
     trials = plan_trials("eval", tasks, config)
@@ -270,7 +275,7 @@ async def _evaluate_model(
         if left:
             display.phase(f"evaluate {model.name}", left)
             async with (
-                _serve(model, config, store, folder, key) as gateway,
+                _serve(model, config, store, folder, key, judge) as gateway,
                 run_agents(agent, config.runner, store, gateway.endpoint, on_outcome),
             ):
                 versions = await publish_resources(store, resources)
@@ -283,22 +288,40 @@ async def _evaluate_model(
 
 
 @asynccontextmanager
+async def _serve_judge(config: RunConfig, display: Display) -> AsyncGenerator[Endpoint | None]:
+    if config.gateway.judge is None:
+        yield None
+        return
+    with requires_extra("a model on this machine", "local"):
+        from whet.app.composition.run import serve_judge  # noqa: PLC0415 - imports torch
+    async with serve_judge(config, display.note) as judge:
+        yield judge
+
+
+@asynccontextmanager
 async def _serve(
-    model: Model, config: RunConfig, store: SQLiteStore, folder: RunFolder, key: str
+    model: Model,
+    config: RunConfig,
+    store: SQLiteStore,
+    folder: RunFolder,
+    key: str,
+    judge: Endpoint | None,
 ) -> AsyncGenerator[Gateway]:
     secret = folder.secret()
     if isinstance(model, LocalModel):
         place = folder.path / "serve" / model.name
         with requires_extra("a model on this machine", "local"):
             from whet.app.composition.run import serve_model  # noqa: PLC0415 - imports torch
-        async with serve_model(model, config, store, secret, place) as gateway:
+        async with serve_model(model, config, store, secret, place, judge) as gateway:
             yield gateway
         return
     proxy = UpstreamProxy(
         model.url, model.source, key, log=store, secret=secret, config=config.gateway
     )
+    upstreams = build_judge(judge, config, store, secret) if judge else {}
+    router = UpstreamRouter(proxy.app, upstreams)
     server = AppServer(
-        proxy.app,
+        router,
         host=config.gateway.host,
         port=config.gateway.port,
         name="proxy",
@@ -308,6 +331,7 @@ async def _serve(
         yield Gateway(server.url, secret, model.source)
     finally:
         await proxy.close()
+        await router.close()
         server.close()
 
 
