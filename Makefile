@@ -8,7 +8,7 @@ READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray check fix docs bench clean dashboard dashboard-check test-browser
+.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray test-environments check fix docs bench clean dashboard dashboard-check test-browser
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -85,6 +85,17 @@ test-browser: $(READY) dashboard/node_modules/.installed ## run the tests of the
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium; }
 	$(BIN)/python -m pytest tests/app/dashboard/test_browser.py -m slow $(ARGS)
 
+test-environments: $(READY) ## run environments of other packages; WHET_ENVIRONMENTS names the folder of theirs
+	@test -n "$$WHET_ENVIRONMENTS" || $(MAKE) --no-print-directory .environments/.installed
+	WHET_ENVIRONMENTS=$${WHET_ENVIRONMENTS:-$(CURDIR)/.environments} $(BIN)/python -m pytest tests/environments -m slow $(ARGS)
+
+.environments/.installed:
+	for each in reasoning-gym=0.1.25 verifiers=0.4.0 inspect-ai=0.3.285 openenv=0.10.0; do \
+		folder=.environments/$$(echo $${each%=*} | sed s/-ai//) && $(PYTHON) -m venv $$folder && \
+		$$folder/bin/pip install --quiet $${each%=*}==$${each#*=} openai uv '.[runner]' || exit 1; \
+	done
+	@touch $@
+
 check: $(READY) ## lint, format, spelling and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -102,7 +113,7 @@ bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
-	rm -rf .venv .vllm .cookbook .coding-agents .agl .sdks build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm .cookbook .coding-agents .agl .environments .sdks build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py

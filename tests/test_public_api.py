@@ -57,7 +57,8 @@ SIGNATURES = {
     "build_algorithm": "(config: whet.config.run.RunConfig, *, "
     "teacher: whet.protocols.Scorer | None = None) -> whet.protocols.Algorithm",
     "command": "(arguments: collections.abc.Sequence[str], *, "
-    "reward: Literal['output', 'exit', 'post'] = 'output', stdin: bool = False) "
+    "reward: Literal['output', 'exit', 'post'] = 'output', stdin: bool = False, "
+    "sandbox: str | None = None) "
     "-> whet.runners.executors.command.CommandAgent",
     "dpo": f"({_DATA}, min_margin: float = 0.0, {_RESUMABLE}",
     "emit_message": "(text: str, **attributes: JsonValue) -> None",

@@ -29,6 +29,7 @@ from whet.runners.agent import Agent, await_result, check_agent, get_name, inspe
 from whet.runners.context import AttemptContext
 from whet.runners.diagnostics import DiagnosticsStore
 from whet.runners.endpoints import Connection, Endpoints
+from whet.runners.environments.hosted_agent import EnvironmentAgent
 from whet.runners.executors.command import CommandAgent
 from whet.runners.executors.executor import Evicted, Executor
 from whet.runners.executors.http_service import Service
@@ -158,8 +159,10 @@ async def open_attempt_execution(
     executor: Executor | None = None
     try:
         if processes := count_processes(agent, config):
+            attempts_each = math.ceil(config.concurrency / processes)
+            python = agent.python if isinstance(agent, EnvironmentAgent) else None
             executor = await ProcessPool.start(
-                get_spec(agent), processes, math.ceil(config.concurrency / processes), config.tracer
+                get_spec(agent), processes, attempts_each, config.tracer, python
             )
         else:
             if config.tracer:
@@ -185,6 +188,8 @@ def count_processes(agent: Agent, config: RunnerConfig) -> int:
     """
     if config.processes is not None:
         return min(config.processes, config.concurrency)
+    if isinstance(agent, EnvironmentAgent) and agent.python:
+        return 1
     cores = len(os.sched_getaffinity(0))
     if cores <= FEW_CORES or isinstance(agent, CommandAgent | Service):
         return 0
@@ -212,6 +217,8 @@ def check_runnable(agent: Agent, config: RunnerConfig) -> None:
             )
     if config.processes:
         get_spec(agent)
+    elif config.processes == 0 and isinstance(agent, EnvironmentAgent) and agent.python:
+        raise ConfigError("--env-python runs in a process of its own: leave out runner.processes 0")
 
 
 def _failed(kind: FailureKind, error: Exception) -> Outcome:

@@ -8,6 +8,10 @@ from types import ModuleType
 
 from whet.errors import ConfigError, boundary
 from whet.runners.agent import get_name
+from whet.runners.environments.hosted_agent import EnvironmentAgent
+
+ENVIRONMENT = "environment "
+"""Prefix of the specs of environments."""
 
 FILE_PREFIX = "whet_agent_"
 """Prefix of the module names of files that were loaded by path."""
@@ -31,12 +35,21 @@ def load_function(spec: str, kind: str = "agent") -> object:
     return vars(module)[name]
 
 
+def load_agent(spec: str) -> object:
+    """Load an agent by what `get_spec` returned for it: a name, or that of an environment."""
+    if spec.startswith(ENVIRONMENT):
+        return EnvironmentAgent(spec.removeprefix(ENVIRONMENT))
+    return load_function(spec)
+
+
 def get_spec(agent: object) -> str:
-    """Return the spec by which `load_function` finds an agent in another process.
+    """Return the spec by which `load_agent` finds an agent in another process.
 
     Raises:
         ConfigError: it has no such name.
     """
+    if isinstance(agent, EnvironmentAgent):
+        return f"{ENVIRONMENT}{agent.spec}"
     name, place = get_name(agent), getattr(agent, "__module__", None)
     has_name = isinstance(agent, type) or hasattr(agent, "__qualname__")
     module = sys.modules.get(place or "")

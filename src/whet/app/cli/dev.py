@@ -14,8 +14,8 @@ from whet.app.cli.flags import (
     add_samples_flag,
     add_tasks_flags,
     load_agent,
+    load_named_tasks,
 )
-from whet.app.inputs import load_tasks
 from whet.config import resolve
 from whet.errors import requires_extra
 
@@ -42,7 +42,7 @@ def run_dev(args: argparse.Namespace) -> int:
     values = config_values(args)
     resolve(values)
     agent = load_agent(args)
-    tasks = load_tasks(args.tasks)
+    tasks = load_named_tasks(args, agent)
     with requires_extra("a dry run", "local"):
         from whet.app.inspection.dry_run import dry_run  # noqa: PLC0415 - imports torch
     console = Console(quiet=args.quiet, stderr=args.json)

@@ -15,8 +15,8 @@ from whet.app.cli.flags import (
     add_resume_flag,
     add_tasks_flags,
     load_agent,
+    load_named_tasks,
 )
-from whet.app.inputs import load_tasks
 from whet.app.prompts.saved import read_prompts
 from whet.config import resolve
 from whet.errors import requires_extra
@@ -80,7 +80,7 @@ def run_eval(args: argparse.Namespace) -> int:
     values = config_values(args)
     resolve(values)  # errors in flags are reported before the slow imports
     agent = load_agent(args)
-    tasks = load_tasks(args.tasks)
+    tasks = load_named_tasks(args, agent, "held_out")
     with requires_extra("`whet eval`", "gateway"):
         from whet.app.evaluation.evaluate import (  # noqa: PLC0415 - imports numpy and starlette
             prepare_evaluation,
@@ -102,9 +102,10 @@ def run_eval(args: argparse.Namespace) -> int:
     try:
         evaluation = run_evaluation(agent, tasks, prepared, args.results, console)
     except KeyboardInterrupt:
+        task_flags = f"--tasks {args.tasks}" if args.tasks else f"--env {args.env}"
         results = f" --results {args.results}" if args.results else ""
         return report_stopped(
-            f"whet eval {args.agent or '...'} --tasks {args.tasks}{results}", prepared.folder
+            f"whet eval {args.agent or '...'} {task_flags}{results}", prepared.folder
         )
     if args.json:
         sys.stdout.write(json.dumps(evaluation.as_json()) + "\n")

@@ -8,10 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
+from pydantic import JsonValue
+
 from whet.app.composition.distributed import DEFAULT_STORE, STORE_VARIABLE
+from whet.app.inputs import load_tasks
 from whet.config import RunConfig
 from whet.errors import ConfigError, MissingExtra, boundary
 from whet.runners.agent import Agent, check_agent
+from whet.runners.environments.environment import Split
+from whet.runners.environments.hosted_agent import EnvironmentAgent
 from whet.runners.loading import load_function
 
 PREFIX = "config:"
@@ -113,10 +118,26 @@ def add_agent_flags(parser: CommandParser) -> None:
         help="an HTTP service instead of AGENT, by URL or as module:object",
     )
     group.add_argument(
+        "--env",
+        metavar="KIND:NAME",
+        help="an environment instead of AGENT and --tasks, such as reasoning-gym:chain_sum",
+    )
+    group.add_argument(
+        "--env-python",
+        metavar="PYTHON",
+        help="interpreter that has the environment's package and whet[runner]",
+    )
+    group.add_argument(
         "--reward",
         choices=["output", "exit", "post"],
         metavar="FROM",
         help="reward of a command: output (last line, default), exit or post",
+    )
+    group.add_argument(
+        "--sandbox",
+        metavar="NAME",
+        help="run a command in subprocess, bubblewrap or docker:IMAGE, with limits such as "
+        ",memory_mb=2048,processes=64,disk_mb=256",
     )
     group.add_argument(
         "--stdin", action="store_true", help="give a command its task on stdin as well"
@@ -129,7 +150,6 @@ def add_tasks_flags(parser: CommandParser, *, held_out: bool) -> None:
     tasks = "training tasks" if held_out else "tasks"
     group.add_argument(
         "--tasks",
-        required=True,
         metavar="FILE",
         help=f"{tasks}: a file with one JSON value a line, or several as a.jsonl=0.7,b.jsonl=0.3",
     )
@@ -150,13 +170,17 @@ def agent_arguments(args: argparse.Namespace) -> list[str]:
     _check_one_agent(args)
     if after := agent_command(args):
         stdin = ["--stdin"] if args.stdin else []
+        stdin += ["--sandbox", args.sandbox] if args.sandbox else []
         return [*(["--reward", args.reward] if args.reward else []), *stdin, "--", *after]
+    if args.env:
+        python = ["--env-python", args.env_python] if args.env_python else []
+        return ["--env", args.env, *python]
     return ["--service", args.service] if args.service else [args.agent]
 
 
 def has_agent(args: argparse.Namespace) -> bool:
     """Whether the command line names an agent."""
-    return bool(args.agent or args.service or agent_command(args))
+    return bool(args.agent or args.service or args.env or agent_command(args))
 
 
 def load_agent(args: argparse.Namespace) -> Agent:
@@ -165,7 +189,13 @@ def load_agent(args: argparse.Namespace) -> Agent:
     if after := agent_command(args):
         from whet.runners.executors.command import command  # noqa: PLC0415 - only if needed
 
-        return command(after, reward=args.reward or "output", stdin=args.stdin)
+        return command(
+            after, reward=args.reward or "output", stdin=args.stdin, sandbox=args.sandbox
+        )
+    if args.env:
+        from whet.runners.environments.hosted_agent import load_environment  # noqa: PLC0415
+
+        return load_environment(args.env, args.env_python)
     if args.service and "://" in args.service:
         from whet.runners.executors.http_service import Service  # noqa: PLC0415 - only if needed
 
@@ -178,15 +208,41 @@ def load_agent(args: argparse.Namespace) -> Agent:
     return cast(Agent, agent)
 
 
+def load_named_tasks(
+    args: argparse.Namespace, agent: Agent | None, split: Split = "train"
+) -> list[JsonValue]:
+    """Tasks of `--tasks`, or those of a split of the environment.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if args.tasks is not None:
+        return load_tasks(args.tasks)
+    if isinstance(agent, EnvironmentAgent):
+        return agent.list_tasks(split)
+    raise ConfigError("no tasks: name a file with --tasks")
+
+
+def load_named_held_out(args: argparse.Namespace, agent: Agent | None) -> list[JsonValue]:
+    """Tasks of `--held-out`, or the held-out ones of the environment; empty without either."""
+    if args.held_out is not None:
+        return load_tasks(args.held_out)
+    if isinstance(agent, EnvironmentAgent) and args.tasks is None:
+        return agent.list_tasks("held_out")
+    return []
+
+
 def _check_one_agent(args: argparse.Namespace) -> None:
-    named = [each for each in (args.agent, args.service, agent_command(args)) if each]
+    named = [each for each in (args.agent, args.service, args.env, agent_command(args)) if each]
     if len(named) != 1:
         raise ConfigError(
-            f"found {len(named)} agents, expected one: module:function, --service URL, or a "
-            "command after --"
+            f"found {len(named)} agents, expected one: module:function, --service URL, --env NAME, "
+            "or a command after --"
         )
-    if (args.reward is not None or args.stdin) and not agent_command(args):
-        flag = "--stdin" if args.stdin else "--reward"
+    if args.env_python and not args.env:
+        raise ConfigError("--env-python is only for --env: leave it out")
+    if (args.reward is not None or args.stdin or args.sandbox) and not agent_command(args):
+        flag = "--stdin" if args.stdin else "--sandbox" if args.sandbox else "--reward"
         raise ConfigError(f"{flag} is only for a command after --: leave it out")
 
 

@@ -22,10 +22,12 @@ from whet.app.cli.flags import (
     add_tasks_flags,
     has_agent,
     load_agent,
+    load_named_held_out,
+    load_named_tasks,
 )
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.composition.driver import Driver
-from whet.app.inputs import AgentContext, check_held_out, load_tasks
+from whet.app.inputs import AgentContext, check_held_out
 from whet.app.prompts.saved import load_prompts
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
@@ -77,8 +79,9 @@ def run_train(args: argparse.Namespace) -> int:
     """Run `whet train`."""
     values = config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
-    tasks = load_tasks(args.tasks)
-    held_out = load_tasks(args.held_out) if args.held_out else []
+    environment = load_agent(args) if args.env else None
+    tasks = load_named_tasks(args, environment)
+    held_out = load_named_held_out(args, environment)
     check_held_out(config, held_out)
     if args.debug:
         return run_dev(args)
@@ -133,7 +136,7 @@ def _report_stopped(args: argparse.Namespace, folder: RunFolder) -> int:
     if args.store is not None:
         sys.stderr.write("whet: stopped; the same command resumes the run\n")
         return 130
-    task_flags = f"--tasks {args.tasks}"
+    task_flags = f"--tasks {args.tasks}" if args.tasks else f"--env {args.env}"
     if args.held_out:
         task_flags += f" --held-out {args.held_out}"
     return report_stopped(f"whet train {args.agent or '...'} {task_flags}", folder)

@@ -74,6 +74,7 @@ def _plan(
     execution = [f"--concurrency={concurrency}", f"--lease={config.runner.lease_s}"]
     execution += [f"--processes={config.runner.processes or 0}"]
     execution += [f"--tracer={config.runner.tracer}"] if config.runner.tracer else []
+    tasks = agent if args.tasks is None and args.env else ["--tasks", args.tasks or ""]
     held_out = ["--held-out", args.held_out] if args.held_out else []
     engine = config.engine
     after = ["--", *engine.flags] if engine.kind == "vllm" and engine.flags else []
@@ -84,7 +85,7 @@ def _plan(
             f"runner-{n}": ["runner", *place, *execution, f"--name={host}-{run}-{n}", *agent]
             for n in range(1, args.runners + 1)
         },
-        "train": ["train", "--tasks", args.tasks, *held_out, *store, *_as_flags(values), *after],
+        "train": ["train", *tasks, *held_out, *store, *_as_flags(values), *after],
     }
 
 

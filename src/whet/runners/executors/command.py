@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,8 @@ from whet.runners.executors.remote import (
     get_last_reward,
     parse_reward,
 )
+from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes.sandbox import Sandbox
 from whet.types import Endpoint
 
 RewardBy = Literal["output", "exit", "post"]
@@ -43,11 +45,14 @@ HINTS = {
 class CommandAgent:
     """A command as an agent; see `command`."""
 
-    def __init__(self, arguments: Sequence[str], reward: RewardBy, stdin: bool) -> None:
+    def __init__(
+        self, arguments: Sequence[str], reward: RewardBy, stdin: bool, sandbox: Sandbox | None
+    ) -> None:
         self.__name__ = Path(arguments[0]).name
         self._arguments = tuple(arguments)
         self._reward: RewardBy = reward
         self._stdin = stdin
+        self._sandbox = sandbox
 
     async def __call__(self, task: JsonValue, llm: Endpoint) -> float:
         """Run the command on a task and return its reward."""
@@ -58,7 +63,14 @@ class CommandAgent:
             environment |= build_environment(llm, posts_rewards=self._reward == "post")
             environment["WHET_TASK_FILE"] = str(file)
             stdin = file if self._stdin else Path(os.devnull)
-            result = await _run(self._arguments, stdin, environment)
+            if self._sandbox is None:
+                result = await _run(self._arguments, stdin, environment)
+            else:
+                opened = self._sandbox.open(self._arguments, Path(folder), environment, llm)
+                async with opened as sandboxed:
+                    result = await _run(
+                        sandboxed.arguments, stdin, sandboxed.environment, sandboxed.folder
+                    )
         if self._reward == "exit" and result.code in (0, 1):
             return 1.0 - result.code
         if result.code != 0:
@@ -73,7 +85,11 @@ class CommandAgent:
 
 
 def command(
-    arguments: Sequence[str], *, reward: RewardBy = "output", stdin: bool = False
+    arguments: Sequence[str],
+    *,
+    reward: RewardBy = "output",
+    stdin: bool = False,
+    sandbox: str | None = None,
 ) -> CommandAgent:
     """Make an agent of a command such as `["node", "agent.js"]`, run once for each attempt.
 
@@ -83,14 +99,19 @@ def command(
     exit code 1 a reward of 0. By `post`, it posts `{"value": ...}` to `WHET_REWARD_URL` with
     `WHET_REWARD_KEY`. Other exit codes are failures.
 
+    A `sandbox` runs each attempt in a folder of its own with limits: `subprocess`, `bubblewrap`,
+    `docker:IMAGE` or `podman:IMAGE`, and after commas `memory_mb=N`, `processes=N`, `disk_mb=N`.
+
     Raises:
-        ConfigError: the command does not exist.
+        ConfigError: the command does not exist, or this system cannot run the sandbox.
     """
     if not arguments or isinstance(arguments, str):
         raise ConfigError(f"a command is a list such as ['node', 'agent.js']; found {arguments!r}")
-    if shutil.which(arguments[0]) is None:
+    is_in_image = sandbox is not None and sandbox.startswith(("docker:", "podman:"))
+    if not is_in_image and shutil.which(arguments[0]) is None:
         raise ConfigError(f"command not found: {arguments[0]!r}")
-    return CommandAgent(arguments, reward, stdin)
+    chosen = None if sandbox is None else choose_sandbox(sandbox)
+    return CommandAgent(arguments, reward, stdin, chosen)
 
 
 class _StreamTail:
@@ -145,14 +166,17 @@ class _CommandResult:
 
 
 async def _run(
-    arguments: Sequence[str], stdin: Path, environment: dict[str, str]
+    arguments: Sequence[str],
+    stdin: Path,
+    environment: Mapping[str, str],
+    folder: Path | None = None,
 ) -> _CommandResult:
     """Run a command; when this returns or is cancelled, all its processes are gone."""
     output, errors = _StreamTail(), _StreamTail()
     reading = [asyncio.create_task(tail.read()) for tail in (output, errors)]
     process = None
     try:
-        process = await _start(arguments, stdin, environment, output, errors)
+        process = await _start(arguments, stdin, environment, output, errors, folder)
         code = await process.wait()
         _kill_group(process.pid)  # a child that outlives it would hold the streams open
         await asyncio.wait(reading, timeout=DRAIN_TIMEOUT_S)
@@ -170,9 +194,10 @@ async def _run(
 async def _start(
     arguments: Sequence[str],
     stdin: Path,
-    environment: dict[str, str],
+    environment: Mapping[str, str],
     output: _StreamTail,
     errors: _StreamTail,
+    folder: Path | None,
 ) -> asyncio.subprocess.Process:
     with stdin.open("rb") as source:
         try:
@@ -182,6 +207,7 @@ async def _start(
                 stdout=output.write_end,
                 stderr=errors.write_end,
                 env=environment,
+                cwd=folder,
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:

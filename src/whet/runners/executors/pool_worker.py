@@ -20,7 +20,7 @@ from whet.runners.agent import inspect_agent
 from whet.runners.context import AttemptContext
 from whet.runners.executors.executor import Evicted
 from whet.runners.executors.in_process import AgentSandbox, InProcessExecutor
-from whet.runners.loading import load_function
+from whet.runners.loading import load_agent
 from whet.runners.tracers import install_tracer
 from whet.types import Attempt, AttemptId, Endpoint, Reward, Span
 
@@ -67,9 +67,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner ends this process
     requests, responses = _take_over_streams()
     settings = json.loads(requests.readline())
-    sys.path[:] = settings["path"]
+    if settings["path"] is not None:
+        sys.path[:] = settings["path"]
     try:
-        agent = inspect_agent(load_function(settings["spec"]))
+        agent = inspect_agent(load_agent(settings["spec"]))
         if settings["tracer"]:
             install_tracer(settings["tracer"])
     except ConfigError as error:

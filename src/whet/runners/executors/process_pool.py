@@ -51,9 +51,15 @@ class ProcessPool(Executor):
     """
 
     def __init__(
-        self, spec: str, processes: int, attempts_each: int, tracer: TracerName | None
+        self,
+        spec: str,
+        processes: int,
+        attempts_each: int,
+        tracer: TracerName | None,
+        python: str | None,
     ) -> None:
         self._spec = spec
+        self._python = python
         self._processes = processes
         self._attempts_each = attempts_each
         self._tracer: TracerName | None = tracer
@@ -65,15 +71,22 @@ class ProcessPool(Executor):
 
     @classmethod
     async def start(
-        cls, spec: str, processes: int, attempts_each: int, tracer: TracerName | None
+        cls,
+        spec: str,
+        processes: int,
+        attempts_each: int,
+        tracer: TracerName | None,
+        python: str | None = None,
     ) -> "ProcessPool":
         """Start one process, the others on demand. `spec` names the agent.
+
+        `python` is the interpreter of another environment, which has `whet[runner]` itself.
 
         Raises:
             ConfigError: the agent cannot be loaded in a process.
         """
-        pool = cls(spec, processes, attempts_each, tracer)
-        pool._workers.append(await _Worker.start(spec, attempts_each, tracer))
+        pool = cls(spec, processes, attempts_each, tracer, python)
+        pool._workers.append(await _Worker.start(spec, attempts_each, tracer, python))
         return pool
 
     async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
@@ -118,7 +131,9 @@ class ProcessPool(Executor):
             may_start = is_alone or len(usable) < self._processes
             if best is None or (best.running and may_start):
                 try:
-                    best = await _Worker.start(self._spec, self._attempts_each, self._tracer)
+                    best = await _Worker.start(
+                        self._spec, self._attempts_each, self._tracer, self._python
+                    )
                 except ConfigError as error:
                     raise AgentFailed(str(error)) from error
                 self._workers.append(best)
@@ -163,9 +178,11 @@ class _Worker:
         self.is_retired = False
 
     @classmethod
-    async def start(cls, spec: str, attempts: int, tracer: TracerName | None) -> "_Worker":
+    async def start(
+        cls, spec: str, attempts: int, tracer: TracerName | None, python: str | None
+    ) -> "_Worker":
         process = await anyio.open_process(
-            [sys.executable, "-m", "whet.runners.executors.pool_worker"],
+            [python or sys.executable, "-m", "whet.runners.executors.pool_worker"],
             stdout=-1,
             stderr=None,
             start_new_session=True,
@@ -174,7 +191,9 @@ class _Worker:
         settings: Message = {"spec": spec, "tracer": tracer, "attempts": attempts}
         try:
             with fail_after(START_TIMEOUT_S):
-                await worker._send({**settings, "path": list(sys.path)})
+                # Another interpreter has packages of its own.
+                path: JsonValue = None if python else list(sys.path)
+                await worker._send({**settings, "path": path})
                 response = await worker._receive()
         except (TimeoutError, _ProcessDied, AgentFailed) as error:
             await worker.kill()

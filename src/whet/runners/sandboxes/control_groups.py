@@ -1,0 +1,80 @@
+"""Control groups of the kernel that bound the processes and the memory of an attempt."""
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from whet.runners.sandboxes.sandbox import SandboxLimits
+
+ROOT = Path("/sys/fs/cgroup")
+END_TIMEOUT_S = 10.0
+OWN_PROCESSES = 8
+"""Allowance for the programs around the command."""
+
+
+class ControlGroups:
+    """The groups of one attempt; empty where the system does not let us make any."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+
+    @property
+    def files(self) -> list[str]:
+        """Files that a process writes its id to, to join."""
+        return [str(folder / "cgroup.procs") for folder in self._folders]
+
+    def kill(self) -> None:
+        """Kill every process in the groups, whatever session it has moved to, and remove them."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for folder in self._folders:
+            while time.monotonic() < deadline:
+                with suppress(OSError):
+                    for line in (folder / "cgroup.procs").read_text().split():
+                        with suppress(ProcessLookupError):
+                            os.kill(int(line), signal.SIGKILL)
+                    folder.rmdir()
+                    break
+                time.sleep(0.01)
+
+
+@contextmanager
+def open_groups(limits: SandboxLimits) -> Generator[ControlGroups]:
+    """Make groups with the limits where the system allows it; all in them is killed at the end."""
+    name = f"whet-{os.getpid()}-{secrets.token_hex(4)}"
+    processes, memory = limits.processes + OWN_PROCESSES, limits.memory_mb * 2**20
+    made: list[Path] = []
+    if (ROOT / "cgroup.controllers").exists():  # version 2
+        made += _make(ROOT / name, {"pids.max": processes, "memory.max": memory})
+    else:
+        made += _make(ROOT / "pids" / name, {"pids.max": processes})
+        made += _make(ROOT / "memory" / name, {"memory.limit_in_bytes": memory})
+    groups = ControlGroups(made)
+    try:
+        yield groups
+    finally:
+        groups.kill()
+
+
+def can_make_groups() -> bool:
+    """Whether this process may bound the processes of a command by a group."""
+    with open_groups(SandboxLimits()) as groups:
+        return bool(groups.files)
+
+
+def _make(folder: Path, limits: dict[str, int]) -> list[Path]:
+    try:
+        folder.mkdir()
+    except OSError:
+        return []
+    try:
+        for name, value in limits.items():
+            (folder / name).write_text(str(value))
+    except OSError:
+        with suppress(OSError):
+            folder.rmdir()
+        return []
+    return [folder]

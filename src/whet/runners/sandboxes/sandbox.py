@@ -1,0 +1,111 @@
+"""The protocol of sandboxes, their limits, and how one is chosen by name."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from whet.errors import ConfigError
+from whet.types import Endpoint
+
+RELAY_BYTES = 2**16
+SOCKET = "gateway.sock"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """Limits of one attempt; its time limit is the rollout's."""
+
+    memory_mb: int = 4096
+    processes: int = 256
+    disk_mb: int = 1024
+
+    def __post_init__(self) -> None:
+        if min(self.memory_mb, self.processes, self.disk_mb) < 1:
+            raise ConfigError("the limits of a sandbox are at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxedCommand:
+    """A command line to start, and where."""
+
+    arguments: Sequence[str]
+    folder: Path
+    environment: Mapping[str, str]
+
+
+class Sandbox(Protocol):
+    """A way to run a command apart from this machine and from other attempts."""
+
+    def check(self) -> None:
+        """Raise ConfigError if this system cannot run it."""
+        ...
+
+    def open(
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], llm: Endpoint
+    ) -> AbstractAsyncContextManager[SandboxedCommand]:
+        """Prepare a command whose working directory is `folder`, empty except for its task.
+
+        When the block ends, every process of the command is gone. Raises AgentFailed at its end if
+        a limit was exceeded.
+        """
+        ...
+
+
+def absolute_arguments(arguments: Sequence[str]) -> list[str]:
+    """Arguments with existing relative files made absolute: the command runs in another folder."""
+    return [
+        str(Path(each).absolute()) if not each.startswith("-") and Path(each).exists() else each
+        for each in arguments
+    ]
+
+
+def gateway_address(llm: Endpoint) -> tuple[str, int]:
+    """Host and port of the endpoint of an attempt."""
+    parts = urlsplit(llm.base_url)
+    return parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+@asynccontextmanager
+async def relay_gateway(socket: Path, llm: Endpoint) -> AsyncGenerator[None]:
+    """Pass connections at a Unix socket on to the gateway: the only way out of a sandbox."""
+    host, port = gateway_address(llm)
+    open_tasks = set[asyncio.Task[None]]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        open_tasks.add(task)
+        try:
+            there, back = await asyncio.open_connection(host, port)
+            try:
+                await asyncio.gather(_copy(reader, back), _copy(there, writer))
+            finally:
+                back.close()
+        except OSError:
+            pass  # the client sees a closed connection
+        finally:
+            writer.close()
+            open_tasks.discard(task)
+
+    server = await asyncio.start_unix_server(serve, path=str(socket))
+    os.chmod(socket, 0o666)  # an unmapped user of a container connects as well
+    try:
+        yield
+    finally:
+        server.close()
+        for task in list(open_tasks):
+            task.cancel()
+        await asyncio.gather(*open_tasks, return_exceptions=True)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(RELAY_BYTES):
+        writer.write(chunk)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
