@@ -1,0 +1,182 @@
+"""The dashboard in Chromium, at a real run that failed at times and forked.
+
+`make test-browser` installs the browser; screenshots are in `.screenshots`.
+"""
+
+import gzip
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+
+import whet
+from support.forking_agent import solve, tasks
+from support.recorded_run import PAYLOAD, make_folder, record_run
+from whet.app.dashboard.app import FILES, STATIC
+from whet.app.dashboard.run_catalog import FolderCatalog
+from whet.app.dashboard.serving import Dashboard
+from whet.io.threads import run_async
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ROOT = Path(__file__).parents[3]
+SHOTS = ROOT / ".screenshots"
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PATIENCE_MS = 60_000
+PAGES = ("", "/rollouts", "/queue", "/rewards", "/evaluations", "/resources")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: `make test-browser` installs it"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run that failed at times and forked, and a hostile one."""
+    directory = tmp_path_factory.mktemp("trained")
+    train(directory, "real", steps=2)
+    hostile = make_folder(directory, "hostile", PAYLOAD)
+    run_async(lambda: record_run(hostile, text=PAYLOAD))
+    return directory
+
+
+def train(directory: Path, name: str, *, steps: int) -> None:
+    whet.train(
+        solve,
+        tasks(8, 0),
+        held_out=tasks(4, 1),
+        name=name,
+        dir=str(directory),
+        steps=steps,
+        tasks_per_step=4,
+        group_size=2,
+        quiet=True,
+        runner={"max_attempts": 1, "processes": 0},
+        algorithm={"logged_keys": ["right", "used_tool"]},
+        failure_reward={"agent": 0.0},
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def dashboard(trained: Path) -> Generator[Dashboard]:
+    served = Dashboard(FolderCatalog(trained))
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def page(browser: Browser, dashboard: Dashboard) -> Generator[Page]:
+    """A signed-in tab, which must not log an error."""
+    context = browser.new_context(viewport={"width": 1280, "height": 820}, color_scheme="light")
+    context.set_default_timeout(PATIENCE_MS)
+    tab = context.new_page()
+    errors: list[str] = []
+
+    def note(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            errors.append(message.text)
+
+    tab.on("console", note)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(dashboard.link())
+    expect(tab.locator("tr.row")).to_have_count(2, timeout=PATIENCE_MS)
+    yield tab
+    assert errors == []
+    assert tab.evaluate("window.pwned") is None
+    context.close()
+
+
+def visit(page: Page, path: str, wait: str) -> None:
+    page.evaluate("path => { location.hash = path; }", path)
+    page.locator(wait).first.wait_for()
+
+
+def first_rollout(page: Page, query: str) -> str:
+    visit(page, f"/r/real/rollouts?{query}", "tr.row")
+    expect(page.locator("table")).to_have_attribute("aria-busy", "false", timeout=PATIENCE_MS)
+    return page.locator("tr.row a").first.inner_text()
+
+
+def test_every_page_of_a_run_is_drawn(page: Page) -> None:
+    SHOTS.mkdir(exist_ok=True)
+    waits = (".chart canvas", "tr.row", ".tile", ".histogram", ".verdict", "table")
+    for path, wait in zip(PAGES, waits, strict=True):
+        visit(page, f"/r/real{path}", wait)
+        page.screenshot(path=SHOTS / f"{path.strip('/') or 'curves'}.png")
+
+
+def test_filters_change_the_list_and_the_address(page: Page) -> None:
+    visit(page, "/r/real/rollouts", "tr.row")
+    page.get_by_label("status").select_option("failed")
+    expect(page.locator("tr.row .s-succeeded")).to_have_count(0, timeout=PATIENCE_MS)
+    expect(page.locator("tr.row .s-failed").first).to_be_visible()
+    assert "status=failed" in page.url
+    page.get_by_label("text").fill("no such text anywhere")
+    expect(page.get_by_text("No rollout matches.")).to_be_visible(timeout=PATIENCE_MS)
+    page.go_back()
+    page.keyboard.press("?")
+    expect(page.get_by_role("note")).to_contain_text("light or dark")
+
+
+def test_a_failed_rollout_has_its_traceback(page: Page) -> None:
+    rollout = first_rollout(page, "status=failed")
+    visit(page, f"/r/real/rollouts/{rollout}", ".failure")
+    expect(page.locator(".failure")).to_contain_text("forking_agent.py")
+
+
+def test_a_token_shows_its_numbers_and_is_colored_by_the_one_that_is_chosen(page: Page) -> None:
+    rollout = first_rollout(page, "status=succeeded&mode=train")
+    visit(page, f"/r/real/rollouts/{rollout}?view=tokens", ".tokens span.lp0")
+    page.locator(".tokens span.lp0").first.hover()
+    tip = page.locator(".tip")
+    expect(tip).to_contain_text("log-prob")
+    expect(tip).to_contain_text("version")
+    shades = ".pos0, .pos1, .pos2, .neg0, .neg1, .neg2, .off"
+    for mode, kind in (("mask", ".on, .off"), ("advantage", shades)):
+        page.get_by_role("button", name=mode, exact=True).click()
+        expect(page.locator(".tokens").locator(kind).first).to_be_visible()
+    page.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    expect(tip).to_contain_text("context")
+
+
+def test_a_fork_says_its_cause(page: Page) -> None:
+    rollout = first_rollout(page, "status=succeeded&mode=train&forked=true")
+    visit(page, f"/r/real/rollouts/{rollout}", ".badge.fork")
+    expect(page.locator(".badge.fork").first).to_contain_text("fork: ")
+    page.get_by_role("button", name="graph").click()
+    expect(page.locator("td .cause").first).to_contain_text(": ")
+
+
+def test_light_and_dark_differ_and_the_choice_stays(page: Page) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    visit(page, "/r/real", ".chart canvas")
+    light = page.evaluate(background)
+    page.keyboard.press("t")
+    dark = page.evaluate(background)
+    assert light != dark
+    page.reload()
+    page.locator(".chart canvas").first.wait_for()
+    assert page.evaluate(background) == dark
+
+
+def test_the_first_load_is_below_300_kb_compressed() -> None:
+    assert sum(len(gzip.compress((STATIC / name).read_bytes())) for name in FILES) < 300_000
