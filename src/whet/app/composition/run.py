@@ -19,6 +19,7 @@ from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.algorithms import DISTILLATION, build_algorithm, is_custom
+from whet.app.composition.collection import open_collector
 from whet.app.composition.distributed import StoreAddress
 from whet.app.composition.gateway_server import Gateway, run_agents, serve_gateway, serve_published
 from whet.app.composition.ray_runners import run_agents_on_ray
@@ -46,9 +47,6 @@ from whet.models.catalog import model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY, Agent
-from whet.runners.collector import QueueCollector
-from whet.runners.judges.group_ranking import JudgedCollector
-from whet.runners.judges.judge import Judge
 from whet.runners.loading import load_function
 from whet.store import DEFAULT_RUN
 from whet.store.http.server import StoreServer
@@ -121,7 +119,7 @@ async def open_run(
         serving = serve_judge(config if agent else None, progress)
         judge = await stack.enter_async_context(serving)
         versions = await _resource_versions(store, context, shares_weights=shares_weights)
-        collector = _open_collector(config, store, versions, context.judge, judge, on_ended)
+        collector = open_collector(config, store, versions, context.judge, judge, on_ended)
         scorer = LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
         parts = collector, algorithm, trainer, scorer
         run = Run(config, folder, store, lease or store, *parts, gateway=None)
@@ -193,32 +191,6 @@ async def serve_judge(
     update = {"engine": engine, "gateway": GatewayConfig()}
     async with serve_alone(source, config.model_copy(update=update), progress) as gateway:
         yield gateway.own_endpoint.model_copy(update={"model": gateway.model})
-
-
-def _open_collector(
-    config: RunConfig,
-    store: Store,
-    versions: dict[str, int | Literal["latest"]],
-    judge: Judge | None,
-    endpoint: Endpoint | None,
-    on_ended: Callable[[int], None] | None,
-) -> Collector:
-    """The collector of a run; a judge ranks its groups. Raises ConfigError if that has no model."""
-    collector = QueueCollector(
-        queue=store,
-        log=store,
-        resources=versions,
-        failure_reward=config.failure_reward,
-        on_ended=on_ended,
-    )
-    if judge is None:
-        return collector
-    if judge.needs_gateway() and endpoint is None:
-        raise ConfigError(
-            "the judge that ranks groups has no base_url: give it one, or set gateway.judge in "
-            "a run of one process"
-        )
-    return JudgedCollector(collector=collector, judge=judge, spans=store, endpoint=endpoint)
 
 
 def _find_served(source: str, directory: Path, progress: Progress) -> tuple[LocalModel, bytes]:
