@@ -1,13 +1,14 @@
-"""A gateway that serves a sampler over HTTP, and a runner whose agents use it."""
+"""A gateway that serves a sampler over HTTP, a runner whose agents use it, and their collector."""
 
 import hashlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import anyio
@@ -27,10 +28,13 @@ from whet.io.attempt_url import build_attempt_url
 from whet.io.files import atomic_file
 from whet.io.server import AppServer
 from whet.io.threads import unwrap_group
-from whet.protocols import Resources, Store
+from whet.protocols import Collector, Resources, Store
 from whet.runners.agent import POLICY, Agent
+from whet.runners.collector import QueueCollector
 from whet.runners.endpoints import FixedEndpoint
 from whet.runners.hooks import Hooks
+from whet.runners.judges.group_ranking import JudgedCollector
+from whet.runners.judges.judge import Judge
 from whet.runners.runner import Runner, RunnerStore
 from whet.types import GATEWAY_PREFIX, JUDGE_MODEL, Attempt, Endpoint, Outcome, Reward
 
@@ -216,6 +220,32 @@ async def advertise(resources: Resources, url: str) -> AsyncGenerator[None]:
     finally:
         with anyio.move_on_after(5, shield=True):
             await resources.publish(name, None)
+
+
+def open_collector(
+    config: RunConfig,
+    store: Store,
+    versions: Mapping[str, int | Literal["latest"]],
+    judge: Judge | None,
+    endpoint: Endpoint | None,
+    on_ended: Callable[[int], None] | None,
+) -> Collector:
+    """The collector of a run; a judge ranks its groups. Raises ConfigError if that has no model."""
+    collector = QueueCollector(
+        queue=store,
+        log=store,
+        resources=versions,
+        failure_reward=config.failure_reward,
+        on_ended=on_ended,
+    )
+    if judge is None:
+        return collector
+    if judge.needs_gateway() and endpoint is None:
+        raise ConfigError(
+            "the judge that ranks groups has no base_url: give it one, or set gateway.judge in "
+            "a run of one process"
+        )
+    return JudgedCollector(collector=collector, judge=judge, spans=store, endpoint=endpoint)
 
 
 @contextmanager

@@ -19,9 +19,14 @@ from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.algorithms import DISTILLATION, build_algorithm, is_custom
-from whet.app.composition.collection import open_collector
 from whet.app.composition.distributed import StoreAddress
-from whet.app.composition.gateway_server import Gateway, run_agents, serve_gateway, serve_published
+from whet.app.composition.gateway_server import (
+    Gateway,
+    open_collector,
+    run_agents,
+    serve_gateway,
+    serve_published,
+)
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.samplers import (
     local_sampler,
