@@ -173,7 +173,26 @@ def _download(name: str, progress: Callable[[str], None]) -> Path:
         "(check the name, the network and HF_TOKEN, or copy the model and pass its folder)",
     ):
         download = cast(Callable[..., str], huggingface_hub.snapshot_download)
-        folder = Path(download(name, allow_patterns=list(HUB_FILES)))
+        try:
+            folder = Path(download(name, allow_patterns=list(HUB_FILES)))
+        except huggingface_hub.errors.GatedRepoError as error:
+            raise ConfigError(
+                f"{name!r} asks for your agreement: accept its terms at "
+                f"{huggingface_hub.constants.ENDPOINT}/{name}, then set HF_TOKEN to a token of "
+                "your account"
+            ) from error
+        except huggingface_hub.errors.RepositoryNotFoundError as error:
+            raise ConfigError(
+                f"the Hugging Face Hub has no model {name!r} that you may read: check the name; "
+                "for a private one set HF_TOKEN"
+            ) from error
+        except huggingface_hub.errors.LocalEntryNotFoundError as error:
+            raise ConfigError(
+                f"there is no folder {name!r}, and it cannot be downloaded from the Hugging Face "
+                f"Hub: cannot reach the Hugging Face Hub at {huggingface_hub.constants.ENDPOINT}, "
+                "or HF_HUB_OFFLINE is set, and the model is not in its cache; copy the model and "
+                "pass its folder"
+            ) from error
     if not _is_model(folder):
         raise ConfigError(f"{name!r} on the Hugging Face Hub is not a model: {_contents(folder)}")
     return folder

@@ -340,11 +340,11 @@ def add_run_flag(parser: CommandParser, *, required: bool = False) -> None:
 
 
 def add_dir_flag(parser: CommandParser) -> None:
-    """Add `--dir`, the folder with the store's token."""
+    """Add `--dir`, the folder of runs, which also has the store's token."""
     parser.group("store").add_argument(
         "--dir",
         default=DEFAULT_DIR,
         metavar="DIR",
-        help=f"folder with the store's token, unless $WHET_STORE_TOKEN is set "
+        help=f"folder of runs, and of the store's token unless $WHET_STORE_TOKEN is set "
         f"(default {DEFAULT_DIR})",
     )

@@ -27,6 +27,9 @@ COMMANDS = {
         "demo": CommandInfo("train a small model on this machine, in minutes"),
         "models": CommandInfo("list models, download one, or merge an adapter into its base model"),
         "doctor": CommandInfo("check how exactly a model, a run or a recording can be trained"),
+        "completion": CommandInfo(
+            "print a script that completes commands in your shell", module="whet.app.completion"
+        ),
     },
     "train and evaluate": {
         "dev": CommandInfo("run your agent on a few tasks without training, and show every call"),

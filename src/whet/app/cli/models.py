@@ -6,7 +6,7 @@ from pathlib import Path
 
 import anyio
 
-from whet.app.cli.flags import CommandParser
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser
 from whet.errors import ConfigError, boundary, requires_extra
 from whet.io.files import atomic_folder
 from whet.models.catalog import available, resolve_model
@@ -30,6 +30,9 @@ def add_arguments(parser: CommandParser) -> None:
     merge = actions.add_parser("merge", help=about, description=f"{about.capitalize()}.")
     merge.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a PEFT adapter")
     merge.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
+    merge.add_argument(
+        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+    )
     merge.set_defaults(run=_merge)
     parser.set_defaults(run=_list)
 
@@ -53,18 +56,18 @@ def _merge(args: argparse.Namespace) -> int:
     if out.exists():
         raise ConfigError(f"folder {str(out)!r} exists already: choose another")
     with requires_extra("`whet models merge`", "local"):
-        anyio.run(_write_merged, args.source, out)
+        anyio.run(_write_merged, args.source, out, Path(args.dir))
     _print(f"{args.source} is merged: {out}")
     return 0
 
 
-async def _write_merged(source: str, out: Path) -> None:
+async def _write_merged(source: str, out: Path, directory: Path) -> None:
     from whet.app.evaluation.models import LocalModel, read_models  # noqa: PLC0415
     from whet.config import LocalTrainerConfig  # noqa: PLC0415
     from whet.models.huggingface import LocalPolicy  # noqa: PLC0415 - imports torch
     from whet.trainers.local import LocalTrainer  # noqa: PLC0415
 
-    [model] = read_models([source], None, _print)
+    [model] = read_models([source], None, _print, directory=directory)
     assert isinstance(model, LocalModel)
     if model.checkpoint is None and model.adapter is None:
         raise ConfigError(

@@ -80,6 +80,7 @@ async def _serve_alone(args: Arguments, config: RunConfig) -> None:
 
     async with stoppable() as stop:
         with stop.cancel_on_request():
+            config = config.model_copy(update={"dir": Path(args.dir)})
             async with serve_alone(args.model, config, print_line) as served:
                 endpoint = served.own_endpoint
                 print_line(f"{args.model} listens at {endpoint.base_url}, model {endpoint.model!r}")

@@ -200,11 +200,9 @@ async def serve_judge(
 
 def _find_served(source: str, directory: Path, progress: Progress) -> tuple[LocalModel, bytes]:
     """A model by what `whet eval` takes, or by the name of a run, and the secret of its keys."""
-    by_name = directory / "runs" / source
-    path = by_name if (by_name / "config.json").is_file() else Path(source).expanduser()
-    [model] = read_models([str(path) if path == by_name else source], None, progress)
+    [model] = read_models([source], None, progress, directory=directory)
     assert isinstance(model, LocalModel)
-    run = find_run(path)
+    run = find_run(Path(model.source).expanduser())
     return model, run.secret() if run else secrets.token_bytes(32)
 
 

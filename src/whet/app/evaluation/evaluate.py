@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
@@ -152,7 +151,7 @@ def prepare_evaluation(
     plan_trials("eval", tasks, config)
     if not specs and not resume:
         raise ConfigError("no model to evaluate: give at least one, such as --model tiny")
-    models = read_models(specs, endpoint, progress)
+    models = read_models(specs, endpoint, progress, directory=config.dir)
     prompts = prompts or {}
     unknown = set(prompts) - {ALL_MODELS, *(model.name for model in models)}
     if unknown:
@@ -162,7 +161,7 @@ def prepare_evaluation(
         )
     key = os.environ.get(key_variable, "")
     if endpoint is not None:
-        anyio.run(check_endpoint, endpoint, key, key_variable)
+        run_async(check_endpoint, endpoint, key, key_variable)
     if not resume:
         folder = RunFolder.create(config, KIND)
     elif config.name is None:

@@ -61,9 +61,15 @@ Model = LocalModel | EndpointModel
 
 
 def read_models(
-    specs: Sequence[str], endpoint: str | None, progress: Callable[[str], None]
+    specs: Sequence[str],
+    endpoint: str | None,
+    progress: Callable[[str], None],
+    *,
+    directory: Path | None = None,
 ) -> list[Model]:
     """Resolve `--model [NAME=]SOURCE` flags; with an endpoint, sources are its model names.
+
+    A source may be the name of a run in `directory`, as `whet runs` lists them.
 
     Raises:
         ConfigError: unknown model, or two models with one name.
@@ -73,7 +79,7 @@ def read_models(
         named = NAME_AND_SOURCE.fullmatch(spec)
         name, source = named.groups() if named else (None, spec)
         if endpoint is None:
-            models.append(_find(name, source, progress))
+            models.append(_find(name, find_source(source, directory), progress))
         else:
             models.append(EndpointModel(name or _as_name(source), source, endpoint))
     for number, model in enumerate(models):
@@ -95,9 +101,7 @@ def resolve_start(
     Raises:
         ConfigError: it cannot be started from, or other adapters are wanted.
     """
-    source = config.model
-    if not _is_start(source) and _is_start(str(named := config.dir / "runs" / source)):
-        source = str(named)
+    source = find_source(config.model, config.dir)
     if not _is_start(source):
         return dict(values)
     found = _find(None, source, progress)
@@ -117,6 +121,14 @@ def resolve_start(
             )
     trainer: dict[str, JsonValue] = {**requested, **shape}
     return {**values, "model": base, "start": str(start.absolute()), "trainer": trainer}
+
+
+def find_source(source: str, directory: Path | None) -> str:
+    """The folder of a run that is given by its name in a directory; anything else as it is."""
+    if directory is None or _is_start(source):
+        return source
+    named = str(directory / "runs" / source)
+    return named if _is_start(named) else source
 
 
 def _is_start(source: str) -> bool:

@@ -15,7 +15,10 @@ from whet.errors import EngineError, requires_extra
 from whet.io.threads import run_async
 from whet.types import Endpoint
 
-SHOWN = {"engine": ("engine.kind", "engine.device", "engine.max_context", "engine.urls")}
+SHOWN = {
+    "chat": ("dir",),
+    "engine": ("engine.kind", "engine.device", "engine.max_context", "engine.urls"),
+}
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -26,7 +29,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="default 1")
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
-    add_config_flags(parser, SHOWN, only=("engine", "gateway"), file=False)
+    add_config_flags(parser, SHOWN, only=("dir", "engine", "gateway"), file=False)
     parser.set_defaults(run=run_chat)
 
 
