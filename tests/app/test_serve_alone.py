@@ -10,6 +10,7 @@ import pytest
 import whet
 from whet.app.cli.main import main
 from whet.app.composition.run import serve_alone
+from whet.app.evaluation.models import read_models
 from whet.config import RunConfig
 from whet.errors import ConfigError
 
@@ -67,8 +68,21 @@ def test_chat_answers_the_lines_of_stdin(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Say a.\nSay b.\n"))
-    assert main(["chat", str(run), "--temperature", "0", "--max-tokens", "8"]) == 0
+    by_name = ("stubborn", f"--dir={run.parent.parent}")
+    assert main(["chat", *by_name, "--temperature", "0", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "Never!"
+
+
+def test_every_command_that_takes_a_model_finds_a_run_by_its_name(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = f"--dir={run.parent.parent}"
+    assert main(["models", "merge", "stubborn", str(tmp_path / "merged"), where]) == 0
+    assert (tmp_path / "merged" / "config.json").is_file()
+    [found] = read_models(["stubborn"], None, print, directory=run.parent.parent)
+    assert (found.name, found.source) == ("stubborn", str(run))
+    assert main(["models", "merge", "nobody", str(tmp_path / "other"), where]) == 2
+    assert "there is no model 'nobody'" in capsys.readouterr().err
 
 
 def test_the_model_folder_has_a_card_and_readable_files(run: Path) -> None:
