@@ -92,9 +92,9 @@ def add_arguments(parser: CommandParser) -> None:
         help=f"seconds that running attempts may finish after SIGTERM (default {GRACE_S:g})",
     )
     group.add_argument(
-        "--worker",
+        "--name",
         metavar="NAME",
-        help="name of this runner; restarting under the same name releases its old leases",
+        help="worker name; restarting under the same name releases its old leases",
     )
     group.add_argument(
         "--hooks",
@@ -190,7 +190,7 @@ async def _run(
             config,
             store=store,
             endpoints=_endpoints(args.gateway, store, place),
-            name=args.worker,
+            name=args.name,
             hooks=hooks,
             on_outcome=on_outcome,
             on_warning=print_line,
