@@ -28,7 +28,8 @@ COMMANDS = {
         "models": CommandInfo("list models, download one, or merge an adapter into its base model"),
         "doctor": CommandInfo("check how exactly a model, a run or a recording can be trained"),
         "completion": CommandInfo(
-            "print a script that completes commands in your shell", module="whet.app.completion"
+            "print a script that completes commands in your shell",
+            module="whet.app.shell_completion",
         ),
     },
     "train and evaluate": {
