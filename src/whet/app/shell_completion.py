@@ -107,13 +107,15 @@ def read_commands(root: argparse.ArgumentParser) -> Iterator[Command]:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    return parser._actions  # pyright: ignore[reportPrivateUsage] - argparse has no other list
+    return parser._actions  # argparse has no other list
 
 
 def _parsers_below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    kind = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
-    found = [a for a in _arguments(parser) if isinstance(a, kind)]
-    return {name: each for action in found for name, each in action.choices.items()}
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in _arguments(parser):
+        if isinstance(action.choices, dict):  # of subcommands: other choices are sequences
+            found |= cast(dict[str, argparse.ArgumentParser], action.choices)
+    return found
 
 
 def _long_names(flags: Iterable[argparse.Action]) -> list[str]:
