@@ -81,7 +81,7 @@ dashboard/node_modules/.installed: dashboard/package-lock.json
 	cd dashboard && npm ci --ignore-scripts --no-audit --no-fund --silent
 	@touch $@
 
-test-browser: $(READY) ## run the tests of the dashboard in Chromium, which Debian installs if it is missing
+test-browser: $(READY) dashboard/node_modules/.installed ## run the tests of the dashboard in Chromium, which Debian installs if it is missing
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y chromium; }
 	$(BIN)/python -m pytest tests/app/dashboard/test_browser.py -m slow $(ARGS)
 

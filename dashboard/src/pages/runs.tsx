@@ -21,12 +21,13 @@ export function Runs() {
         <div class="scroll" tabIndex={0} role="region" aria-label="runs">
           <table>
             <thead>
-              <tr><th>run</th><th>state</th><th>model</th><th class="r">steps</th><th>reward</th><th class="r">last</th><th class="r">gain</th><th class="r">changed</th></tr>
+              <tr><th>run</th><th>kind</th><th>state</th><th>model</th><th class="r">steps</th><th>reward</th><th class="r">last</th><th class="r">gain</th><th class="r">changed</th></tr>
             </thead>
             <tbody>
               {runs.map((run, n) => (
                 <tr key={run.name} class={n === selected ? "row selected" : "row"} onClick={() => go(href(["r", run.name]))}>
-                  <td><a href={href(["r", run.name])}>{run.name}</a> <span class="muted">{run.kind}</span></td>
+                  <td><a href={href(["r", run.name])}>{run.name}</a></td>
+                  <td class="muted">{run.kind}</td>
                   <td><Status value={run.state} /></td>
                   <td class="clip">{run.model}</td>
                   <td class="r num">{run.steps}</td>

@@ -1,12 +1,15 @@
-"""The dashboard in Chromium, at a real run that failed at times and forked.
+"""The dashboard in Chromium, at a real run that trains meanwhile.
 
-`make test-browser` installs the browser; screenshots are in `.screenshots`.
+`make test-browser` installs the browser and axe; screenshots are in `.screenshots`.
 """
 
 import gzip
 import shutil
+import threading
+import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
@@ -14,6 +17,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 import whet
 from support.forking_agent import solve, tasks
 from support.recorded_run import PAYLOAD, make_folder, record_run
+from whet.app.cli.main import main
 from whet.app.dashboard.app import FILES, STATIC
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
@@ -21,6 +25,7 @@ from whet.io.threads import run_async
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[3]
+AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 SHOTS = ROOT / ".screenshots"
 FLAGS = [
     "--no-sandbox",
@@ -50,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def train(directory: Path, name: str, *, steps: int) -> None:
+def train(directory: Path, name: str, *, steps: int, **settings: Any) -> None:
     whet.train(
         solve,
         tasks(8, 0),
@@ -64,6 +69,7 @@ def train(directory: Path, name: str, *, steps: int) -> None:
         runner={"max_attempts": 1, "processes": 0},
         algorithm={"logged_keys": ["right", "used_tool"]},
         failure_reward={"agent": 0.0},
+        **settings,
     )
 
 
@@ -176,6 +182,96 @@ def test_light_and_dark_differ_and_the_choice_stays(page: Page) -> None:
     page.reload()
     page.locator(".chart canvas").first.wait_for()
     assert page.evaluate(background) == dark
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="no axe: `make test-browser` installs it")
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_page_has_a_serious_finding_of_axe(page: Page, theme: Any) -> None:
+    page.emulate_media(color_scheme=theme)
+    rollout = first_rollout(page, "status=succeeded&mode=train")
+    views = ("conversation", "tokens", "graph", "spans")
+    paths = ["/", *(f"/r/real{path}" for path in PAGES)]
+    paths += [f"/r/real/rollouts/{rollout}?view={view}" for view in views]
+    page.evaluate(AXE.read_text())
+    found: list[str] = []
+    for path in paths:
+        visit(page, path, "main section, main .empty")
+        expect(page.get_by_text("loading…")).to_have_count(0, timeout=PATIENCE_MS)
+        result = page.evaluate("() => axe.run(document)")
+        found += [
+            f"{path}: {each['id']} {each['nodes'][0]['html'][:200]}"
+            for each in result["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+    assert found == []
+
+
+def test_a_phone_shows_no_page_wider_than_itself(page: Page) -> None:
+    page.set_viewport_size({"width": 375, "height": 780})
+    for path in PAGES:
+        visit(page, f"/r/real{path}", "main section, main .empty")
+        expect(page.get_by_text("loading…")).to_have_count(0, timeout=PATIENCE_MS)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 375, path
+
+
+def test_planted_scripts_never_run_and_are_shown_as_text(page: Page) -> None:
+    for path in PAGES:
+        visit(page, f"/r/hostile{path}", "main section, main .empty")
+    views = ("conversation", "tokens", "graph", "spans")
+    for view in views:
+        visit(page, f"/r/hostile/rollouts/train-000000-003?view={view}", ".failure")
+        expect(page.locator(".failure")).to_contain_text(PAYLOAD)
+    visit(page, "/r/hostile/resources?name=prompt", ".text")
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_a_page_follows_a_run_while_it_trains(browser: Browser, tmp_path: Path) -> None:
+    training = threading.Thread(target=train, args=(tmp_path, "live"), kwargs={"steps": 3})
+    training.start()
+    served = Dashboard(FolderCatalog(tmp_path))
+    try:
+        until = time.monotonic() + PATIENCE_MS / 1000
+        while not (tmp_path / "runs" / "live" / "store.db").exists():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        tab = browser.new_page()
+        tab.goto(served.link("live"))
+        steps = tab.locator(".tile-value").nth(2)
+        for count in (1, 2, 3):  # without a reload
+            expect(steps).to_have_text(f"{count} / 3", timeout=2 * PATIENCE_MS)
+        tab.close()
+    finally:
+        training.join()
+        served.close()
+
+
+def test_a_session_is_asked_for(browser: Browser, dashboard: Dashboard) -> None:
+    tab = browser.new_page()
+    tab.goto(f"{dashboard.url}/#/r/real")
+    expect(tab.get_by_text("Open the link from the terminal")).to_be_visible(timeout=PATIENCE_MS)
+    tab.close()
+
+
+def test_the_html_file_works_without_a_server(
+    browser: Browser, trained: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.html"
+    assert main(["view", "hostile", "--dir", str(trained), "--html", str(file)]) == 0
+    tab = browser.new_page()
+    errors: list[str] = []
+
+    def note(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            errors.append(message.text)
+
+    tab.on("console", note)
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(file.as_uri())
+    tab.locator(".chart canvas").first.wait_for(timeout=PATIENCE_MS)
+    visit(tab, "/r/hostile/rollouts/train-000000-003?view=tokens", ".tokens span")
+    assert tab.evaluate("window.pwned") is None
+    assert errors == []
+    tab.close()
 
 
 def test_the_first_load_is_below_300_kb_compressed() -> None:
