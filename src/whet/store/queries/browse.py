@@ -24,12 +24,13 @@ LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.
 WHERE rollout.run = ?
 """
 
-COUNT = """
-SELECT count(*) FROM rollout
+COUNT = "SELECT count(*) FROM rollout"
+
+OF_ATTEMPT = """
 LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
-LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id
-WHERE rollout.run = ?
 """
+
+OF_STEP = "LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id"
 
 CALLS = """
 SELECT call.attempt, count(*), sum(CASE WHEN instr(call.origin, ?) > 0 THEN 1 ELSE 0 END)
@@ -205,6 +206,9 @@ def read_page(
     """Read a page of rollouts."""
     values: list[Column] = [find_run(db, run)]
     sql = ROLLOUTS + _conditions(where, values)
+    if order in ("newest", "oldest") and not (where.status or where.mode or where.group):
+        # In the order of the rows: by an index of the run all of them would be sorted first.
+        sql = sql.replace("rollout.run = ?", "rollout.run + 0 = ?", 1)
     if order in ("best", "worst"):
         # A failed rollout has no reward; it is neither among the best nor among the worst.
         sql += " AND rollout.status = 'succeeded'"
@@ -225,7 +229,10 @@ def read_page(
 def count_page(db: Db, run: str, where: RolloutFilter) -> int:
     """Count the rollouts that a filter leaves."""
     values: list[Column] = [find_run(db, run)]
-    sql = COUNT + _conditions(where, values)
+    conditions = _conditions(where, values)
+    # A join costs more than the count itself.
+    joins = OF_ATTEMPT * ("attempt." in conditions) + OF_STEP * ("consumed." in conditions)
+    sql = f"{COUNT} {joins} WHERE rollout.run = ?{conditions}"
     return db.execute(sql, values).fetchone()[0]
 
 
