@@ -104,7 +104,7 @@ def run_case(store: str, runners: int, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rollouts", type=int, default=2000)
     parser.add_argument("--runners", default="1,2,4,8")
     parser.add_argument("--stores", default="http,postgres")

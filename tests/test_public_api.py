@@ -47,7 +47,8 @@ SIGNATURES = {
     "dict[str, JsonValue] | str | None = None, tracer: str | None = None, "
     "n_workers: int | None = None, runner: dict[str, JsonValue] | str | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
-    "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), store: str | None = None, "
+    "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), "
+    "judge: whet.runners.judges.judge.Judge | None = None, store: str | None = None, "
     "quiet: bool = False, **settings: JsonValue) -> None",
     "Trajectory": None,
     "WhetError": None,

@@ -15,6 +15,7 @@ from whet.errors import ConfigError
 from whet.protocols import Algorithm
 from whet.runners.agent import Agent
 from whet.runners.hooks import Hooks
+from whet.runners.judges.judge import Judge
 
 
 class Trainer:
@@ -29,6 +30,7 @@ class Trainer:
         runner: dict[str, JsonValue] | str | None = None,
         resources: ResourceValues | None = None,
         hooks: Sequence[Hooks] = (),
+        judge: Judge | None = None,
         store: str | None = None,
         quiet: bool = False,
         **settings: JsonValue,
@@ -36,8 +38,8 @@ class Trainer:
         """`n_workers` attempts run at once (`runner.concurrency`); `tracer` records the spans of
         the agent's SDK (`runner.tracer`). `runner` is keys of its section, or "ray" for runners on
         the Ray cluster of this machine (`runner.ray`). `algorithm` is an object of your own, a
-        function marked with `@whet.algorithm`, a name, or keys of the config; `settings` are
-        further keys.
+        function marked with `@whet.algorithm`, a name, or keys of the config. A `judge` ranks the
+        answers of each training group; `settings` are further keys.
 
         Raises:
             ConfigError: invalid input.
@@ -50,6 +52,7 @@ class Trainer:
         self._algorithm = named if isinstance(algorithm, str) else algorithm
         self._resources = resources
         self._hooks = tuple(hooks)
+        self._judge = judge
         self._store = store
         self._quiet = quiet
         self._tracer = tracer
@@ -65,8 +68,10 @@ class Trainer:
     ) -> Any:  # Any: a Result, or what a driver returns
         """Train the model behind the agent, and compare it with the base on `val_data`."""
         if isinstance(self._algorithm, Driver):
-            if self._hooks or resume:
-                raise ConfigError("a function marked with @whet.algorithm takes no hooks or resume")
+            if self._hooks or self._judge or resume:
+                raise ConfigError(
+                    "a function marked with @whet.algorithm takes no hooks, judge or resume"
+                )
             return self._algorithm.run(
                 agent,
                 train_data,
@@ -83,6 +88,7 @@ class Trainer:
             algorithm=self._algorithm,
             resources=self._resources,
             hooks=self._hooks,
+            judge=self._judge,
             tracer=self._tracer,
             resume=resume,
             store=self._store,
