@@ -130,10 +130,11 @@ def run_sample(request: dict[str, Any]) -> float:
             display="none",
             max_retries=0,
         )
-    if log.status != "success" or not log.samples:
-        reason = log.error.message if log.error else "no sample was run"
-        raise AgentFailed(f"the evaluation ended as {log.status}: {reason}")
-    scores = log.samples[0].scores
+        # Inside: samples are read from the log when they are first used.
+        if log.status != "success" or not log.samples:
+            reason = log.error.message if log.error else "no sample was run"
+            raise AgentFailed(f"the evaluation ended as {log.status}: {reason}")
+        scores = log.samples[0].scores
     if not scores:
         raise AgentFailed("the task has no scorer, hence no reward")
     value = next(iter(scores.values())).value
