@@ -2,6 +2,7 @@
 
 import io
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ async def agent(task: str, llm: Endpoint, prompt_template: PromptTemplate) -> fl
     whet.emit_reward(0.25, turn=0)
     if task == "bad":
         raise LookupError("[nothing] found")
-    return float(len(said))
+    return len(said) + zlib.crc32(said.encode()) / 2**32  # differs where answers do
 
 
 PROMPT = PromptTemplate(template="Say {question}.")
