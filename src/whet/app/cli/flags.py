@@ -120,7 +120,7 @@ def add_agent_flags(parser: CommandParser) -> None:
     group.add_argument(
         "--env",
         metavar="KIND:NAME",
-        help="an environment instead of AGENT and --tasks, such as reasoning-gym:chain_sum",
+        help="an environment instead of AGENT and --tasks: reasoning-gym:NAME, ...",
     )
     group.add_argument(
         "--env-python",
@@ -136,8 +136,7 @@ def add_agent_flags(parser: CommandParser) -> None:
     group.add_argument(
         "--sandbox",
         metavar="NAME",
-        help="run a command in subprocess, bubblewrap or docker:IMAGE, with limits such as "
-        ",memory_mb=2048,processes=64,disk_mb=256",
+        help="run a command in subprocess, bubblewrap or docker:IMAGE[,memory_mb=N...]",
     )
     group.add_argument(
         "--stdin", action="store_true", help="give a command its task on stdin as well"
@@ -151,7 +150,7 @@ def add_tasks_flags(parser: CommandParser, *, held_out: bool) -> None:
     group.add_argument(
         "--tasks",
         metavar="FILE",
-        help=f"{tasks}: a file with one JSON value a line, or several as a.jsonl=0.7,b.jsonl=0.3",
+        help=f"{tasks}, one JSON value a line; several as a.jsonl=0.7,b.jsonl=0.3",
     )
     if held_out:
         group.add_argument(
@@ -309,7 +308,7 @@ def add_prompt_flag(parser: CommandParser) -> None:
     parser.group("agent and tasks").add_argument(
         "--prompt",
         metavar="FILE",
-        help="prompts of the agent: a run of `whet optimize-prompt`, or a .json or .txt file",
+        help="prompts: a run of `whet optimize-prompt`, or a .json or .txt file",
     )
 
 
