@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 MOST_CALL_FILES, MOST_RUN_FILES = 24, 50
 SWITCHES_TOLERANCE = 5
 """Threads of the store take turns differently from run to run."""
 
 
+@pytest.mark.slow
 def test_a_call_and_a_run_stay_short_and_the_page_has_their_numbers() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "walk.py"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)

@@ -105,6 +105,7 @@ def test_another_python_lists_the_tasks_and_its_errors_are_one_line(planted: Pat
         load_environment("words:animals", str(planted / "nothing"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", [(), ("--env-python", sys.executable)], ids=["here", "other"])
 def test_an_environment_is_trained_and_evaluated(
     planted: Path, model: Path, python: tuple[str, ...], capsys: pytest.CaptureFixture[str]

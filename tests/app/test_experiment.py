@@ -116,6 +116,7 @@ def test_a_run_starts_from_another(tmp_path: Path, model: Path, weights: str, wh
         assert (config.model, config.start) == (str(first.model), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["lora", "full"])
 def test_the_kl_penalty_holds_to_what_a_run_starts_from(
     tmp_path: Path, model: Path, weights: str

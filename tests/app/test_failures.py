@@ -241,6 +241,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *command: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_runs_are_listed_shown_and_cleaned(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_start_that_fails_leaves_its_name_free(
     assert main(["train", f"{__file__}:agent", *where, *sizes, f"--model={model}"]) == 0
 
 
+@pytest.mark.slow
 def test_clients_that_nobody_closes_make_no_noise(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNCLOSED, str(model), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from whet.app.evaluation.models import read_models
 from whet.config import RunConfig
 from whet.errors import ConfigError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 DIALOGUES = [{"prompt": f"Say {word}.", "completion": "Never!"} for word in ("a", "b", "c", "d")]
 

@@ -118,6 +118,7 @@ def test_nothing_is_lost_or_trained_twice(
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["on_policy", "overlapped"])
 def test_several_updates_a_step_are_all_done_again_or_not_at_all(tmp_path: Path, loop: str) -> None:
     folder = new_run(tmp_path, loop, mini_batches=2, epochs=2)
@@ -130,6 +131,7 @@ def test_several_updates_a_step_are_all_done_again_or_not_at_all(tmp_path: Path,
     assert steps[-1].version == sum(record.metrics.get("updates", 0) for record in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "step", "done"), [("train", 0, 5), ("committed", 1, 0), ("train", 1, 1)]
 )

@@ -17,6 +17,7 @@ ASKS: dict[str, Json] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_no_call_leaves_a_cycle(new_gateway: NewGateway, path: str, stream: bool) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,7 @@ def deepest(graph: Graph, root: str, messages: Sequence[Message]) -> int:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), reread=st.booleans())
 def test_a_request_continues_the_deepest_turn_that_it_repeats(

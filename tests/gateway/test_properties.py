@@ -356,6 +356,7 @@ MANY = settings(
 )
 
 
+@pytest.mark.slow
 @settings(MANY, max_examples=60)
 @given(did=st.lists(steps, min_size=1, max_size=9))
 def test_what_is_trained_is_what_was_sampled(

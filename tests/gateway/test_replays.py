@@ -304,6 +304,7 @@ def test_a_request_that_is_sent_again_is_sampled_once(results: Results) -> None:
     assert len(results["openai", "hang"].calls) == 1
 
 
+@pytest.mark.slow
 def test_a_gateway_that_restarts_before_every_request_serves_the_same(
     results: Results, thinking_renderer: Renderer, tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def check(trajectory: Trajectory, template: ChatTemplate) -> None:
     assert trajectory.calls[1].parent == trajectory.calls[0].generation_id(0)
 
 
+@pytest.mark.slow
 async def test_tokens_rewards_and_spans_of_300_attempts_at_once_are_their_own(
     tmp_path: Path,
 ) -> None:

@@ -153,6 +153,7 @@ async def test_an_agent_that_will_not_be_cancelled_is_left_behind(store: SQLiteS
     assert reason == ("timeout: the attempt ran longer than 0.2 s, and ignores its cancellation")
 
 
+@pytest.mark.slow
 async def test_an_agent_that_blocks_the_loop_fails_alone_and_the_others_run_again(
     store: SQLiteStore,
 ) -> None:
@@ -311,6 +312,7 @@ def misbehave_in_a_thread(task: int) -> float | None:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [misbehave, misbehave_in_a_thread])
 async def test_nothing_leaks_in_a_thousand_rollouts(store: SQLiteStore, agent: Agent) -> None:
     runner = Runner(

@@ -56,6 +56,7 @@ async def test_a_process_gets_the_parameters_and_returns_rewards_and_spans(
     assert spans["message"].parent_id == spans["think"].span_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [2, 10])
 async def test_a_process_that_fails_or_dies_fails_its_attempt_only(
     store: SQLiteStore, concurrency: int
@@ -80,6 +81,7 @@ async def test_a_process_that_fails_or_dies_fails_its_attempt_only(
     assert "in work" in failure.traceback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 2])
 async def test_a_limit_kills_the_process_and_all_it_started(
     store: SQLiteStore, tmp_path: Path, concurrency: int

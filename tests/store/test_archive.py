@@ -4,6 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import anyio
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import JsonValue
@@ -89,6 +90,7 @@ def call(attempt: Attempt, n: int, parts: tuple[Generation, list[int], JsonValue
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     planned=st.lists(rollouts(), max_size=5, unique_by=lambda rollout: rollout.id),

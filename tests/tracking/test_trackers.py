@@ -82,6 +82,7 @@ def build(name: str, run: TrackedRun) -> Tracker:
     return build_tracker(name, TrackingConfig(wandb_mode="offline"), run)
 
 
+@pytest.mark.slow
 @each_tracker
 def test_a_run_in_two_processes_is_tracked_as_one(
     name: str, read: Callable[[Path], Written], run: TrackedRun

@@ -175,6 +175,7 @@ def test_an_unknown_flag_ends_the_process(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_port_in_use_ends_the_process(folder: Path, model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

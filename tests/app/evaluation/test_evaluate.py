@@ -160,6 +160,7 @@ def test_a_finished_evaluation_takes_further_models_and_repeats_nothing(
         whet.evaluate(agent, ["c"], quiet=True, resume=True, dir=str(tmp_path), name="grows")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["lora", "full"])
 def test_a_run_its_model_and_its_checkpoint_score_as_the_run_itself_did(
     tmp_path: Path, model: Path, weights: str

@@ -66,6 +66,7 @@ def test_dialogues_are_learned_and_the_model_is_a_start_for_training(tmp_path: P
     assert preferred.after["accuracy"] == 1.0
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_by_default(tmp_path: Path) -> None:
     given: dict[str, Any] = {**settings(tmp_path, "warm"), "trainer": {}}
     result = whet.sft(DIALOGUES, held_out=DIALOGUES[:2], quiet=True, **given)
@@ -128,6 +129,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.run
 
 
+@pytest.mark.slow
 def test_the_best_rollouts_of_a_run_are_imitated(run: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = settings(tmp_path, "best", held_out=0, epochs=3, checkpoint_every=1)
     given["adam"] = {"lr": 1e-4}  # answers that the model sampled leave little to learn
@@ -188,6 +190,7 @@ def test_keys_of_reinforcement_learning_are_refused(tmp_path: Path) -> None:
         whet.train(say, ["x"], quiet=True, dir=str(tmp_path), supervised={"epochs": 2})
 
 
+@pytest.mark.slow
 def test_dialogues_longer_than_the_context_are_refused_or_left_out(tmp_path: Path) -> None:
     long = {"prompt": "Say it.", "completion": "word " * 3000}
     given = settings(tmp_path, "long", epochs=1)

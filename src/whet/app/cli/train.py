@@ -79,6 +79,8 @@ def run_train(args: argparse.Namespace) -> int:
     """Run `whet train`."""
     values = config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
+    if args.resume is not None and not args.tasks and not args.env:
+        raise ConfigError("--resume continues with the agent and tasks of before: name both again")
     environment = load_agent(args) if args.env else None
     tasks = load_named_tasks(args, environment)
     held_out = load_named_held_out(args, environment)
