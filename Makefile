@@ -8,7 +8,7 @@ READY := .venv/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray test-environments check fix docs bench clean dashboard dashboard-check test-browser
+.PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray test-verl test-environments check fix docs bench clean dashboard dashboard-check test-browser
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -70,6 +70,7 @@ test-agl: $(READY) ## compare whet.agl with Agent Lightning 0.3.0; WHET_AGL name
 
 test-ray: $(READY) ## run the suite of runners on Ray: a cluster of two local nodes
 	WHET_RAY=1 $(BIN)/python -m pytest tests/ray_runners -m slow $(ARGS)
+
 dashboard: dashboard/node_modules/.installed ## build the dashboard into the package; needs Node.js 20.19 or newer
 	cd dashboard && npm run --silent build
 
@@ -96,6 +97,18 @@ test-environments: $(READY) ## run environments of other packages; WHET_ENVIRONM
 	done
 	@touch $@
 
+test-verl: ## run the suite of verl on a CPU; WHET_VERL names the Python of its environment, else it is installed
+	@test -n "$$WHET_VERL" || $(MAKE) --no-print-directory .verl/.installed
+	$${WHET_VERL:-.verl/bin/python} -m pytest tests/verl_training -m slow $(ARGS)
+
+# verl's own requirements name builds for GPUs.
+.verl/.installed:
+	$(PYTHON) -m venv .verl
+	.verl/bin/pip install --quiet torch==2.13.0
+	.verl/bin/pip install --quiet --no-deps verl==0.9.1
+	.verl/bin/pip install --quiet -r tests/verl_training/requirements.txt -e '.[gateway]'
+	@touch $@
+
 check: $(READY) ## lint, format, spelling and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -113,7 +126,7 @@ bench: $(READY) ## run the benchmarks, or one: make bench BENCH=bench/gateway.py
 	@set -e; for file in $(BENCH); do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean: ## remove the environment and caches; runs in .whet stay
-	rm -rf .venv .vllm .cookbook .coding-agents .agl .environments .sdks build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm .verl .cookbook .coding-agents .agl .environments .sdks build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py

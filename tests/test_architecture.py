@@ -76,7 +76,12 @@ FENCES: dict[str, set[str]] = {
     "argparse": {"app", "agl"},
     "sqlite3": {"store", "agl"},
     "psycopg": {"store"},
-    "ray": {"runners"},
+    "ray": {"runners", "trainers"},
+    "verl": {"trainers"},
+    "hydra": {"trainers"},
+    "omegaconf": {"trainers"},
+    "tensordict": {"trainers"},
+    "transfer_queue": {"trainers"},
     "prometheus_client": {"store"},
 }
 """Where a library may be imported at all."""
@@ -172,6 +177,14 @@ def test_a_heavy_library_stays_behind_its_fence(path: Path) -> None:
     roots = {i.module.split(".")[0] for i in imports(path)}
     outside = {root for root in roots & set(FENCES) if part_of(path) not in FENCES[root]}
     assert not outside
+
+
+@each_file
+def test_verl_is_imported_in_its_own_folder_alone(path: Path) -> None:
+    if path.parent == SRC / "trainers" / "verl":
+        return
+    roots = {i.module.split(".")[0] for i in imports(path)}
+    assert not roots & {"verl", "transfer_queue", "tensordict", "omegaconf", "hydra"}
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:

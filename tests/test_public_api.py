@@ -44,13 +44,16 @@ SIGNATURES = {
     "concurrency: int | None = None, patience_s: float = 60.0) -> None",
     "StepRecord": None,
     "Trainer": "(*, algorithm: whet.protocols.Algorithm | whet.app.composition.driver.Driver | "
-    "dict[str, JsonValue] | str | None = None, tracer: str | None = None, "
-    "n_workers: int | None = None, runner: dict[str, JsonValue] | str | None = None, "
+    "whet.app.verl.algorithm.VERL | dict[str, JsonValue] | str | None = None, "
+    "tracer: str | None = None, n_workers: int | None = None, "
+    "runner: dict[str, JsonValue] | str | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), "
     "judge: whet.runners.judges.judge.Judge | None = None, store: str | None = None, "
     "quiet: bool = False, **settings: JsonValue) -> None",
     "Trajectory": None,
+    "VERL": "(config: collections.abc.Mapping[str, object] = <factory>, "
+    "preset: Literal['tiny', 'one-gpu', 'node'] = 'one-gpu', python: str | None = None) -> None",
     "WhetError": None,
     "add_calls_from_spans": None,
     "algorithm": "(function: collections.abc.Callable[..., typing.Any]) -> "

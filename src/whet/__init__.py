@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from whet.app.supervised.tuning import dpo, sft
     from whet.app.train import train
     from whet.app.trainer import Trainer
+    from whet.app.verl.algorithm import VERL
     from whet.config import RunConfig
     from whet.errors import ConfigError, WhetError
     from whet.io.genai_spans import add_calls_from_spans
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "APO",
     "GEPA",
+    "VERL",
     "ConfigError",
     "Credit",
     "Endpoint",
@@ -93,6 +95,7 @@ _HOME = {
     "StepRecord": "whet.types",
     "Trainer": "whet.app.trainer",
     "Trajectory": "whet.types",
+    "VERL": "whet.app.verl.algorithm",
     "WhetError": "whet.errors",
     "add_calls_from_spans": "whet.io.genai_spans",
     "algorithm": "whet.app.composition.driver",

@@ -57,6 +57,7 @@ MAY_CHANGE = frozenset(
         "tracking.project",
         "tracking.wandb_mode",
         "trainer.micro_batch_tokens",
+        "trainer.python",
     }
 )
 """Keys that a resumed run may change: where, how fast and how long it runs, not what it learns."""

@@ -125,7 +125,9 @@ def _read_algorithm(
 
 
 def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
-    """Raise ConfigError for what belongs where agents run."""
+    """Raise ConfigError for what belongs where agents run, or to a trainer of its own."""
+    if config.trainer.kind == "verl":
+        raise ConfigError("train with verl by whet.Trainer(algorithm=whet.VERL(...)).fit")
     if hooks and (store is not None or config.runner.ray is not None):
         raise ConfigError("hooks are called where agents run: give them to `whet runner`")
     if config.runner.tracer and store is not None:

@@ -10,7 +10,9 @@ from whet.app.composition.driver import Driver
 from whet.app.inputs import AgentContext, ResourceValues, Tasks, parse_resources
 from whet.app.inspection.dry_run import DryRun, dry_run
 from whet.app.train import train
-from whet.config import merge
+from whet.app.verl.algorithm import VERL
+from whet.app.verl.train import train_verl
+from whet.config import merge, resolve
 from whet.errors import ConfigError
 from whet.protocols import Algorithm
 from whet.runners.agent import Agent
@@ -24,7 +26,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        algorithm: Algorithm | Driver | dict[str, JsonValue] | str | None = None,
+        algorithm: Algorithm | Driver | VERL | dict[str, JsonValue] | str | None = None,
         tracer: str | None = None,
         n_workers: int | None = None,
         runner: dict[str, JsonValue] | str | None = None,
@@ -38,8 +40,8 @@ class Trainer:
         """`n_workers` attempts run at once (`runner.concurrency`); `tracer` records the spans of
         the agent's SDK (`runner.tracer`). `runner` is keys of its section, or "ray" for runners on
         the Ray cluster of this machine (`runner.ray`). `algorithm` is an object of your own, a
-        function marked with `@whet.algorithm`, a name, or keys of the config. A `judge` ranks the
-        answers of each training group; `settings` are further keys.
+        `whet.VERL`, a function marked with `@whet.algorithm`, a name, or keys of the config. A
+        `judge` ranks the answers of each training group; `settings` are further keys.
 
         Raises:
             ConfigError: invalid input.
@@ -48,6 +50,11 @@ class Trainer:
             settings = {**settings, "runner": _read_runner(runner)}
         settings = _with_runner(settings, "n_workers", "concurrency", n_workers)
         settings = _with_runner(settings, "tracer", "tracer", tracer)
+        if isinstance(algorithm, VERL):
+            if "trainer" in settings:
+                raise ConfigError("whet.VERL is the section `trainer`: give one of them")
+            settings = {**settings, "trainer": algorithm.settings}
+            algorithm = None
         named: dict[str, JsonValue] = {"name": algorithm} if isinstance(algorithm, str) else {}
         self._algorithm = named if isinstance(algorithm, str) else algorithm
         self._resources = resources
@@ -65,7 +72,7 @@ class Trainer:
         *,
         val_data: Tasks | None = None,
         resume: bool = False,
-    ) -> Any:  # Any: a Result, or what a driver returns
+    ) -> Any:  # Any: a Result, what a driver returns, or a summary of a run of verl
         """Train the model behind the agent, and compare it with the base on `val_data`."""
         if isinstance(self._algorithm, Driver):
             if self._hooks or self._judge or resume:
@@ -81,6 +88,8 @@ class Trainer:
                 quiet=self._quiet,
                 **self._settings,
             )
+        if resolve(self._settings).trainer.kind == "verl":
+            return self._fit_with_verl(agent, train_data, val_data, resume=resume)
         return train(
             agent,
             train_data,
@@ -94,6 +103,26 @@ class Trainer:
             store=self._store,
             quiet=self._quiet,
             **self._settings,
+        )
+
+    def _fit_with_verl(
+        self, agent: Agent, train_data: Tasks, val_data: Tasks | None, *, resume: bool
+    ) -> Any:
+        if self._hooks or self._judge or self._resources or self._tracer:
+            raise ConfigError(
+                "runs of verl take no hooks, judge, resources or tracer: leave them out"
+            )
+        if self._algorithm is not None and not isinstance(self._algorithm, dict):
+            raise ConfigError("verl assigns credit by an algorithm of a name, such as 'grpo'")
+        keys = {"algorithm": self._algorithm} if self._algorithm else {}
+        return train_verl(
+            agent,
+            train_data,
+            held_out=val_data,
+            resume=resume,
+            store=self._store,
+            quiet=self._quiet,
+            settings=merge(self._settings, keys),
         )
 
     def dev(self, agent: Agent, tasks: Tasks, *, samples: int = 3) -> DryRun:

@@ -6,6 +6,7 @@ from whet.config.engines import (
     LocalTrainerConfig,
     SGLangConfig,
     TinkerConfig,
+    VerlConfig,
     VLLMConfig,
 )
 from whet.config.learning import (
@@ -74,6 +75,7 @@ __all__ = [
     "TrackingConfig",
     "TrainerConfig",
     "VLLMConfig",
+    "VerlConfig",
     "changed_keys",
     "explain",
     "merge",

@@ -98,3 +98,16 @@ class TinkerConfig(Section):
     """Rank of the adapters."""
     lora_layers: Annotated[tuple[Layer, ...], Field(min_length=1)] = ("attention", "mlp")
     """Linear layers with adapters: `attention`, `mlp`, `head` (the language-model head)."""
+
+
+class VerlConfig(Section):
+    """Train with verl on a Ray cluster, in an environment of its own."""
+
+    kind: Literal["verl"] = "verl"
+    preset: Literal["tiny", "one-gpu", "node"] = "one-gpu"
+    """Sizes to start from: a check of the path, one GPU, one machine with eight."""
+    python: str | None = None
+    """Python of the environment that has verl; this one if absent."""
+    overrides: tuple[str, ...] = ()
+    """Keys of verl's own config, each as `key=value`; an unknown one is an error before Ray
+    starts."""

@@ -15,6 +15,7 @@ from whet.config.engines import (
     LocalTrainerConfig,
     SGLangConfig,
     TinkerConfig,
+    VerlConfig,
     VLLMConfig,
 )
 from whet.config.learning import (
@@ -49,13 +50,22 @@ EngineConfig = Annotated[
     Discriminator(_read_kind),
 ]
 TrainerConfig = Annotated[
-    Annotated[LocalTrainerConfig, Tag("local")] | Annotated[TinkerConfig, Tag("tinker")],
+    Annotated[LocalTrainerConfig, Tag("local")]
+    | Annotated[TinkerConfig, Tag("tinker")]
+    | Annotated[VerlConfig, Tag("verl")],
     Discriminator(_read_kind),
 ]
 
+VERL_ALGORITHMS = ("grpo", "rloo", "reinforce++")
+VERL_UNREAD = (
+    *("engine", "adam", "loss", "algorithm", "failure_reward", "length", "curriculum", "loop"),
+    *("selection", "evaluation", "checkpoints", "budget", "tracking"),
+)
+"""Sections of which verl reads no key, or few."""
+
 UNIONS: dict[str, tuple[type[Section], ...]] = {
     "engine": (LocalEngineConfig, VLLMConfig, SGLangConfig),
-    "trainer": (LocalTrainerConfig, TinkerConfig),
+    "trainer": (LocalTrainerConfig, TinkerConfig, VerlConfig),
 }
 """Sections whose keys depend on their `kind`; the first kind is the default."""
 
@@ -103,7 +113,13 @@ class RunConfig(Section):
     @property
     def trained_weights(self) -> Literal["lora", "full"]:
         """Kind of the weights that are trained."""
-        return "lora" if self.trainer.kind == "tinker" else self.trainer.weights
+        match self.trainer:
+            case LocalTrainerConfig():
+                return self.trainer.weights
+            case TinkerConfig():
+                return "lora"
+            case VerlConfig():
+                return "full"
 
     @model_validator(mode="after")
     def _check_mini_batches(self) -> Self:
@@ -161,6 +177,28 @@ class RunConfig(Section):
             )
         if self.runner.temperature not in (None, 1.0):
             raise ValueError("a Tinker service trains at runner.temperature 1 alone")
+        return self
+
+    @model_validator(mode="after")
+    def _check_verl(self) -> Self:
+        if self.trainer.kind != "verl":
+            return self
+        if self.algorithm.name not in VERL_ALGORITHMS:
+            raise ValueError(
+                f"algorithm.name {self.algorithm.name!r} has no meaning with trainer.kind 'verl': "
+                f"choose {', '.join(VERL_ALGORITHMS)}, or an estimator of verl by trainer.overrides"
+            )
+        read = {"algorithm": {"name", "divide_by_std"}, "adam": {"lr"}}
+        for name in VERL_UNREAD:
+            section = getattr(self, name)
+            kind = {"kind"} if getattr(section, "kind", "local") != "local" else set[str]()
+            if unread := (changed_keys(section) | kind) - read.get(name, set[str]()):
+                raise ValueError(
+                    f"{name}.{min(unread)} has no meaning with trainer.kind 'verl', which has "
+                    "settings of its own: leave it out, and use trainer.overrides"
+                )
+        if self.start is not None:
+            raise ValueError("verl starts from a model folder: merge it with `whet models merge`")
         return self
 
 

@@ -117,6 +117,15 @@ def _train(
     folder = prepare_run(
         agent, values, KIND, console, context=context, store=args.store, resume=resume
     )
+    if resolve(values).trainer.kind == "verl":
+        if prompts or judge:
+            raise ConfigError("with --trainer verl leave out --prompt and --judge: not supported")
+        from whet.app.verl.train import train_with_verl  # noqa: PLC0415 - only if needed
+
+        done = train_with_verl(agent, tasks, held_out, folder, console, store=args.store)
+        console.print(f"checkpoints of verl: {done['checkpoints']}", highlight=False)
+        _print_json(args, done)
+        return 0
     try:
         result = run_and_report(
             agent, tasks, held_out, folder, console, context=context, store=args.store

@@ -44,6 +44,7 @@ from whet.config import (
     LocalTrainerConfig,
     RunConfig,
     TinkerConfig,
+    VerlConfig,
 )
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError, boundary, requires_extra
@@ -219,6 +220,8 @@ async def open_trainer(
             from whet.trainers.tinker import TinkerTrainer  # noqa: PLC0415
         tinker_policy = await TinkerPolicy.open(config)
         return TinkerTrainer(tinker_policy), tinker_policy
+    if isinstance(config.trainer, VerlConfig):
+        raise ConfigError("trainer.kind 'verl' is for `whet train` and whet.VERL alone")
     policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
     if config.engine.kind != "local":
         check_served(policy, config)
@@ -475,7 +478,8 @@ def _open_teacher(config: RunConfig, student: Path, progress: Progress) -> Score
         )
     # Full weights as loaded: no adapters, and nothing trains them. A Tinker service computes the
     # student's log-probabilities in a precision of its own.
-    precision = "auto" if config.trainer.kind == "tinker" else config.trainer.precision
+    is_local = isinstance(config.trainer, LocalTrainerConfig)
+    precision = config.trainer.precision if is_local else "auto"
     frozen = LocalTrainerConfig(weights="full", precision=precision)
     return LocalScorer(LocalPolicy(folder, frozen, device=config.engine.device, seed=config.seed))
 

@@ -19,6 +19,7 @@ from whet.config import (
     RunConfig,
     TinkerConfig,
     TrainerConfig,
+    VerlConfig,
 )
 from whet.errors import ConfigError, EngineError, NotFound, StoreError
 from whet.models.catalog import available, resolve_model
@@ -69,6 +70,8 @@ class PublishedPolicy(Value):
         trainer = self.trainer
         if isinstance(trainer, TinkerConfig):  # it knows the adapters' shape by their path
             return self.model, trainer.kind, trainer.base_url, trainer.base_model
+        if isinstance(trainer, VerlConfig):  # its servers load nothing that is published
+            return self.model, trainer.kind
         shape = self.model, trainer.kind, trainer.weights, trainer.precision
         if trainer.weights == "full":
             return shape
