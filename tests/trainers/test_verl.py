@@ -10,10 +10,11 @@ import whet
 from whet.config import RunConfig, resolve
 from whet.errors import ConfigError
 from whet.trainers.verl.advantages import build_estimator, grpo, reinforce_plus_plus, rloo
-from whet.trainers.verl.rows import Session, build_entries
+from whet.trainers.verl.entries import SessionResult, build_entries
 from whet.trainers.verl.settings import PRESETS, build_overrides
-from whet.types import Row, SampledSegment
+from whet.types import GenerationId, Row, SampledSegment
 
+G = GenerationId("g")
 PROMPT = {"raw_prompt": [], "data_source": "whet", "reward_model": {"ground_truth": ""}}
 
 
@@ -102,14 +103,14 @@ def test_verl_as_an_algorithm_takes_its_config_nested() -> None:
 
 def row(tokens: int, *segments: tuple[int, int]) -> Row:
     sampled = [
-        SampledSegment("g", start, (-0.5,) * n, (3, *[4] * (n - 1)), (1.0,) * n, 1.0, 1.0, 1.0, 0)
+        SampledSegment(G, start, (-0.5,) * n, (3, *[4] * (n - 1)), (1.0,) * n, 1.0, 1.0, 1.0, 0)
         for start, n in segments
     ]
     return Row(tuple(range(tokens)), tuple(sampled), "r", "g")
 
 
 def test_a_row_has_verls_fields_and_tags() -> None:
-    session = Session([row(10, (3, 2), (8, 2))], 0.75, 2)
+    session = SessionResult([row(10, (3, 2), (8, 2))], 0.75, 2)
     [entry] = build_entries("u-1", 2, session, PROMPT, global_steps=5, by_rollout=True)
     assert entry.key == "u-1_2_0"
     fields = entry.fields

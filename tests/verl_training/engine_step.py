@@ -179,9 +179,9 @@ def build_batch(rows: dict[str, Any]) -> Any:
 
 
 def main(folder: Path) -> None:
-    import torch.distributed as dist
+    from torch import distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
     os.environ["MASTER_PORT"] = str(store.port)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     from verl.utils import tensordict_utils as tu

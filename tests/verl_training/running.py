@@ -22,7 +22,8 @@ VERSION = 7
 def make_config(folder: Path, **trainer: Any) -> Any:
     """verl's config of a run of the tiny model, made as `whet train --trainer verl` makes it."""
     from whet.app.verl.train import write_settings
-    from whet.trainers.verl.launch import build_config
+    from whet.trainers.verl.hydra_config import compose_config
+    from whet.trainers.verl.ppo_trainer import check_config
 
     settings = {"kind": "verl", "preset": "tiny", **trainer}
     config = resolve(
@@ -39,7 +40,9 @@ def make_config(folder: Path, **trainer: Any) -> Any:
     if not run.config_file.exists():
         run = RunFolder.create(config, "train")
     written = write_settings(config, run, ["a"], [])
-    return build_config(json.loads(written.read_text()))
+    composed = compose_config(json.loads(written.read_text()))
+    check_config(composed)
+    return composed
 
 
 class Verl:

@@ -94,7 +94,7 @@ def test_a_rollout_weighs_as_one_however_many_rows_it_has(verl: Verl, batch: Any
     updated = verl.trainer._compute_advantage(updated, metrics)
     data = verl.read(updated, ["advantages", "response_mask", "rm_scores"])
     rewards: dict[str, float] = {}
-    weights: Counter[str] = Counter()
+    weights: dict[str, float] = {}
     signs: dict[str, float] = {}
     for place, key in enumerate(updated.keys):
         session = key.rsplit("_", 1)[0]
@@ -102,7 +102,7 @@ def test_a_rollout_weighs_as_one_however_many_rows_it_has(verl: Verl, batch: Any
         advantages = data["advantages"][place]
         assert not advantages[~mask].any(), "context has no advantage"
         rewards[session] = float(data["rm_scores"][place].sum())
-        weights[session] += float(advantages[mask].sum())
+        weights[session] = weights.get(session, 0.0) + float(advantages[mask].sum())
         signs[session] = float(advantages[mask][0])
     for session, reward in rewards.items():
         group = [r for s, r in rewards.items() if s.split("_")[0] == session.split("_")[0]]
@@ -112,14 +112,19 @@ def test_a_rollout_weighs_as_one_however_many_rows_it_has(verl: Verl, batch: Any
     assert any(signs.values()), "the rewards differ"
 
 
+def values(column: Any) -> list[Any]:
+    """A column of TransferQueue as plain values: numbers are a tensor there, texts a list."""
+    return column.tolist() if hasattr(column, "tolist") else list(column)
+
+
 def test_validation_rows_have_what_verl_reads(verl: Verl, batch: Any) -> None:
     runner = verl.start_runner()
     uids = verl.submit([{"name": "val", "conversations": 1}], "val")
     found = verl.sample(1, "val")
     data = verl.read(found, ["uid", "data_source", "reward_model", "extra_fields", "num_turns"])
-    assert list(data["uid"]) == uids
-    assert list(data["data_source"]) == ["whet"]
-    assert list(data["num_turns"]) == [2]
+    assert values(data["uid"]) == uids
+    assert values(data["data_source"]) == ["whet"]
+    assert values(data["num_turns"]) == [2]
     runner.terminate()
     runner.wait(60)
 
@@ -209,11 +214,38 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+def test_an_unknown_key_is_explained_before_ray_starts(tmp_path: Path) -> None:
+    settings = tmp_path / "verl.json"
+    settings.write_text(json.dumps({"actor_rollout_ref.actor.clip_ratio_hih": 0.28}))
+    code = (
+        "import sys; from whet.app.verl.entrypoint import main; "
+        f"code = main([{str(settings)!r}, '--check']); "
+        "print('ray' in sys.modules, 'verl' in sys.modules); sys.exit(code)"
+    )
+    done = run_python(code)
+    assert done.returncode == 2
+    assert done.stdout.split() == ["False", "False"]
+    expected = "whet: verl's config has no key 'actor_rollout_ref.actor.clip_ratio_hih', perhaps "
+    assert done.stderr.startswith(expected + "'actor_rollout_ref.actor.clip_ratio_high'")
+
+
+def test_verls_own_checks_of_its_config_are_one_line(tmp_path: Path) -> None:
+    settings = tmp_path / "verl.json"
+    settings.write_text(json.dumps({"data.train_batch_size": 2}))
+    code = (
+        "import sys; from whet.app.verl.entrypoint import main; "
+        f"sys.exit(main([{str(settings)!r}, '--check']))"
+    )
+    done = run_python(code)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("whet: verl refuses the config")
+
+
 def test_another_version_of_verl_is_one_line(tmp_path: Path) -> None:
     other = tmp_path / "verl-0.8.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: verl\nVersion: 0.8.0\n")
-    code = "import sys; from whet.app.verl.main import main; sys.exit(main(['none.json']))"
+    code = "import sys; from whet.app.verl.entrypoint import main; sys.exit(main(['none.json']))"
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     done = run_python(code, PYTHONPATH=path)
     assert done.returncode == 2

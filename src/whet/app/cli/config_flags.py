@@ -44,7 +44,7 @@ SHORT_HELP = {
     "engine.device": "device of the model in this process",
     "engine.max_context": "longest prompt plus completion in tokens (default: the model's limit)",
     "engine.urls": "running servers, all with the same model and flags",
-    "trainer.kind": "train in this process, or with a Tinker service",
+    "trainer.kind": "train in this process, with Tinker or with verl",
     "trainer.weights": "train LoRA adapters, or all weights",
     "trainer.precision": "precision of sampling and training",
     "trainer.micro_batch_tokens": "tokens in one forward and backward pass",

@@ -136,7 +136,7 @@ def add_agent_flags(parser: CommandParser) -> None:
     group.add_argument(
         "--sandbox",
         metavar="NAME",
-        help="run a command in subprocess, bubblewrap or docker:IMAGE[,memory_mb=N...]",
+        help="for a command: subprocess, bubblewrap, docker:IMAGE[,memory_mb=N...]",
     )
     group.add_argument(
         "--stdin", action="store_true", help="give a command its task on stdin as well"

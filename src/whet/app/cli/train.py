@@ -30,12 +30,13 @@ from whet.app.composition.driver import Driver
 from whet.app.inputs import AgentContext, check_held_out
 from whet.app.prompts.saved import load_prompts
 from whet.app.run_folder import RunFolder
-from whet.config import resolve
+from whet.config import VerlConfig, resolve
 from whet.errors import ConfigError, requires_extra
 from whet.io.process import follow_supervisor, interrupt_on_sigterm
 from whet.runners.agent import Agent
 from whet.runners.judges.judge import Judge
 from whet.runners.loading import load_function
+from whet.trainers.verl.settings import check_contradictions, parse_overrides
 
 Config = dict[str, JsonValue]
 
@@ -104,6 +105,11 @@ def _train(
         interrupt_on_sigterm()
     if args.resume:
         values = values | {"name": args.resume}
+    trainer = resolve(values).trainer
+    if isinstance(trainer, VerlConfig):
+        check_contradictions(parse_overrides(trainer.overrides))
+        if args.prompt or args.judge:
+            raise ConfigError("verl reads no prompts and no judge: leave out --prompt and --judge")
     # With a store the agent runs elsewhere, unless this process starts its runners on Ray.
     needs_agent = args.store is None or resolve(values).runner.ray is not None
     agent = load_agent(args) if needs_agent else None
@@ -117,15 +123,8 @@ def _train(
     folder = prepare_run(
         agent, values, KIND, console, context=context, store=args.store, resume=resume
     )
-    if resolve(values).trainer.kind == "verl":
-        if prompts or judge:
-            raise ConfigError("with --trainer verl leave out --prompt and --judge: not supported")
-        from whet.app.verl.train import train_with_verl  # noqa: PLC0415 - only if needed
-
-        done = train_with_verl(agent, tasks, held_out, folder, console, store=args.store)
-        console.print(f"checkpoints of verl: {done['checkpoints']}", highlight=False)
-        _print_json(args, done)
-        return 0
+    if isinstance(trainer, VerlConfig):
+        return _train_with_verl(args, agent, tasks, held_out, folder, console)
     try:
         result = run_and_report(
             agent, tasks, held_out, folder, console, context=context, store=args.store
@@ -133,6 +132,25 @@ def _train(
     except KeyboardInterrupt:
         return _report_stopped(args, folder)
     _print_json(args, result.as_json())
+    return 0
+
+
+def _train_with_verl(
+    args: argparse.Namespace,
+    agent: Agent | None,
+    tasks: list[JsonValue],
+    held_out: list[JsonValue],
+    folder: RunFolder,
+    console: Console,
+) -> int:
+    from whet.app.verl.train import train_with_verl  # noqa: PLC0415 - only if needed
+
+    try:
+        done = train_with_verl(agent, tasks, held_out, folder, console, store=args.store)
+    except KeyboardInterrupt:
+        return _report_stopped(args, folder)
+    console.print(f"checkpoints of verl: {done['checkpoints']}", highlight=False)
+    _print_json(args, done)
     return 0
 
 

@@ -20,7 +20,7 @@ from whet.errors import EngineError
 from whet.protocols import Store
 from whet.store import open_store
 from whet.store.http import token
-from whet.trainers.verl.rows import Session
+from whet.trainers.verl.entries import SessionResult
 from whet.trainers.verl.settings import SECTION
 from whet.training.rows import build_rows
 from whet.types import Credit, Mode, Rollout, SamplingOverride, Trajectory
@@ -40,7 +40,7 @@ class RolloutHost:
 
     async def run(
         self, uid: str, task: str, *, sessions: int, validate: bool, global_steps: int
-    ) -> Sequence[Session | str]:
+    ) -> Sequence[SessionResult | str]:
         """Run the sessions of a prompt; those of an earlier call with the same uid are reused."""
         self._engine.version = global_steps
         rollouts = [
@@ -66,19 +66,19 @@ class RolloutHost:
         ]
 
     def _sampling(self, *, validate: bool) -> SamplingOverride:
-        """What is sampled must be what verl's actor computes: its temperature, and nothing cut."""
+        """The distribution that verl's actor computes: its temperature, and nothing cut off."""
         used = self._rollout.val_kwargs if validate else self._rollout
         return SamplingOverride(
             temperature=float(used.temperature), top_p=float(used.top_p), top_k=max(0, used.top_k)
         )
 
 
-def read_session(trajectory: Trajectory) -> Session | str:
+def read_session(trajectory: Trajectory) -> SessionResult | str:
     """The rows of a trajectory, or why it has none."""
     built = build_rows([Credit.even(trajectory, 1.0)])
     if not built.rows:
         return f"nothing to train: {len(trajectory.calls)} calls, {len(built.unproven)} unproven"
-    return Session(built.rows, trajectory.reward, len(trajectory.calls))
+    return SessionResult(built.rows, trajectory.reward, len(trajectory.calls))
 
 
 @asynccontextmanager

@@ -123,7 +123,8 @@ async def _run(
         else:
             running = watch_workers(store, note)
         await stack.enter_async_context(running)
-        await _run_verl(config, settings)
+        again = "the same command" if store_url else f"--resume {folder.path.name}"
+        await _run_verl(config, settings, again)
         counts = await store.counts()
     return {
         "run": str(folder.path),
@@ -204,13 +205,14 @@ async def _check_settings(config: RunConfig, settings: Path) -> None:
 def _command(config: RunConfig, settings: Path, *flags: str) -> list[str]:
     assert isinstance(config.trainer, VerlConfig)
     python = config.trainer.python or sys.executable
-    return [python, "-m", "whet.app.verl.main", str(settings), *flags]
+    return [python, "-m", "whet.app.verl.entrypoint", str(settings), *flags]
 
 
 # ------------------------------------------------------------------- processes
 
 
-async def _run_verl(config: RunConfig, settings: Path) -> None:
+async def _run_verl(config: RunConfig, settings: Path, again: str) -> None:
+    """Run verl to its end; `again` is how its user continues after a failure."""
     environment = {**os.environ, SUPERVISED: "1", "PYTHONUNBUFFERED": "1"}
     async with await anyio.open_process(
         _command(config, settings),
@@ -231,8 +233,8 @@ async def _run_verl(config: RunConfig, settings: Path) -> None:
         raise ConfigError("verl refused its settings; the line above has the reason")
     if code:
         raise RunFailed(
-            f"verl ended with exit code {code}; its lines are above, and the same command "
-            "continues from its last checkpoint"
+            f"verl ended with exit code {code}; its lines are above, and {again} continues from "
+            "its last checkpoint"
         )
 
 

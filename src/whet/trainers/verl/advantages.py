@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from whet.trainers.verl.rows import SEPARATOR
+from whet.trainers.verl.entries import SEPARATOR
 
 EPSILON = 1e-6
 

@@ -20,7 +20,7 @@ from tensordict import NonTensorData, NonTensorStack
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from verl.utils import tensordict_utils
 
-from whet.trainers.verl.rows import Session, build_entries
+from whet.trainers.verl.entries import SessionResult, build_entries
 from whet.trainers.verl.settings import ESTIMATORS, LOSS, SECTION
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Host(Protocol):
 
     async def run(
         self, uid: str, task: str, *, sessions: int, validate: bool, global_steps: int
-    ) -> Sequence[Session | str]:
+    ) -> Sequence[SessionResult | str]:
         """Return each session, or the reason why it failed; `task` is JSON."""
         ...
 

@@ -26,7 +26,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 def check_version() -> None:
-    """Raise ConfigError, in one line, unless this environment has a verl that whet works with."""
+    """Raise ConfigError, in one line, unless this environment has the version that is supported."""
     try:
         found = importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError as error:
@@ -38,6 +38,10 @@ def check_version() -> None:
         raise ConfigError(
             f"found verl {found}, expected {SUPPORTED}: pip install verl=={SUPPORTED}"
         )
+
+
+def check_names() -> None:
+    """Import verl. Raises ConfigError if it lacks a name that whet uses."""
     missing = [
         f"{module}.{name}"
         for module, names in NAMES.items()
@@ -45,4 +49,6 @@ def check_version() -> None:
         if not hasattr(importlib.import_module(module), name)
     ]
     if missing:
-        raise ConfigError(f"verl {found} lacks {', '.join(missing)}: pip install verl=={SUPPORTED}")
+        raise ConfigError(
+            f"verl {SUPPORTED} lacks {', '.join(missing)}: pip install verl=={SUPPORTED} again"
+        )

@@ -1,4 +1,4 @@
-"""verl's process: `python -m whet.app.verl.main SETTINGS [--check]`, in verl's environment.
+"""verl's process: `python -m whet.app.verl.entrypoint SETTINGS [--check]`, in verl's environment.
 
 verl's own entry point runs with its own config: our manager is a key of it.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from whet.errors import WhetError
 from whet.io.process import follow_supervisor
-from whet.trainers.verl.version import check_version
+from whet.trainers.verl.version import check_names, check_version
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,9 +19,14 @@ def main(arguments: Sequence[str]) -> int:
     settings, *flags = arguments
     try:
         check_version()
-        from whet.trainers.verl.launch import build_config, launch  # noqa: PLC0415 - imports verl
+        # Hydra is of verl's environment, and verl takes long to import: a wrong key is found first.
+        from whet.trainers.verl.hydra_config import compose_config  # noqa: PLC0415
 
-        config = build_config(json.loads(Path(settings).read_text()))
+        config = compose_config(json.loads(Path(settings).read_text()))
+        check_names()
+        from whet.trainers.verl.ppo_trainer import check_config, launch  # noqa: PLC0415
+
+        check_config(config)
         if "--check" not in flags:
             launch(config)
     except WhetError as error:

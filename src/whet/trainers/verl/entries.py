@@ -11,7 +11,7 @@ SEPARATOR = "_"
 """Between prompt, session and row in a key; verl splits keys there, so a uid has none."""
 
 
-class Session(NamedTuple):
+class SessionResult(NamedTuple):
     """A rollout of a prompt as verl counts it: its rows, and the reward that they share."""
 
     rows: Sequence[Row]
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 def build_entries(
     uid: str,
     session: int,
-    result: Session,
+    result: SessionResult,
     prompt: Mapping[str, Any],
     *,
     global_steps: int,

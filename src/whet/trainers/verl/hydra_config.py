@@ -1,32 +1,31 @@
-"""verl's config from overrides, and verl's own trainer with it."""
+"""verl's config from overrides. Reads verl's files without importing it, which takes long."""
 
 import difflib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import verl.trainer
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
-from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
-from verl.utils.device import auto_set_device
 
-from whet.errors import ConfigError, boundary
+from whet.errors import ConfigError
 from whet.trainers.verl.settings import SECTION, Overrides
 
 ADDED = ("actor_rollout_ref.rollout.agent.agent_loop_manager_class",)
 """Keys that verl reads but does not list."""
 
 
-def build_config(overrides: Overrides) -> Any:  # Any: verl's DictConfig
-    """Compose verl's config and let verl validate it; needs no Ray.
+def compose_config(overrides: Overrides) -> Any:  # Any: verl's DictConfig
+    """Compose verl's config with overrides.
 
     Raises:
-        ConfigError: a key is unknown, or verl finds that values do not go together.
+        ConfigError: a key is unknown.
     """
-    folder = Path(str(verl.trainer.__file__)).parent / "config"
+    found = importlib.util.find_spec("verl")
+    assert found is not None
+    assert found.submodule_search_locations is not None
+    folder = Path(found.submodule_search_locations[0]) / "trainer" / "config"
     with initialize_config_dir(config_dir=str(folder), version_base=None):
         config = compose("ppo_trainer")
     known = set(_list_keys(OmegaConf.to_container(config, resolve=False)))
@@ -35,19 +34,7 @@ def build_config(overrides: Overrides) -> Any:  # Any: verl's DictConfig
             if key.split(".")[0] != SECTION and key not in ADDED and not _is_known(key, known):
                 raise ConfigError(_explain_unknown(key, known))
             OmegaConf.update(config, key, value, merge=False, force_add=True)
-    with boundary(ConfigError, "verl refuses the config"):
-        auto_set_device(config)
-        validate_config(
-            config=config,
-            use_reference_policy=need_reference_policy(config),
-            use_critic=need_critic(config),
-        )
     return config
-
-
-def launch(config: Any) -> None:
-    """Run verl's trainer to its end, in its Ray cluster."""
-    run_ppo(config, task_runner_class=TaskRunnerV1)
 
 
 def _list_keys(values: Any, prefix: str = "") -> Iterator[str]:
