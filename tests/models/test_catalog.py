@@ -58,8 +58,8 @@ def test_a_folder_without_a_model_is_described(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    assert "model.gguf' is not a folder; expected" in complaint(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.bin").touch()
+    assert "model.bin' is not a folder; expected" in complaint(str(tmp_path / "model.bin"))
 
 
 def test_an_unknown_name_gets_advice() -> None:

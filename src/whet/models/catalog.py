@@ -4,6 +4,7 @@ Imports nothing heavy: a command that only lists models must be fast.
 """
 
 import difflib
+import hashlib
 import json
 import logging
 import math
@@ -24,8 +25,8 @@ SMOLLM2 = "smollm2-135m-instruct"
 """Name of its folder in the cache."""
 SMOLLM2_MB = 542
 EXPECTED = (
-    "expected 'tiny', 'smollm2', a folder with a config.json as `save_pretrained` writes, or a "
-    "name of the Hugging Face Hub like 'Qwen/Qwen3-0.6B'"
+    "expected 'tiny', 'smollm2', a folder with a config.json as `save_pretrained` writes, a GGUF "
+    "file, or a name of the Hugging Face Hub like 'Qwen/Qwen3-0.6B'"
 )
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
@@ -49,7 +50,8 @@ def resolve_model(
     wheel: Path | None = None,
     progress: Callable[[str], None] = logger.info,
 ) -> Path:
-    """Return the folder of a model; `smollm2` and Hub models are fetched the first time.
+    """Return the folder of a model; `smollm2` and Hub models are fetched the first time, and
+    GGUF files converted.
 
     `tiny` and `smollm2` win over a folder of that name, which is `./tiny`. `wheel` is the file
     smollm2 is made from when there is no network.
@@ -64,6 +66,8 @@ def resolve_model(
             return shipped(TINY)
         case "smollm2":
             return _smollm2(models_dir(cache) / SMOLLM2, wheel, progress)
+        case _ if _is_gguf(name):
+            return _convert_gguf(Path(os.path.expanduser(name)), cache, progress)
         case _:
             return _find_folder(name, progress)
 
@@ -75,6 +79,8 @@ def find_model(name: str) -> Path | None:
             return shipped(TINY)
         case "smollm2":
             folder = models_dir() / SMOLLM2
+        case _ if _is_gguf(name):
+            folder = _gguf_folder(Path(os.path.expanduser(name)), None)
         case _:
             folder = Path(os.path.expanduser(name))
             if HUB_ID.fullmatch(name) and not os.path.lexists(folder):
@@ -148,6 +154,29 @@ def _smollm2(folder: Path, wheel: Path | None, progress: Callable[[str], None]) 
     except ImportError as error:
         raise MissingExtra.of("converting smollm2", "local") from error
     smollm2.make(folder, wheel=wheel, progress=progress)
+    return folder
+
+
+def _is_gguf(name: str) -> bool:
+    return name.endswith(".gguf") and os.path.isfile(os.path.expanduser(name))
+
+
+def _gguf_folder(file: Path, cache: Path | None) -> Path:
+    """Folder of the converted file in the cache; another one after the file has changed."""
+    found = file.stat()
+    identity = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return models_dir(cache) / f"{file.stem}-{digest}"
+
+
+def _convert_gguf(file: Path, cache: Path | None, progress: Callable[[str], None]) -> Path:
+    folder = _gguf_folder(file, cache)
+    if not _is_model(folder):
+        try:
+            from whet.models import gguf_model  # noqa: PLC0415 - imports torch
+        except ImportError as error:
+            raise MissingExtra.of("converting a GGUF file", "local") from error
+        gguf_model.make(file, folder, progress=progress)
     return folder
 
 

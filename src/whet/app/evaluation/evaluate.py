@@ -99,9 +99,10 @@ def evaluate(
 ) -> Evaluation:
     """Compare models on tasks; the first model is the baseline.
 
-    A model is `tiny`, `smollm2`, a Hugging Face folder, a PEFT adapter, a run or one of its
-    checkpoints; with an `endpoint`, a model name of that OpenAI-compatible URL. `prompts` are the
-    resources of the agent by model, those of all under an empty name. `settings` are config keys.
+    A model is `tiny`, `smollm2`, a Hugging Face folder, a GGUF file, a PEFT adapter, a run or one
+    of its checkpoints; with an `endpoint`, a model name of that OpenAI-compatible URL. `prompts`
+    are the resources of the agent by model, those of all under an empty name. `settings` are config
+    keys.
     `resume` continues the evaluation called `name`, or the newest, and may add models to it.
 
     Raises:
