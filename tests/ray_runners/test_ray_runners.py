@@ -139,7 +139,7 @@ def runners_below(raylet: int) -> dict[str, int]:
             line = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         except OSError:
             continue
-        names = [part.removeprefix("--name=") for part in line if part.startswith("--name=")]
+        names = [part.removeprefix("--worker=") for part in line if part.startswith("--worker=")]
         if "runner" in line and names:
             found[names[0]] = pid
     return found
@@ -262,17 +262,17 @@ def test_a_run_completes_with_nothing_lost_when_a_node_of_the_cluster_is_killed(
 
 def test_runners_are_scaled_while_they_run(cluster: TwoNodes, site: Site) -> None:
     pool = ("agent.py:count", "--gateway=none", "--ray", cluster.address, "--num=1")
-    few = ("--concurrency=2", "--cpus=0.5", "--name=crew")
+    few = ("--concurrency=2", "--cpus=0.5", "--worker=crew")
     with start(site.folder, "runner", *site.place, *pool, *few) as runners:
         until(lambda: site.workers() == {"crew-1"}, "one runner")
         site.enqueue(8)
 
-        with start(site.folder, "runner", *site.place, "--scale=4", "--name=crew") as scaling:
+        with start(site.folder, "runner", *site.place, "--scale=4", "--worker=crew") as scaling:
             assert scaling.ends() == 0, scaling.said
         until(lambda: sum(site.running().values()) == 8, "four runners of two slots each")
         assert site.workers() == {f"crew-{n}" for n in (1, 2, 3, 4)}
 
-        with start(site.folder, "runner", *site.place, "--scale=1", "--name=crew") as scaling:
+        with start(site.folder, "runner", *site.place, "--scale=1", "--worker=crew") as scaling:
             assert scaling.ends() == 0, scaling.said
         (site.folder / "go").touch()
         runners.hears("scaling from 4 to 1 runners")

@@ -93,7 +93,7 @@ def four_processes(
     file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     place = ["--store", f"http://127.0.0.1:{port}", "--run", RUN, *directory]
     flags = [f"--{key}={value}" for key, value in settings.items()]
-    agent = ["diarist:answer", "--concurrency=4", "--lease=5", "--name=diarist"]
+    agent = ["diarist:answer", "--concurrency=4", "--lease=5", "--worker=diarist"]
     commands = {
         "store listens": ["store", "--port", port, *directory],
         "gateway listens": ["serve", *place, "--gateway.port", _free_port()],

@@ -153,7 +153,7 @@ class RunnerPool:
 
     def _start(self, number: int) -> None:
         # Under its own name a restarted runner returns the rollouts of its predecessor at once.
-        name = f"--name={self._name}-{number}"
+        name = f"--worker={self._name}-{number}"
         actor = self._actor_class.remote(
             [name, *self._arguments], dict(self._environment), str(Path.cwd())
         )

@@ -92,7 +92,7 @@ def add_arguments(parser: CommandParser) -> None:
         help=f"seconds that running attempts may finish after SIGTERM (default {GRACE_S:g})",
     )
     group.add_argument(
-        "--name",
+        "--worker",
         metavar="NAME",
         help="worker name; restarting under the same name releases its old leases",
     )
@@ -190,7 +190,7 @@ async def _run(
             config,
             store=store,
             endpoints=_endpoints(args.gateway, store, place),
-            name=args.name,
+            name=args.worker,
             hooks=hooks,
             on_outcome=on_outcome,
             on_warning=print_line,
@@ -239,7 +239,7 @@ def _check_ray_flags(args: argparse.Namespace) -> None:
 
 async def _scale(args: argparse.Namespace) -> None:
     place = await find_store(args.store, args.run_name, Path(args.dir))
-    name = args.name or DEFAULT_NAME
+    name = args.worker or DEFAULT_NAME
     async with connect_store(place) as store:
         await set_runners(store, name, args.scale)
     print_line(f"run {place.run} is to have {args.scale} runners {name}-N on Ray")
@@ -254,7 +254,7 @@ async def _run_on_ray(args: argparse.Namespace) -> None:
         ray=args.ray,
         num=1 if args.num is None else args.num,
         cpus=args.cpus or 1.0,
-        name=args.name or DEFAULT_NAME,
+        name=args.worker or DEFAULT_NAME,
         grace_s=args.grace,
     )
     async with stoppable() as stop:

@@ -82,7 +82,7 @@ def _plan(
         "store": ["store", f"--port={port}", "--dir", str(config.dir), *database],
         "serve": ["serve", *place, *_as_flags(serving), *after],
         **{
-            f"runner-{n}": ["runner", *place, *execution, f"--name={host}-{run}-{n}", *agent]
+            f"runner-{n}": ["runner", *place, *execution, f"--worker={host}-{run}-{n}", *agent]
             for n in range(1, args.runners + 1)
         },
         "train": ["train", *tasks, *held_out, *store, *_as_flags(values), *after],
