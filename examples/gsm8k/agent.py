@@ -12,13 +12,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-SYSTEM = """\
-Solve the math problem step by step, without code. Do arithmetic with the calculator, like this:
-<tool_call>
-{"name": "calculator", "arguments": {"expression": "(12 + 8) * 7 / 2"}}
-</tool_call>
-When you know the answer, end with a line that holds the number alone, like this:
-#### 70"""
+SYSTEM = (
+    "Solve the math problem. Think step by step, and compute with the calculator. "
+    "End with a line that holds the answer: #### number"
+)
 CALCULATOR: Any = {
     "type": "function",
     "function": {
@@ -31,6 +28,23 @@ CALCULATOR: Any = {
         },
     },
 }
+# One solved problem shows the form of an answer: a model for code writes a program otherwise.
+CALL = {"name": "calculator", "arguments": '{"expression": "(12 + 9) * 4 - 15"}'}
+EXAMPLE: list[Any] = [
+    {
+        "role": "user",
+        "content": "A baker sells 12 loaves in the morning and 9 in the afternoon, for $4 each, "
+        "and pays $15 for flour. How much money is left?",
+    },
+    {
+        "role": "assistant",
+        "content": "The baker sells 12 + 9 loaves. At $4 each they bring (12 + 9) * 4 dollars. "
+        "After paying for the flour (12 + 9) * 4 - 15 dollars are left.",
+        "tool_calls": [{"id": "example", "type": "function", "function": CALL}],
+    },
+    {"role": "tool", "tool_call_id": "example", "content": "69"},
+    {"role": "assistant", "content": "The baker has $69 left.\n#### 69"},
+]
 TURNS = 5
 MAX_TOKENS = 300
 """Of one turn."""
@@ -54,6 +68,7 @@ async def solve(task, llm) -> float:
     client = _client.with_options(base_url=llm.base_url, api_key=llm.api_key)
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM},
+        *EXAMPLE,
         {"role": "user", "content": task["question"]},
     ]
     for _ in range(TURNS):
