@@ -78,8 +78,9 @@ dashboard-check: dashboard/node_modules/.installed ## build it elsewhere: the co
 	cd dashboard && npm run --silent build -- --outDir ../build/dashboard
 	diff -r build/dashboard src/whet/app/dashboard/static
 
+# Not `npm ci`, which refuses a lock file without the builds of Vite for other platforms; versions are those of the lock file.
 dashboard/node_modules/.installed: dashboard/package-lock.json
-	cd dashboard && npm ci --ignore-scripts --no-audit --no-fund --silent
+	cd dashboard && npm install --no-save --ignore-scripts --no-audit --no-fund --silent
 	@touch $@
 
 test-browser: $(READY) dashboard/node_modules/.installed ## run the tests of the dashboard in Chromium, which Debian installs if it is missing

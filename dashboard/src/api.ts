@@ -6,6 +6,10 @@ export type Row = {
   pruned: boolean; reward: number | null; seconds: number | null; step: number | null;
   calls: number; forks: number; sampled_tokens: number;
 };
+export type Group = {
+  group: string; seq: number; rollouts: number; failed: number; succeeded: number;
+  mean: number | null; min: number | null; max: number | null; step: number | null; task: string;
+};
 export type RunCard = {
   name: string; kind: string; model: string; state: string; steps: number;
   reward: number | null; gain: number | null; rewards: (number | null)[]; changed: number;
@@ -152,7 +156,7 @@ function readEmbedded<T>(data: Record<string, unknown>, path: string, query: Que
   }
   if (!path.endsWith("/rollouts")) return found as T;
   const rows = filterRows((found as { rollouts: Row[] }).rollouts, query);
-  return { rollouts: rows, next: null, total: rows.length } as T;
+  return { rollouts: rows, next: null, searched: rows.length, total: rows.length } as T;
 }
 
 /** The filters of the server, on the rows that a static report has. */
@@ -163,6 +167,7 @@ function filterRows(rows: Row[], query: Query): Row[] {
       (!query.status || row.status === query.status) &&
       (!query.mode || row.mode === query.mode) &&
       (!query.group || row.group === query.group) &&
+      (!query.task || row.task === rows.find((each) => each.id === query.task)?.task) &&
       (!query.step || row.step === Number(query.step)) &&
       (!query.forked || row.forks > 0) &&
       (!query.min_reward || (row.reward ?? -Infinity) >= Number(query.min_reward)) &&
@@ -175,5 +180,5 @@ function filterRows(rows: Row[], query: Query): Row[] {
   const sign = order === "best" ? -1 : 1;
   return kept
     .filter((row) => row.reward !== null)
-    .sort((a, b) => sign * ((a.reward ?? 0) - (b.reward ?? 0)) || a.seq - b.seq);
+    .sort((a, b) => sign * ((a.reward ?? 0) - (b.reward ?? 0) || a.seq - b.seq));
 }

@@ -1,6 +1,6 @@
 /** Small parts that every page uses. Text of users is always a text node, never HTML. */
 
-import type { ComponentChildren } from "preact";
+import type { ComponentChildren, RefObject } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { ApiError, get, watch, type Query } from "./api";
 
@@ -152,6 +152,36 @@ export function useLive(run: string, reload: () => void): boolean {
 export function Gone({ gone, run }: { gone: boolean; run: string }) {
   if (!gone) return null;
   return <p class="gone" role="status">The server does not answer: the run may have ended. Open it again with <code>whet view {run}</code>.</p>;
+}
+
+const MARGIN = 20;
+
+/** The rows of a long table that are near the screen: only those are drawn. */
+export function useVisible(body: RefObject<HTMLElement | null>, count: number): { first: number; last: number; height: number } {
+  const [range, setRange] = useState({ first: 0, last: 60, height: 38 });
+  useEffect(() => {
+    let frame = 0;
+    const look = () => {
+      frame = 0;
+      if (!body.current) return;
+      const height = body.current.querySelector<HTMLElement>("tr.row")?.offsetHeight || 38;
+      const top = -body.current.getBoundingClientRect().top;
+      // In steps of ten rows, so that most frames of scrolling draw nothing new.
+      const first = Math.max(0, Math.floor(top / height / 10) * 10 - MARGIN);
+      const last = Math.ceil((top + window.innerHeight) / height / 10) * 10 + MARGIN;
+      setRange((old) => (old.first === first && old.last === last && old.height === height ? old : { first, last, height }));
+    };
+    const plan = () => { frame ||= requestAnimationFrame(look); };
+    look();
+    window.addEventListener("scroll", plan, { passive: true });
+    window.addEventListener("resize", plan);
+    return () => {
+      cancelAnimationFrame(frame);
+      window.removeEventListener("scroll", plan);
+      window.removeEventListener("resize", plan);
+    };
+  }, [count]);
+  return { first: Math.min(range.first, Math.max(0, count - 1)), last: Math.min(range.last, count), height: range.height };
 }
 
 /** j and k move over the rows of a table, Enter opens the selected one. */

@@ -9,8 +9,8 @@ from support.postgres_server import own_schema
 from support.records import claim, failed, full_call
 from whet.errors import NotFound
 from whet.store.postgres import PostgresStore
-from whet.store.queries import browse
-from whet.store.queries.browse import PageCursor, RolloutFilter
+from whet.store.queries import browse, rollout_pages
+from whet.store.queries.rollout_pages import Order, PageCursor, RolloutFilter
 from whet.store.sql_store import SQLStore
 from whet.store.sqlite import SQLiteStore
 from whet.types import Mode, Outcome, Reward, Rollout, StepRecord
@@ -52,32 +52,103 @@ async def _fill(store: SQLStore) -> None:
     await store.commit(record)
 
 
+async def _ids(store: SQLStore, where: RolloutFilter, order: Order = "newest") -> list[str]:
+    page = await store.browse(rollout_pages.read_page, where, order=order)
+    assert page.next is None
+    return [row.id for row in page.rows]
+
+
+async def _count(store: SQLStore, where: RolloutFilter, order: Order = "newest") -> int | None:
+    return await store.browse(rollout_pages.count_page, where, order)
+
+
 async def test_pages_are_filtered_and_ordered(store: SQLStore) -> None:
     await _fill(store)
+    assert await _ids(store, RolloutFilter()) == ["before-greedy-00000", "c", "b", "a"]
+    assert await _ids(store, RolloutFilter(), "best") == ["b", "a"]
+    assert await _ids(store, RolloutFilter(), "worst") == ["a", "b"]
+    assert await _ids(store, RolloutFilter(mode="val"), "best") == []
+    assert await _ids(store, RolloutFilter(status="failed")) == ["c"]
+    assert await _ids(store, RolloutFilter(status="failed"), "best") == []
+    assert await _ids(store, RolloutFilter(step=0), "oldest") == ["a", "b", "c"]
+    assert await _ids(store, RolloutFilter(step=0, group="g"), "best") == ["b", "a"]
+    assert await _ids(store, RolloutFilter(min_reward=0.6)) == ["b"]
+    assert await _ids(store, RolloutFilter(max_reward=0.6, group="g")) == ["a"]
+    assert await _ids(store, RolloutFilter(text='SAY "B"')) == ["b"]
+    assert await _ids(store, RolloutFilter(text="what now", min_reward=0.6)) == ["b"]
+    assert await _ids(store, RolloutFilter(text="it broke")) == ["c"]
+    assert await _ids(store, RolloutFilter(task='Say "b"')) == ["b"]
+    assert await _ids(store, RolloutFilter(task="Say")) == []
+    assert await _ids(store, RolloutFilter(forked=True)) == []
+    assert await _ids(store, RolloutFilter(agent="")) == ["c", "b", "a"]
 
-    async def ids(where: RolloutFilter, order: browse.Order = "newest") -> list[str]:
-        return [row.id for row in await store.browse(browse.read_page, where, order=order)]
 
-    assert await ids(RolloutFilter()) == ["before-greedy-00000", "c", "b", "a"]
-    assert await ids(RolloutFilter(), "best") == ["b", "a"]
-    assert await ids(RolloutFilter(status="failed")) == ["c"]
-    assert await ids(RolloutFilter(step=0), "oldest") == ["a", "b", "c"]
-    assert await ids(RolloutFilter(text='SAY "B"')) == ["b"]
-    assert await ids(RolloutFilter(text="what now", min_reward=0.6)) == ["b"]
-    assert await ids(RolloutFilter(text="it broke")) == ["c"]
-    assert await ids(RolloutFilter(forked=True)) == []
-    assert await ids(RolloutFilter(agent="")) == ["c", "b", "a"]
-    assert await store.browse(browse.count_page, RolloutFilter(mode="train")) == 3
-    [row] = await store.browse(browse.read_page, RolloutFilter(), order="worst", limit=1)
+async def test_pages_are_counted_unless_that_takes_a_search(store: SQLStore) -> None:
+    await _fill(store)
+    assert await _count(store, RolloutFilter()) == 4
+    assert await _count(store, RolloutFilter(mode="train")) == 3
+    assert await _count(store, RolloutFilter(step=0, min_reward=0.6)) == 1
+    assert await _count(store, RolloutFilter(group="g"), "best") == 2
+    assert await _count(store, RolloutFilter(), "worst") == 2
+    assert await _count(store, RolloutFilter(min_reward=0.6)) == 1
+    assert await _count(store, RolloutFilter(text="say")) is None
+    assert await _count(store, RolloutFilter(mode="train"), "best") is None
+
+
+async def test_a_page_continues_after_the_one_before(store: SQLStore) -> None:
+    await _fill(store)
+    page = await store.browse(rollout_pages.read_page, RolloutFilter(), order="worst", limit=1)
+    [row] = page.rows
     assert (row.calls, row.forks, row.sampled_tokens, row.step) == (1, 0, 2, 0)
-    after = PageCursor(row.seq, row.reward)
-    rest = await store.browse(browse.read_page, RolloutFilter(), order="worst", after=after)
-    assert [each.id for each in rest] == ["b"]
+    assert page.next == PageCursor(row.seq, row.reward)
+    rest = await store.browse(
+        rollout_pages.read_page, RolloutFilter(), order="worst", after=page.next
+    )
+    assert [each.id for each in rest.rows] == ["b"]
+
+
+@pytest.mark.parametrize("order", ["newest", "worst"])
+async def test_a_search_that_takes_too_long_is_continued_by_its_cursor(
+    store: SQLStore, order: Order
+) -> None:
+    await _fill(store)
+    found: list[str] = []
+    searched: list[int] = []
+    after: PageCursor | None = None
+    while True:
+        page = await store.browse(
+            rollout_pages.read_page,
+            RolloutFilter(text='say "a"'),
+            order=order,
+            after=after,
+            limit=1,
+            search_s=0.0,
+        )
+        found += [row.id for row in page.rows]
+        searched.append(page.searched)
+        if page.next is None:
+            break
+        after = page.next
+    assert found == ["a"]
+    assert max(searched) == 2  # parts begin with one more than the page
+    assert sum(searched) == {"newest": 4, "worst": 2}[order]
+
+
+async def test_text_beyond_ascii_is_found_in_tasks_and_in_messages(store: SQLStore) -> None:
+    await store.enqueue([Rollout(id="u", group="g", task="Größe 日本", max_attempts=1)])
+    attempt = await claim(store, "w")
+    call = full_call(attempt.id)
+    message = {"role": "user", "content": "Straße"}
+    await store.append(call.model_copy(update={"messages": (message,)}))
+    for text in ("GRöße", "日本", "STRAße"):
+        assert await _ids(store, RolloutFilter(text=text)) == ["u"]
 
 
 async def test_summaries_count_what_is_there(store: SQLStore) -> None:
     await _fill(store)
-    [group] = await store.browse(browse.read_groups, mode="train", step=0, before=None, limit=5)
+    [group] = await store.browse(
+        rollout_pages.read_groups, mode="train", step=0, before=None, limit=5
+    )
     assert (group.rollouts, group.failed, group.mean, group.max) == (3, 1, 0.75, 1.0)
     [step] = await store.browse(browse.read_step_rows, -1)
     assert (step.metrics, step.rollouts) == ({"reward": 0.75}, 3)
@@ -101,7 +172,7 @@ async def test_summaries_count_what_is_there(store: SQLStore) -> None:
 async def test_single_records_are_found_by_their_ids(store: SQLStore) -> None:
     await _fill(store)
     assert await store.browse(browse.find_rollout, "a.1") == "a"
-    assert (await store.browse(browse.read_rollout, "a")).reward == 0.5
+    assert (await store.browse(rollout_pages.read_rollout, "a")).reward == 0.5
     assert await store.browse(browse.read_run_names) == [store.run]
     [(name, version, _)] = await store.browse(browse.read_resource_names)
     assert (name, version) == ("prompt", 2)
@@ -113,4 +184,4 @@ async def test_single_records_are_found_by_their_ids(store: SQLStore) -> None:
     with pytest.raises(NotFound):
         await store.browse(browse.find_rollout, "none")
     with pytest.raises(NotFound):
-        await store.browse(browse.read_rollout, "none")
+        await store.browse(rollout_pages.read_rollout, "none")

@@ -136,7 +136,7 @@ async def test_a_lost_connection_is_an_error_and_the_next_call_has_a_new_one(
 
 
 @pytest.mark.parametrize(
-    ("version", "advice"), [(POSTGRES_VERSION - 2, "export its runs"), (99, "upgrade whet")]
+    ("version", "advice"), [(POSTGRES_VERSION - 3, "export its runs"), (99, "upgrade whet")]
 )
 async def test_tables_of_another_version_are_refused(
     first: PostgresStore, postgres_url: str, schema: str, version: int, advice: str
@@ -148,13 +148,15 @@ async def test_tables_of_another_version_are_refused(
         PostgresStore(postgres_url, schema=schema)
 
 
-async def test_tables_of_the_version_before_are_upgraded_with_their_steps(
+async def test_tables_of_a_version_before_are_upgraded_with_their_steps(
     first: PostgresStore, postgres_url: str, schema: str
 ) -> None:
     await first.commit(step(0))
     with psycopg.connect(postgres_url, autocommit=True) as db:
+        for name in ("rollout_run", "attempt_reward"):
+            db.execute(f"DROP INDEX {schema}.{name}".encode())
         db.execute(f"ALTER TABLE {schema}.step DROP COLUMN advantages".encode())
-        db.execute(f"UPDATE {schema}.schema_version SET version = version - 1".encode())
+        db.execute(f"UPDATE {schema}.schema_version SET version = version - 2".encode())
     async with PostgresStore(postgres_url, schema=schema) as upgraded:
         assert await upgraded.steps() == [step(0)]
         await upgraded.commit(step(1), advantages=ADVANTAGES)

@@ -79,7 +79,7 @@ async def test_a_file_knows_its_version(store: SQLiteStore, path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "advice"),
     [
-        (SQLITE_VERSION - 2, "export its runs with the whet that wrote it"),
+        (SQLITE_VERSION - 3, "export its runs with the whet that wrote it"),
         (SQLITE_VERSION + 1, "upgrade whet"),
     ],
 )
@@ -102,18 +102,28 @@ async def test_a_file_of_another_version_is_refused_in_one_line_and_left_alone(
         assert (await claim(store)).id == "a.1"
 
 
-async def test_a_file_of_the_version_before_is_upgraded_with_its_steps(path: Path) -> None:
+async def test_a_file_of_a_version_before_is_upgraded_with_its_steps(path: Path) -> None:
     async with SQLiteStore(path) as store:
         await store.commit(step(0))
     with closing(sqlite3.connect(path)) as db:
+        indexes = _read_indexes(db)
+        for name in ("rollout_run", "rollout_status", "attempt_reward"):
+            db.execute(f"DROP INDEX {name}")
+        db.execute("CREATE INDEX rollout_status ON rollout (run, status, seq)")
         db.execute("ALTER TABLE step DROP COLUMN advantages")
-        db.execute(f"PRAGMA user_version = {SQLITE_VERSION - 1}")
+        db.execute(f"PRAGMA user_version = {SQLITE_VERSION - 2}")
     async with SQLiteStore(path) as store:
         assert await store.steps() == [step(0)]
         assert await store.advantages(0) == {}
         await store.commit(step(1), advantages=ADVANTAGES)
     async with SQLiteStore(path) as store:
         assert await store.advantages(1) == ADVANTAGES
+    with closing(sqlite3.connect(path)) as db:
+        assert _read_indexes(db) == indexes
+
+
+def _read_indexes(db: sqlite3.Connection) -> set[str]:
+    return set(db.execute("SELECT sql FROM sqlite_master WHERE type = 'index'").fetchall())
 
 
 def test_a_foreign_database_is_refused_and_left_alone(path: Path) -> None:

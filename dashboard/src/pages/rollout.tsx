@@ -34,6 +34,7 @@ export function Rollout({ run, id }: { run: string; id: string }) {
         {credit.data && !credit.data.reason && <span>advantage <b class="num">{advantageText(credit.data)}</b></span>}
         <span>step {row.step ? <a href={href(["r", run, "rollouts"], { step: row.step })}>{row.step}</a> : "–"}</span>
         <span>group <a class="mono" href={href(["r", run, "rollouts"], { group: row.group, order: "best" })}>{row.group}</a></span>
+        <span><a href={href(["r", run, "rollouts"], { task: row.id, order: "oldest" })}>same task over steps</a></span>
         <span class="muted">{row.mode === "val" ? "evaluation" : row.mode}</span>
         {data && <span class="muted">{plural(data.calls.length, "call")}, {number(sampled)} sampled tokens, {duration(row.seconds)}</span>}
         {row.pruned && <span class="bad">its calls were pruned</span>}

@@ -1,19 +1,36 @@
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { get, runPath, type Row } from "../api";
+import { Chart } from "../chart";
 import { go, href, setQuery, useRoute } from "../route";
-import { Empty, Fault, Gone, RewardBar, Status, duration, number, text, useLive, useRows } from "../ui";
+import { Empty, Fault, Gone, RewardBar, Status, duration, number, text, useLive, useRows, useVisible } from "../ui";
+import { Groups } from "./groups";
 
-type Page = { rollouts: Row[]; next: string | null; total: number | null };
-const FILTERS = ["status", "mode", "group", "step", "agent", "text", "min_reward", "max_reward", "forked", "order"];
-const MAX_ROWS = 5000;
+type Page = { rollouts: Row[]; next: string | null; searched: number; total: number | null };
+const FILTERS = ["status", "mode", "group", "step", "agent", "text", "task", "min_reward", "max_reward", "forked", "order"];
+const COLUMNS = 9;
+const PAGE = 50, NEXT_PAGE = 200, MAX_ROWS = 20_000;
 
 export function Rollouts({ run }: { run: string }) {
+  const { query } = useRoute();
+  const view = query.get("view") === "groups" ? "groups" : "rollouts";
+  return (
+    <section>
+      <div class="segmented views" role="group" aria-label="one by one or in groups">
+        {["rollouts", "groups"].map((v) => <button key={v} aria-pressed={v === view} onClick={() => setQuery({ view: v === "rollouts" ? null : v })}>{v}</button>)}
+      </div>
+      {view === "groups" ? <Groups run={run} /> : <List run={run} />}
+    </section>
+  );
+}
+
+function List({ run }: { run: string }) {
   const { query } = useRoute();
   const filter = Object.fromEntries(FILTERS.map((name) => [name, query.get(name)]));
   const key = JSON.stringify(filter);
   const [rows, setRows] = useState<Row[]>([]);
   const [next, setNext] = useState<string | null>(null);
   const [total, setTotal] = useState<number | null>(null);
+  const [searched, setSearched] = useState(0);
   const [state, setState] = useState<"loading" | "ready" | Error>("loading");
   const [fresh, setFresh] = useState(false);
   const end = useRef<HTMLDivElement>(null);
@@ -23,70 +40,116 @@ export function Rollouts({ run }: { run: string }) {
     const mine = ++request.current;
     if (after === null) setState("loading");
     try {
-      const page = await get<Page>(runPath(run, "/rollouts"), { ...filter, after });
+      const page = await get<Page>(runPath(run, "/rollouts"), { ...filter, after, limit: after === null ? PAGE : NEXT_PAGE });
       if (mine !== request.current) return;
       setRows((old) => (after === null ? page.rollouts : [...old, ...page.rollouts]));
+      setSearched((old) => (after === null ? 0 : old) + page.searched);
       setNext(page.next);
       if (after === null) setTotal(page.total);
       setState("ready");
-      setFresh(false);
+      if (after === null) setFresh(false);
     } catch (error) {
       if (mine === request.current) setState(error as Error);
     }
   };
   useEffect(() => { void load(null); }, [key, run]);
   // The list does not move below the pointer: new rollouts are announced, or taken at its top.
-  const gone = useLive(run, () => (window.scrollY < 40 ? void load(null) : setFresh(true)));
+  const isShort = rows.length <= PAGE && (next === null || rows.length === PAGE);
+  const gone = useLive(run, () => (window.scrollY < 40 && isShort ? void load(null) : setFresh(true)));
   useEffect(() => {
     if (!end.current || !next || rows.length >= MAX_ROWS) return;
     const seen = new IntersectionObserver((entries) => {
       if (entries.some((entry) => entry.isIntersecting)) void load(next);
-    }, { rootMargin: "600px" });
+    }, { rootMargin: "1200px" });
     seen.observe(end.current);
     return () => seen.disconnect();
   }, [next, rows.length]);
-  const open = (row: Row) => go(href(["r", run, "rollouts", row.id]));
-  const selected = useRows(rows.length, (n) => open(rows[n]));
-  const rewards = rows.map((row) => row.reward).filter((v): v is number => v !== null);
-  const low = Math.min(0, ...rewards), high = Math.max(...rewards, low + 1e-9);
+  const isSearching = next !== null && rows.length < PAGE;
   return (
-    <section>
+    <>
       <Gone gone={gone} run={run} />
-      <Filters filter={filter} total={total} shown={rows.length} />
+      <Filters filter={filter} count={total !== null ? `${total.toLocaleString("en-US")} rollouts` : isSearching ? `${number(rows.length)} found, ${searched.toLocaleString("en-US")} searched…` : `${number(rows.length)} ${next === null ? "found" : "shown"}`} />
+      {filter.task && <SameTask run={run} rows={rows} of={filter.task} />}
       {fresh && <button class="fresh" onClick={() => { window.scrollTo(0, 0); void load(null); }}>new rollouts</button>}
       {state instanceof Error && <Fault error={state} />}
-      {state === "ready" && rows.length === 0 && <Empty>No rollout matches.</Empty>}
-      {rows.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="rollouts">
-          <table class="rollouts" aria-busy={state === "loading"}>
-            <thead>
-              <tr><th>rollout</th><th>status</th><th>reward</th><th class="r">step</th><th class="r">calls</th><th class="r">forks</th><th class="r">tokens</th><th class="r">time</th><th>task</th></tr>
-            </thead>
-            <tbody>
-              {rows.map((row, n) => (
-                <tr key={row.seq} class={n === selected ? "row selected" : "row"} onClick={() => open(row)}>
-                  <td class="mono"><a href={href(["r", run, "rollouts", row.id])} onClick={(e) => e.stopPropagation()}>{row.id}</a></td>
-                  <td><Status value={row.status} /></td>
-                  <td><RewardBar value={row.reward} low={low} high={high} /></td>
-                  <td class="r num">{row.step ?? "–"}</td>
-                  <td class="r num">{row.calls}</td>
-                  <td class="r num">{row.forks || ""}</td>
-                  <td class="r num">{number(row.sampled_tokens)}</td>
-                  <td class="r num">{duration(row.seconds)}</td>
-                  <td class="excerpt">{row.failure ? <span class="bad">{row.failure.kind}: {row.failure.message}</span> : text(row.task)}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
-      )}
+      {state === "ready" && rows.length === 0 && <Empty>{next === null ? "No rollout matches." : "searching…"}</Empty>}
+      {rows.length > 0 && <Table run={run} rows={rows} busy={state === "loading"} />}
       <div ref={end} />
       {next && rows.length >= MAX_ROWS && <Empty>{number(rows.length)} rollouts are shown: narrow the filter for others.</Empty>}
-    </section>
+    </>
   );
 }
 
-function Filters({ filter, total, shown }: { filter: Record<string, string | null>; total: number | null; shown: number }) {
+/** A list of any length, of which only what is near the screen is in the document. */
+function Table({ run, rows, busy }: { run: string; rows: Row[]; busy: boolean }) {
+  const body = useRef<HTMLTableSectionElement>(null);
+  const open = (row: Row) => go(href(["r", run, "rollouts", row.id]));
+  const selected = useRows(rows.length, (n) => open(rows[n]));
+  const { first, last, height } = useVisible(body, rows.length);
+  useEffect(() => {
+    if (!body.current || (selected >= first && selected < last) || selected < 0) return;
+    const top = window.scrollY + body.current.getBoundingClientRect().top + selected * height;
+    window.scrollTo(0, top - window.innerHeight / 2);
+  }, [selected]);
+  const [low, high] = useMemo(() => {
+    const rewards = rows.map((row) => row.reward).filter((v): v is number => v !== null);
+    const least = rewards.reduce((a, b) => Math.min(a, b), 0);
+    return [least, rewards.reduce((a, b) => Math.max(a, b), least + 1e-9)];
+  }, [rows]);
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="rollouts">
+      <table class="rollouts" aria-busy={busy} aria-rowcount={rows.length + 1}>
+        <thead>
+          <tr><th class="w-id">rollout</th><th class="w-status">status</th><th class="w-reward">reward</th><th class="r w-n">step</th><th class="r w-n">calls</th><th class="r w-n">forks</th><th class="r w-n">tokens</th><th class="r w-n">time</th><th>task</th></tr>
+        </thead>
+        <tbody ref={body}>
+          <Spacer height={first * height} />
+          {rows.slice(first, last).map((row, i) => (
+            <tr key={row.seq} aria-rowindex={first + i + 2} class={first + i === selected ? "row selected" : "row"} onClick={() => open(row)}>
+              <td class="mono" title={row.id}><a href={href(["r", run, "rollouts", row.id])} onClick={(e) => e.stopPropagation()}>{row.id}</a></td>
+              <td><Status value={row.status} /></td>
+              <td><RewardBar value={row.reward} low={low} high={high} /></td>
+              <td class="r num">{row.step ?? "–"}</td>
+              <td class="r num">{row.calls}</td>
+              <td class="r num">{row.forks || ""}</td>
+              <td class="r num">{number(row.sampled_tokens)}</td>
+              <td class="r num">{duration(row.seconds)}</td>
+              <td class="excerpt">{row.failure ? <span class="bad">{row.failure.kind}: {row.failure.message}</span> : text(row.task)}</td>
+            </tr>
+          ))}
+          <Spacer height={(rows.length - last) * height} />
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Spacer({ height }: { height: number }) {
+  return height > 0 ? <tr class="spacer" aria-hidden="true"><td colSpan={COLUMNS} style={{ height: `${height}px` }} /></tr> : null;
+}
+
+/** The rewards of one task, step by step. */
+function SameTask({ run, rows, of }: { run: string; rows: Row[]; of: string }) {
+  const steps = new Map<number, number[]>();
+  for (const row of rows) {
+    if (row.step !== null && row.reward !== null) steps.set(row.step, [...(steps.get(row.step) ?? []), row.reward]);
+  }
+  const xs = [...steps.keys()].sort((a, b) => a - b);
+  const mean = (values: number[]) => values.reduce((a, b) => a + b, 0) / values.length;
+  return (
+    <>
+      <p>The same task as <a class="mono" href={href(["r", run, "rollouts", of])}>{of}</a>, over all steps. <button class="link" onClick={() => setQuery({ task: null })}>all tasks</button></p>
+      {xs.length > 0 && (
+        <div class="charts same-task"><Chart title="Reward of this task" xName="step" series={[
+          { name: "mean", xs, ys: xs.map((x) => mean(steps.get(x)!)), color: 0, joined: true },
+          { name: "best", xs, ys: xs.map((x) => Math.max(...steps.get(x)!)), color: 1, joined: true, dashed: true },
+        ]} /></div>
+      )}
+    </>
+  );
+}
+
+function Filters({ filter, count }: { filter: Record<string, string | null>; count: string }) {
   const [words, setWords] = useState(filter.text ?? "");
   const [more, setMore] = useState(false);
   const field = useRef<HTMLInputElement>(null);
@@ -121,7 +184,7 @@ function Filters({ filter, total, shown }: { filter: Record<string, string | nul
       <label class="field extra"><span>group</span><input value={filter.group ?? ""} onChange={set("group")} size={12} /></label>
       <label class="field extra"><span>agent</span><input value={filter.agent ?? ""} onChange={set("agent")} size={8} /></label>
       <label class="check extra"><input type="checkbox" checked={filter.forked === "true"} onChange={(e) => setQuery({ forked: e.currentTarget.checked })} /> forks</label>
-      <span class="muted count" role="status">{total === null ? `${number(shown)} shown` : `${total.toLocaleString("en-US")} rollouts`}</span>
+      <span class="muted count" role="status">{count}</span>
     </form>
   );
 }

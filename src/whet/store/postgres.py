@@ -30,7 +30,7 @@ from whet.store.database import (
 from whet.store.group_commit import Writer
 from whet.store.notify import ALL, Notifier
 from whet.store.queries.queue import Queue
-from whet.store.schema import ADD_ADVANTAGES, POSTGRES_VERSION, TABLES, wrong_version
+from whet.store.schema import POSTGRES_VERSION, TABLES, find_upgrades
 from whet.store.sql_store import SQLStore
 
 try:
@@ -57,6 +57,7 @@ DIFFERENCES = (
         "json_array_elements_text(?::json) WITH ORDINALITY AS wanted (value, key)",
     ),
     ("instr(", "strpos("),
+    ("/* ASCII */", 'COLLATE "C"'),
     ("/* SKIP LOCKED */", "FOR NO KEY UPDATE SKIP LOCKED"),
     ("/* SKIP LOCKED OF rollout */", "FOR NO KEY UPDATE OF rollout SKIP LOCKED"),
     ("/* LOCK */", "FOR NO KEY UPDATE"),
@@ -301,11 +302,10 @@ def create_tables(db: Db, schema: str) -> None:
             for statement in TABLES:
                 db.execute(with_postgres_types(statement))
             db.execute("INSERT INTO schema_version VALUES (?)", (POSTGRES_VERSION,))
-        elif row[0] == POSTGRES_VERSION - 1:
-            db.execute(ADD_ADVANTAGES)
+        elif upgrades := find_upgrades(schema, row[0], POSTGRES_VERSION):
+            for statement in upgrades:
+                db.execute(statement)
             db.execute("UPDATE schema_version SET version = ?", (POSTGRES_VERSION,))
-        elif row[0] != POSTGRES_VERSION:
-            raise wrong_version(schema, row[0], POSTGRES_VERSION)
         db.execute("COMMIT")
     finally:
         if db.in_transaction:

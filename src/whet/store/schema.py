@@ -1,16 +1,23 @@
 """The tables, and the version of their schema.
 
-A store of the version before is upgraded when it is opened, one of any other version is refused.
+A store of one of the versions before is upgraded when it is opened, any other is refused.
 """
 
 from whet.errors import StoreError
 
-SQLITE_VERSION = 6
-POSTGRES_VERSION = 5
+SQLITE_VERSION = 7
+POSTGRES_VERSION = 6
 """Of the same tables: SQLite had one more version during development."""
 
-ADD_ADVANTAGES = "ALTER TABLE step ADD COLUMN advantages TEXT NOT NULL DEFAULT '{}'"
-"""Upgrades a store of the version before when it is opened: its steps have no advantages."""
+BY_RUN = "CREATE INDEX rollout_run ON rollout (run, seq)"
+BY_STATUS = "CREATE INDEX rollout_status ON rollout (run, status, seq, mode)"
+BY_REWARD = "CREATE INDEX attempt_reward ON attempt (run, status, reward, rollout)"
+
+UPGRADES = (
+    ("ALTER TABLE step ADD COLUMN advantages TEXT NOT NULL DEFAULT '{}'",),
+    ("DROP INDEX rollout_status", BY_RUN, BY_STATUS, BY_REWARD),
+)
+"""Statements that make each of the last versions the next one, oldest first."""
 
 TABLES = (
     """
@@ -42,7 +49,8 @@ TABLES = (
     """,
     "CREATE INDEX rollout_queued ON rollout (run, priority DESC, seq) WHERE status = 'queued'",
     "CREATE INDEX rollout_lease ON rollout (lease_until) WHERE status = 'running'",
-    "CREATE INDEX rollout_status ON rollout (run, status, seq)",
+    BY_RUN,
+    BY_STATUS,
     "CREATE INDEX rollout_mode ON rollout (run, mode, seq)",
     "CREATE INDEX rollout_group ON rollout (run, grp, seq)",
     """
@@ -63,6 +71,7 @@ TABLES = (
     )
     """,
     "CREATE INDEX attempt_rollout ON attempt (rollout, number)",
+    BY_REWARD,
     "CREATE INDEX attempt_running ON attempt (run, seq) WHERE status = 'running'",
     """
     CREATE TABLE call (
@@ -183,7 +192,19 @@ TABLES = (
 """All tables, in the SQL that both databases understand."""
 
 
-def wrong_version(store: str, found: int, expected: int) -> StoreError:
+def find_upgrades(store: str, found: int, expected: int) -> list[str]:
+    """Return the statements that upgrade a store to the present version.
+
+    Raises:
+        StoreError: its version is newer, or too old.
+    """
+    if not 0 <= expected - found <= len(UPGRADES):
+        raise _wrong_version(store, found, expected)
+    steps = UPGRADES[len(UPGRADES) - (expected - found) :]
+    return [statement for step in steps for statement in step]
+
+
+def _wrong_version(store: str, found: int, expected: int) -> StoreError:
     """The error for a store whose tables are of another version."""
     advice = (
         "upgrade whet"

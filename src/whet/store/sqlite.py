@@ -15,7 +15,7 @@ from whet.store.database import Database, Db, WorkItem
 from whet.store.group_commit import Writer
 from whet.store.notify import Notifier
 from whet.store.queries.queue import Queue
-from whet.store.schema import ADD_ADVANTAGES, SQLITE_VERSION, TABLES, wrong_version
+from whet.store.schema import SQLITE_VERSION, TABLES, find_upgrades
 from whet.store.sql_store import SQLStore
 
 T = TypeVar("T")
@@ -184,15 +184,11 @@ def _create_tables(db: sqlite3.Connection, path: Path) -> None:
         (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables:
             raise StoreError(f"{str(path)!r} is a database, but not a store of whet")
-        if version == 0:
-            for statement in TABLES:
-                db.execute(statement)
+        is_new = version == 0
+        for statement in TABLES if is_new else find_upgrades(str(path), version, SQLITE_VERSION):
+            db.execute(statement)
+        if version != SQLITE_VERSION:
             db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
-        elif version == SQLITE_VERSION - 1:
-            db.execute(ADD_ADVANTAGES)
-            db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
-        elif version != SQLITE_VERSION:
-            raise wrong_version(str(path), version, SQLITE_VERSION)
         db.execute("COMMIT")
     finally:
         if db.in_transaction:

@@ -4,7 +4,6 @@
 """
 
 import gzip
-import shutil
 import threading
 import time
 from collections.abc import Generator
@@ -15,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 import whet
+from support.chromium import CHROMIUM, FLAGS
 from support.forking_agent import solve, tasks
 from support.recorded_run import PAYLOAD, make_folder, record_run
 from whet.app.cli.main import main
@@ -23,19 +23,9 @@ from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
 from whet.io.threads import run_async
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[3]
 AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 SHOTS = ROOT / ".screenshots"
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PATIENCE_MS = 60_000
 PAGES = ("", "/rollouts", "/queue", "/rewards", "/evaluations", "/resources")
 

@@ -10,10 +10,10 @@ import pytest
 
 from support.recorded_run import PAYLOAD, QUESTION, make_folder, record_run, record_step
 from whet.app.cli.main import main
+from whet.app.dashboard.pages.token_texts import split_text
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
 from whet.app.dashboard.terminal import clean, draw_curve
-from whet.app.dashboard.token_texts import split_text
 from whet.app.run_folder import RunFolder
 from whet.store.sqlite import SQLiteStore
 
@@ -71,7 +71,7 @@ def test_rollouts_are_filtered_and_paged_in_the_database(client: httpx.Client) -
         "train-000001-000",
         "train-000001-001",
     ]
-    assert ids(client, order="best", limit=1) == ["train-000001-003"]
+    assert ids(client, order="best", limit=1) == ["train-000003-003"]
     assert set(ids(client, max_reward=0)) == {f"train-00000{n}-000" for n in range(4)}
     assert len(ids(client, text="what IS 3*4")) == 17
     assert ids(client, text="nowhere") == []

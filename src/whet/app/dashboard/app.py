@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from whet.app.dashboard import overview, rollout_list, scores
 from whet.app.dashboard.access import (
     CODE_PATH,
     SESSION_PATH,
@@ -30,8 +29,9 @@ from whet.app.dashboard.access import (
     cookie_name,
     refuse,
 )
-from whet.app.dashboard.attempt_page import AttemptPages
-from whet.app.dashboard.payload import respond, to_browser_json
+from whet.app.dashboard.pages import overview, rollout_list, scores
+from whet.app.dashboard.pages.attempt_page import AttemptPages
+from whet.app.dashboard.pages.payload import respond, to_browser_json
 from whet.app.dashboard.run_catalog import Catalog, OpenedRun
 from whet.errors import NotFound, StoreError, WhetError, boundary
 from whet.store.queries import browse

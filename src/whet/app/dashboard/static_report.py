@@ -4,14 +4,14 @@ import base64
 import hashlib
 from pathlib import Path
 
-from whet.app.dashboard import overview, rollout_list, scores
 from whet.app.dashboard.app import STATIC
-from whet.app.dashboard.attempt_page import AttemptPages
-from whet.app.dashboard.payload import to_browser_json
-from whet.app.dashboard.rollout_list import RolloutQuery
+from whet.app.dashboard.pages import overview, rollout_list, scores
+from whet.app.dashboard.pages.attempt_page import AttemptPages
+from whet.app.dashboard.pages.payload import to_browser_json
+from whet.app.dashboard.pages.rollout_list import RolloutQuery
 from whet.app.dashboard.run_catalog import Catalog, OpenedRun
 from whet.io.files import atomic_file
-from whet.store.queries.browse import Order
+from whet.store.queries.rollout_pages import Order, read_page
 
 LISTED = 200
 """Rollouts in the list, of each choice."""
@@ -58,11 +58,9 @@ async def _collect(run: OpenedRun) -> dict[str, object]:
     whole: list[str] = []
     for order, status in CHOICES:
         query = RolloutQuery.model_validate({"order": order, "status": status, "limit": LISTED})
-        page = await run.store.browse(
-            rollout_list.browse.read_page, query.as_filter(), order=order, limit=LISTED
-        )
-        listed |= {row.id: rollout_list.rollout_json(row) for row in page if row.id not in listed}
-        whole += [row.id for row in page[:WHOLE]]
+        page = await run.store.browse(read_page, query.as_filter(), order=order, limit=LISTED)
+        listed = {row.id: rollout_list.rollout_json(row) for row in page.rows} | listed
+        whole += [row.id for row in page.rows[:WHOLE]]
     data[f"{base}/rollouts"] = {"rollouts": list(listed.values()), "next": None, "total": None}
     for id in dict.fromkeys(whole):
         rollout = await pages.read_rollout(run, id)

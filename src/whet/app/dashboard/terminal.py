@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from whet.app.dashboard import overview
+from whet.app.dashboard.pages import overview
 from whet.app.dashboard.run_catalog import OpenedRun
 
 REFRESH_S = 1.0

@@ -12,7 +12,7 @@ from rich.console import Console
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser
 from whet.app.composition.distributed import print_line
 from whet.app.dashboard.access import CODE_PATH
-from whet.app.dashboard.payload import to_browser_json
+from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard, make_link
 from whet.app.dashboard.static_report import write_html

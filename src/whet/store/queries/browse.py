@@ -1,42 +1,15 @@
-"""Reads for people who look at a run: filtered pages, summaries by group, failures, rewards."""
+"""Reads for people who look at a run: steps, failures, rewards, evaluations, resources."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from whet.errors import NotFound
 from whet.store.codec import to_json
-from whet.store.database import Column, Db
+from whet.store.database import Db
 from whet.store.queries.tables import find_run
-
-Order = Literal["newest", "oldest", "best", "worst"]
-
-ROLLOUTS = """
-SELECT rollout.seq, rollout.id, rollout.status, rollout.mode, rollout.grp, rollout.attempts,
-    rollout.created, rollout.failure, rollout.body, rollout.pruned, attempt.seq, attempt.reward,
-    attempt.started, attempt.ended, consumed.step
-FROM rollout
-LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
-LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id
-WHERE rollout.run = ?
-"""
-
-COUNT = "SELECT count(*) FROM rollout"
-
-OF_ATTEMPT = """
-LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
-"""
-
-OF_STEP = "LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id"
-
-CALLS = """
-SELECT call.attempt, count(*), sum(CASE WHEN instr(call.origin, ?) > 0 THEN 1 ELSE 0 END)
-FROM call WHERE call.attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS wanted)
-GROUP BY call.attempt
-"""
+from whet.types import Mode
 
 SAMPLED = """
 SELECT call.attempt, sum(length(generation.tokens)) / 4
@@ -45,39 +18,15 @@ WHERE call.attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS wanted)
 GROUP BY call.attempt
 """
 
-TEXT = """(
-    instr(lower(rollout.body), ?) > 0 OR instr(lower(rollout.failure), ?) > 0 OR EXISTS (
-        SELECT 1 FROM call JOIN generation ON generation.call = call.seq
-        WHERE call.attempt = attempt.seq
-            AND (instr(lower(call.messages), ?) > 0 OR instr(lower(generation.message), ?) > 0)))"""
-
-OF_CALL = """EXISTS (
-    SELECT 1 FROM call WHERE call.attempt = attempt.seq AND instr(call.origin, ?) > 0)"""
-
-GROUPS = """
-SELECT rollout.grp, min(rollout.seq), count(*),
-    sum(CASE WHEN rollout.status = 'failed' THEN 1 ELSE 0 END),
-    count(attempt.reward), avg(attempt.reward), min(attempt.reward), max(attempt.reward),
-    min(consumed.step)
-FROM rollout
-LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
-    AND attempt.status = 'succeeded'
-LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id
-WHERE rollout.run = ? AND rollout.mode = ?
-"""
-
-FIRST_BODIES = """
-SELECT seq, body FROM rollout
-WHERE seq IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS wanted)
-"""
-
 STEPS = """
 SELECT step.step, step.version, step.checkpoint, step.metrics,
     (SELECT count(*) FROM consumed WHERE consumed.run = step.run AND consumed.step = step.step)
 FROM step WHERE step.run = ? AND step.step > ? ORDER BY step.step
 """
 
-STATUSES = "SELECT mode, status, count(*) FROM rollout WHERE run = ? GROUP BY mode, status"
+COUNTED = ", ".join(f"sum(CASE WHEN mode = '{mode.value}' THEN 1 ELSE 0 END)" for mode in Mode)
+STATUSES = f"SELECT status, {COUNTED} FROM rollout WHERE run = ? GROUP BY status"
+"""In the order of an index; by mode and status all rows would be sorted."""
 
 PULSE = """
 SELECT (SELECT max(step) FROM step WHERE run = ?), (SELECT max(seq) FROM attempt),
@@ -99,7 +48,7 @@ WHERE rollout.run = ? AND rollout.status = 'failed' ORDER BY rollout.seq DESC LI
 
 RETRIED = """
 SELECT attempt.failure, count(*) FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
-WHERE rollout.run = ? AND attempt.status = 'failed' AND attempt.number < rollout.attempts
+WHERE attempt.run = ? AND attempt.status = 'failed' AND attempt.number < rollout.attempts
 GROUP BY attempt.failure ORDER BY count(*) DESC LIMIT ?
 """
 
@@ -144,201 +93,6 @@ FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
 WHERE attempt.run = ? AND attempt.status = 'running' ORDER BY attempt.seq LIMIT ?
 """
 
-FORKED = '"fork":"'
-"""Part of the origin of a call that forked."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
-    """Conditions on rollouts; absent ones are None."""
-
-    status: str | None = None
-    mode: str | None = None
-    group: str | None = None
-    step: int | None = None
-    agent: str | None = None
-    text: str | None = None
-    """Part of the task, a message, an answer or a failure, in any case."""
-    min_reward: float | None = None
-    max_reward: float | None = None
-    forked: bool = False
-    """Only rollouts with a call that forked."""
-
-
-class RolloutRow(NamedTuple):
-    """A rollout in a list, with totals of its last attempt."""
-
-    seq: int
-    id: str
-    status: str
-    mode: str
-    group: str
-    attempts: int
-    created: float
-    failure: dict[str, JsonValue] | None
-    task: JsonValue
-    pruned: bool
-    reward: float | None
-    seconds: float | None
-    step: int | None
-    """From 0 on; None if no step has consumed it."""
-    calls: int
-    forks: int
-    sampled_tokens: int
-
-
-class PageCursor(NamedTuple):
-    """The last row of a page: the next one begins after it."""
-
-    seq: int
-    reward: float | None = None
-
-
-def read_page(
-    db: Db,
-    run: str,
-    where: RolloutFilter,
-    *,
-    order: Order = "newest",
-    after: PageCursor | None = None,
-    limit: int = 50,
-) -> list[RolloutRow]:
-    """Read a page of rollouts."""
-    values: list[Column] = [find_run(db, run)]
-    sql = ROLLOUTS + _conditions(where, values)
-    if order in ("newest", "oldest") and not (where.status or where.mode or where.group):
-        # In the order of the rows: by an index of the run all of them would be sorted first.
-        sql = sql.replace("rollout.run = ?", "rollout.run + 0 = ?", 1)
-    if order in ("best", "worst"):
-        # A failed rollout has no reward; it is neither among the best nor among the worst.
-        sql += " AND rollout.status = 'succeeded'"
-    sql += _after(order, after, values)
-    by = {
-        "newest": "rollout.seq DESC",
-        "oldest": "rollout.seq",
-        "best": "attempt.reward DESC, rollout.seq",
-        "worst": "attempt.reward, rollout.seq",
-    }[order]
-    rows = db.execute(f"{sql} ORDER BY {by} LIMIT ?", (*values, limit)).fetchall()
-    attempts = to_json([str(row[10]) for row in rows if row[10] is not None])
-    calls = {seq: (count, forks) for seq, count, forks in db.execute(CALLS, (FORKED, attempts))}
-    sampled = dict(db.execute(SAMPLED, (attempts,)))
-    return [_row(row, calls.get(row[10], (0, 0)), sampled.get(row[10], 0)) for row in rows]
-
-
-def count_page(db: Db, run: str, where: RolloutFilter) -> int:
-    """Count the rollouts that a filter leaves."""
-    values: list[Column] = [find_run(db, run)]
-    conditions = _conditions(where, values)
-    # A join costs more than the count itself.
-    joins = OF_ATTEMPT * ("attempt." in conditions) + OF_STEP * ("consumed." in conditions)
-    sql = f"{COUNT} {joins} WHERE rollout.run = ?{conditions}"
-    return db.execute(sql, values).fetchone()[0]
-
-
-def read_rollout(db: Db, run: str, id: str) -> RolloutRow:
-    """Read one rollout. Raises NotFound."""
-    sql = f"{ROLLOUTS} AND rollout.id = ?"
-    row = db.execute(sql, (find_run(db, run), id)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no rollout {id!r}")
-    return _row(row, (0, 0), 0)
-
-
-def _conditions(where: RolloutFilter, values: list[Column]) -> str:
-    sql = ""
-    for column, value in (
-        ("rollout.status = ?", where.status),
-        ("rollout.mode = ?", where.mode),
-        ("rollout.grp = ?", where.group),
-        ("consumed.step = ?", where.step),
-        ("attempt.reward >= ?", where.min_reward),
-        ("attempt.reward <= ?", where.max_reward),
-    ):
-        if value is not None:
-            sql += f" AND {column}"
-            values.append(value)
-    if where.agent is not None:
-        sql += f" AND {OF_CALL}"
-        values.append(f'"agent":{json.dumps(where.agent, ensure_ascii=False)}')
-    if where.forked:
-        sql += f" AND {OF_CALL}"
-        values.append(FORKED)
-    if where.text:
-        sql += f" AND {TEXT}"
-        # Texts are stored as JSON, in which quotes and line ends are escaped.
-        values += [json.dumps(where.text, ensure_ascii=False)[1:-1].lower()] * 4
-    return sql
-
-
-def _after(order: Order, after: PageCursor | None, values: list[Column]) -> str:
-    if after is None:
-        return ""
-    if order in ("newest", "oldest"):
-        values.append(after.seq)
-        return f" AND rollout.seq {'<' if order == 'newest' else '>'} ?"
-    values += [after.reward, after.reward, after.seq]
-    sign = "<" if order == "best" else ">"
-    return f" AND (attempt.reward {sign} ? OR (attempt.reward = ? AND rollout.seq > ?))"
-
-
-def _row(row: Sequence[object], calls: tuple[int, int], sampled: int) -> RolloutRow:
-    seq, id_, status, mode, group, attempts, created, failure, body, pruned, _, reward = row[:12]
-    started, ended, step = row[12:]
-    assert isinstance(seq, int)
-    return RolloutRow(
-        seq=seq,
-        id=str(id_),
-        status=str(status),
-        mode=str(mode),
-        group=str(group),
-        attempts=int(str(attempts)),
-        created=float(str(created)),
-        failure=json.loads(str(failure)) if failure else None,
-        task=json.loads(str(body)).get("task"),
-        pruned=bool(pruned),
-        reward=reward if status == "succeeded" and isinstance(reward, float | int) else None,
-        seconds=float(str(ended)) - float(str(started)) if ended and started else None,
-        step=step if isinstance(step, int) else None,
-        calls=calls[0],
-        forks=int(calls[1] or 0),
-        sampled_tokens=int(sampled or 0),
-    )
-
-
-class GroupRow(NamedTuple):
-    """The rollouts of a group as numbers."""
-
-    group: str
-    seq: int
-    rollouts: int
-    failed: int
-    succeeded: int
-    mean: float | None
-    min: float | None
-    max: float | None
-    step: int | None
-    task: JsonValue
-
-
-def read_groups(
-    db: Db, run: str, *, mode: str, step: int | None, before: int | None, limit: int
-) -> list[GroupRow]:
-    """Read a page of groups, the newest first."""
-    values: list[Column] = [find_run(db, run), mode]
-    sql = GROUPS
-    if step is not None:
-        sql += " AND consumed.step = ?"
-        values.append(step)
-    sql += " GROUP BY rollout.grp"
-    if before is not None:
-        sql += " HAVING min(rollout.seq) < ?"
-        values.append(before)
-    sql += " ORDER BY min(rollout.seq) DESC LIMIT ?"
-    rows = db.execute(sql, (*values, limit)).fetchall()
-    bodies = dict(db.execute(FIRST_BODIES, (to_json([str(row[1]) for row in rows]),)))
-    return [GroupRow(*row, task=json.loads(bodies[row[1]]).get("task")) for row in rows]
-
 
 class StepRow(NamedTuple):
     """A step without the ids that it consumed."""
@@ -370,8 +124,10 @@ def read_pulse(db: Db, run: str) -> dict[str, JsonValue]:
 def read_statuses(db: Db, run: str) -> dict[str, dict[str, int]]:
     """Count rollouts by mode and status."""
     found: dict[str, dict[str, int]] = {}
-    for mode, status, count in db.execute(STATUSES, (find_run(db, run),)):
-        found.setdefault(mode, {})[status] = count
+    for status, *counts in db.execute(STATUSES, (find_run(db, run),)):
+        for mode, count in zip(Mode, counts, strict=True):
+            if count:
+                found.setdefault(mode.value, {})[status] = count
     return found
 
 

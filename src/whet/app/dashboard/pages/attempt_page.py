@@ -5,13 +5,13 @@ from itertools import groupby
 
 from anyio import to_thread
 
+from whet.app.dashboard.pages.token_texts import Vocabularies, split_text
 from whet.app.dashboard.run_catalog import OpenedRun
-from whet.app.dashboard.token_texts import Vocabularies, split_text
 from whet.app.inspection.span_links import link_spans
 from whet.config import RunConfig
 from whet.errors import ConfigError
 from whet.gateway.templates.chat_template import ChatTemplate
-from whet.store.queries import browse
+from whet.store.queries import browse, rollout_pages
 from whet.training.rows import build_rows
 from whet.training.selection import explain_exclusions, select
 from whet.training.shaping import find_truncated, mask_truncated
@@ -38,7 +38,7 @@ class AttemptPages:
     async def read_rollout(self, run: OpenedRun, id: str) -> dict[str, object]:
         """Return a rollout with its attempts. Raises NotFound."""
         attempts = await run.store.attempts(id)
-        row = await run.store.browse(browse.read_rollout, id)
+        row = await run.store.browse(rollout_pages.read_rollout, id)
         return {
             "rollout": row._asdict() | {"step": None if row.step is None else row.step + 1},
             "attempts": [_attempt_json(record) for record in attempts],
@@ -66,7 +66,7 @@ class AttemptPages:
     async def read_credit(self, run: OpenedRun, id: str) -> dict[str, object]:
         """Return advantages, trained tokens and reasons of an attempt. Raises NotFound."""
         rollout = await run.store.browse(browse.find_rollout, id)
-        row = await run.store.browse(browse.read_rollout, rollout)
+        row = await run.store.browse(rollout_pages.read_rollout, rollout)
         if row.step is None:
             return _no_credit("no step has trained this rollout yet")
         found = await run.store.trajectories([rollout], failed=True)

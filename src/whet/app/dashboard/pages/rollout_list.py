@@ -2,11 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from whet.app.dashboard.payload import describe_task
+from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
-from whet.store.queries import browse
+from whet.store.queries import rollout_pages
+from whet.store.queries.rollout_pages import GroupRow, PageCursor, RolloutFilter, RolloutRow
 
 EXCERPT = 300
 """Characters of a task in a list."""
@@ -27,20 +28,23 @@ class RolloutQuery(BaseModel):
     min_reward: FiniteFloat | None = None
     max_reward: FiniteFloat | None = None
     forked: bool = False
-    order: browse.Order = "newest"
+    task: Annotated[str, Field(max_length=500)] | None = None
+    """A rollout whose task the others have too."""
+    order: rollout_pages.Order = "newest"
     after: Annotated[str, Field(pattern=r"^\d{1,18}(,-?[\d.e+-]{1,30})?$")] | None = None
     """The cursor of the page before."""
     limit: Annotated[int, Field(ge=1, le=200)] = 50
 
-    def as_filter(self) -> browse.RolloutFilter:
-        """Return the conditions."""
-        return browse.RolloutFilter(
+    def as_filter(self, task: JsonValue = None) -> RolloutFilter:
+        """Return the conditions, with the task that `task` names."""
+        return RolloutFilter(
             status=self.status,
             mode=self.mode,
             group=self.group,
             step=None if self.step is None else self.step - 1,
             agent=self.agent,
             text=self.text,
+            task=task,
             min_reward=self.min_reward,
             max_reward=self.max_reward,
             forked=self.forked,
@@ -59,26 +63,32 @@ class GroupQuery(BaseModel):
 
 
 async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object]:
-    """Return a page of rollouts, and the cursor of the next one."""
-    where = query.as_filter()
-    rows = await run.store.browse(
-        browse.read_page,
+    """Return a page of rollouts, and the cursor of the next one. Raises NotFound.
+
+    A page with a cursor may have fewer rollouts than `limit`: its search was cut short.
+    """
+    task = None
+    if query.task is not None:
+        task = (await run.store.browse(rollout_pages.read_rollout, query.task)).task
+    where = query.as_filter(task)
+    page = await run.store.browse(
+        rollout_pages.read_page,
         where,
         order=query.order,
         after=_parse_cursor(query.after),
-        limit=query.limit + 1,
+        limit=query.limit,
     )
-    page, more = rows[: query.limit], len(rows) > query.limit
-    # Texts are searched row by row: a page ends early, a count would not.
-    counts = query.after is None and not (query.text or query.agent or query.forked)
+    is_first = query.after is None
+    count = rollout_pages.count_page
     return {
-        "rollouts": [rollout_json(row) for row in page],
-        "next": _cursor(page[-1], query.order) if more else None,
-        "total": await run.store.browse(browse.count_page, where) if counts else None,
+        "rollouts": [rollout_json(row) for row in page.rows],
+        "next": page.next and _cursor(page.next),
+        "searched": page.searched,
+        "total": await run.store.browse(count, where, query.order) if is_first else None,
     }
 
 
-def rollout_json(row: browse.RolloutRow) -> dict[str, object]:
+def rollout_json(row: RolloutRow) -> dict[str, object]:
     """Return a rollout as the list shows it."""
     step = None if row.step is None else row.step + 1
     return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
@@ -87,7 +97,7 @@ def rollout_json(row: browse.RolloutRow) -> dict[str, object]:
 async def read_groups(run: OpenedRun, query: GroupQuery) -> dict[str, object]:
     """Return a page of groups, the newest first."""
     rows = await run.store.browse(
-        browse.read_groups,
+        rollout_pages.read_groups,
         mode=query.mode,
         step=None if query.step is None else query.step - 1,
         before=query.before,
@@ -95,24 +105,23 @@ async def read_groups(run: OpenedRun, query: GroupQuery) -> dict[str, object]:
     )
     page = rows[: query.limit]
     return {
-        "groups": [
-            row._asdict()
-            | {
-                "task": describe_task(row.task, EXCERPT),
-                "step": None if row.step is None else row.step + 1,
-            }
-            for row in page
-        ],
+        "groups": [group_json(row) for row in page],
         "next": page[-1].seq if len(rows) > query.limit else None,
     }
 
 
-def _cursor(row: browse.RolloutRow, order: browse.Order) -> str:
-    return str(row.seq) if order in ("newest", "oldest") else f"{row.seq},{row.reward!r}"
+def group_json(row: GroupRow) -> dict[str, object]:
+    """Return a group as the list shows it."""
+    step = None if row.step is None else row.step + 1
+    return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
 
 
-def _parse_cursor(text: str | None) -> browse.PageCursor | None:
+def _cursor(last: PageCursor) -> str:
+    return str(last.seq) if last.reward is None else f"{last.seq},{last.reward!r}"
+
+
+def _parse_cursor(text: str | None) -> PageCursor | None:
     if text is None:
         return None
     seq, _, reward = text.partition(",")
-    return browse.PageCursor(int(seq), float(reward) if reward else 0.0)
+    return PageCursor(int(seq), float(reward) if reward else 0.0)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from anyio import to_thread
 
-from whet.app.dashboard.alarms import find_alarms
-from whet.app.dashboard.payload import hide_secrets
+from whet.app.dashboard.pages.alarms import find_alarms
+from whet.app.dashboard.pages.payload import hide_secrets
 from whet.app.dashboard.run_catalog import Catalog, OpenedRun
 from whet.app.inspection.run_list import RunSummary, summarize_folder
 from whet.app.run_folder import RunFolder

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from whet.app.dashboard.payload import describe_task
+from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
 from whet.app.evaluation.statistics import AGENT_FAILURES
 from whet.store.queries import browse
