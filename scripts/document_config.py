@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from whet.app.cli.config_flags import config_fields
-from whet.config import UNIONS, RunConfig
+from whet.config import UNIONS, PolicyConfig, RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "configuration.md"
 HEAD = "\n| key | default | meaning |\n|---|---|---|\n"
@@ -19,6 +19,12 @@ def keys() -> str:
             last = section
         default = "" if field.default is None else f"`{field.default}`"
         text += f"| `{key}` | {default} | {' '.join((field.description or '').split())} |\n"
+    about = " ".join((PolicyConfig.__doc__ or "").split())
+    text += f"\n### `[policies.NAME]`\n\n{about}\n{HEAD}"
+    for key, field in PolicyConfig.model_fields.items():
+        default = "" if field.default is None else f"`{field.default}`"
+        meaning = " ".join((field.description or "").split())
+        text += f"| `policies.NAME.{key}` | {default} | {meaning} |\n"
     return text
 
 

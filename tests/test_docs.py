@@ -26,7 +26,7 @@ CONFIGURATION = (DOCS / "reference" / "configuration.md").read_text()
 COMMANDS = (DOCS / "reference" / "cli.md").read_text()
 METRIC_FUNCTIONS = {
     "training/step.py": {
-        *("_reward_metrics", "_run_updates", "_row_metrics", "_selection_metrics"),
+        *("reward_metrics", "_run_updates", "_row_metrics", "_selection_metrics"),
     },
     "trainers/local.py": {"_measure"},
     "trainers/tinker.py": {"_metrics"},

@@ -24,7 +24,8 @@ SIGNATURES = {
     "PromptSearch": None,
     "ConfigError": None,
     "Credit": None,
-    "Endpoint": "(*, base_url: str, api_key: str, model: str, reward_key: str = '') -> None",
+    "Endpoint": "(*, base_url: str, api_key: str, model: str, reward_key: str = '', "
+    "policies: tuple[str, ...] = ()) -> None",
     "Evaluation": "(run: pathlib.Path, models: collections.abc.Mapping[str, str], "
     "comparison: whet.app.evaluation.comparison.Comparison, results: pathlib.Path, "
     "picture: pathlib.Path, "

@@ -45,7 +45,7 @@ async def finished(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore
     async with (
         SQLiteStore(folder / "store.db", run=RUN) as store,
         local_sampler(policy, CONFIG) as engine,
-        serve_gateway(engine, CONFIG, store, auth.derive_secret(TOKEN, RUN)) as server,
+        serve_gateway({"": engine}, CONFIG, store, auth.derive_secret(TOKEN, RUN)) as server,
     ):
         await store.publish("vllm", server.own_endpoint.model_dump())
         rollouts = [

@@ -118,7 +118,7 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
     async with (
         SQLiteStore(folder / "store.db", run=RUN) as store,
         local_sampler(policy, config) as engine,
-        gateway_server.serve_gateway(engine, config, store, secret) as gateway,
+        gateway_server.serve_gateway({"": engine}, config, store, secret) as gateway,
     ):
         with at_work(runner, store, gateway.url, folder) as work, anyio.fail_after(PATIENCE_S):
             records = train(

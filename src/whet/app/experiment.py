@@ -252,6 +252,7 @@ async def _train(
         trainer=run.trainer,
         log=run.steps,
         evaluate=evaluate,
+        update=run.update,
     )
     async with aclosing(records):
         async for record in records:

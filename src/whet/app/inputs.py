@@ -81,6 +81,22 @@ def check_held_out(config: RunConfig, held_out: Sequence[JsonValue]) -> None:
         raise ConfigError("evaluation.every needs held-out tasks: give them, or leave it out")
 
 
+def check_policies(config: RunConfig, resources: Mapping[str, JsonValue]) -> None:
+    """Raise ConfigError for several policies that cannot be trained or served by name."""
+    if not config.policies:
+        return
+    if all(policy.frozen for policy in config.policies.values()):
+        raise ConfigError("every policy is frozen: leave at least one to train")
+    if shared := resources.keys() & config.policies.keys():
+        raise ConfigError(f"{min(shared)!r} is both a policy and a resource: rename one of them")
+
+
+def check_one_policy(config: RunConfig, command: str) -> None:
+    """Raise ConfigError if several policies are given to what runs one."""
+    if config.policies:
+        raise ConfigError(f"{command} runs one policy: leave out config section 'policies'")
+
+
 def _load_mix(source: str) -> TaskMix:
     parts: list[tuple[Sequence[JsonValue], float]] = []
     for part in source.split(","):

@@ -17,10 +17,11 @@ from whet.app.composition.distributed import (
     find_store,
     watch_workers,
 )
+from whet.app.composition.local_learning import algorithm_name, check_credit, load_algorithm
 from whet.app.composition.ray_runners import run_agents_on_ray
-from whet.app.composition.run import algorithm_name, check_credit, load_algorithm, open_run
+from whet.app.composition.run import open_run
 from whet.app.dashboard.serving import serve_beside
-from whet.app.evaluation.models import resolve_start
+from whet.app.evaluation.models import resolve_starts
 from whet.app.experiment import Result, run_experiment
 from whet.app.inputs import (
     NO_CONTEXT,
@@ -29,6 +30,7 @@ from whet.app.inputs import (
     Tasks,
     check_held_out,
     check_parameters,
+    check_policies,
     load_tasks,
     parse_resources,
     plan_rollouts,
@@ -157,14 +159,15 @@ def prepare_run(
     if store is not None:
         values = {"name": DEFAULT_RUN} | values
     config = resolve(values)
-    if "model" in values and config.model != RunConfig().model:
-        values = resolve_start(values, config, partial(console.print, highlight=False))
+    if config.policies or ("model" in values and config.model != RunConfig().model):
+        values = resolve_starts(values, config, partial(console.print, highlight=False))
         config = resolve(values)
     folder = _find_run(config, kind, resume=resume, continues=continues or store is not None)
     if folder is not None:
         config = folder.resumed_config(values)
     check_run(agent, config, algorithm=algorithm, context=context, runs_agent=store is None)
-    resolve_model(config.model, progress=partial(console.print, highlight=False))
+    for each in (config, *(config.for_policy(name) for name in config.policies)):
+        resolve_model(each.model, progress=partial(console.print, highlight=False))
     if folder is None:
         return RunFolder.create(config, kind)
     folder.save_config(config)
@@ -196,9 +199,14 @@ def check_run(
             check_runnable(agent, config.runner)
         if config.runner.ray is not None:
             get_spec(agent)
-    check_algorithm(config)
-    if algorithm is None and is_custom(config.algorithm.name):
-        load_algorithm(config.algorithm.name)
+    check_policies(config, context.resources if context else {})
+    if config.policies and not runs_agent:
+        raise ConfigError("several policies are trained in one process: leave out the store")
+    for own in map(config.for_policy, config.trained_policies):
+        check_algorithm(own)
+        inherits = own.algorithm == config.algorithm and algorithm is not None
+        if is_custom(own.algorithm.name) and not inherits:
+            load_algorithm(own.algorithm.name)
     check_installed(config.tracking)
 
 

@@ -23,6 +23,7 @@ from whet.config.learning import (
     SupervisedConfig,
 )
 from whet.config.limits import BudgetConfig, CheckpointsConfig
+from whet.config.policy import PolicyConfig
 from whet.config.run import (
     UNIONS,
     EngineConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "LocalTrainerConfig",
     "LoopConfig",
     "LossConfig",
+    "PolicyConfig",
     "RunConfig",
     "RunnerConfig",
     "SGLangConfig",

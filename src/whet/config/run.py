@@ -3,6 +3,7 @@
 Validators check, they never set. The resolved config is saved with the run.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from whet.config.learning import (
     SupervisedConfig,
 )
 from whet.config.limits import BudgetConfig, CheckpointsConfig
+from whet.config.policy import PolicyConfig
 from whet.config.running import DashboardConfig, GatewayConfig, RunnerConfig, TrackingConfig
 from whet.config.section import Section, changed_keys
 from whet.errors import ConfigError
@@ -70,6 +72,13 @@ UNIONS: dict[str, tuple[type[Section], ...]] = {
 """Sections whose keys depend on their `kind`; the first kind is the default."""
 
 
+RESERVED_MODELS = ("policy", "judge")
+"""Model names that no policy may have: those of the only policy, and of the judge."""
+POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+POLICY_SECTIONS = {"trainer", "adam", "loss", "algorithm"}
+"""Sections of which a policy may have keys of its own."""
+
+
 class RunConfig(Section):
     """Config of a run: everything besides the agent and its tasks."""
 
@@ -91,6 +100,9 @@ class RunConfig(Section):
     """Tasks in a step, each a group of rollouts."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Rollouts of each task in a step."""
+    policies: dict[str, PolicyConfig] = Field(default={})
+    """Several policies, each by the name that agents send as their model, with its own model,
+    trainer settings, algorithm and checkpoints; without any, one policy has every call."""
     engine: EngineConfig = LocalEngineConfig()
     trainer: TrainerConfig = LocalTrainerConfig()
     adam: AdamConfig = AdamConfig()
@@ -120,6 +132,80 @@ class RunConfig(Section):
                 return "lora"
             case VerlConfig():
                 return "full"
+
+    @property
+    def trained_policies(self) -> tuple[str, ...]:
+        """Names of the policies that are trained; an empty one if there is only one policy."""
+        if not self.policies:
+            return ("",)
+        return tuple(name for name, policy in self.policies.items() if not policy.frozen)
+
+    def for_policy(self, name: str) -> "RunConfig":
+        """The config of one of several policies: this one with the policy's values in place.
+
+        That of the only policy, whose name is empty, is this one.
+
+        Raises:
+            ConfigError: they do not go together.
+        """
+        if not name:
+            return self
+        own = self.policies[name]
+        values = merge(
+            self.model_dump(mode="json", exclude={"policies"}),
+            own.model_dump(mode="json", include=POLICY_SECTIONS),
+        )
+        if own.model is not None:
+            start = str(own.start) if own.start else None
+            values = {**values, "model": own.model, "start": start}
+        try:
+            return resolve(values)
+        except ConfigError as error:
+            raise ConfigError(f"policy {name!r}: {error}") from error
+
+    @model_validator(mode="after")
+    def _check_policies(self) -> Self:
+        if not self.policies:
+            return self
+        kinds = {"engine": self.engine.kind, "trainer": self.trainer.kind}
+        unsupported = [f"{key}.kind {kind!r}" for key, kind in kinds.items() if kind != "local"]
+        unsupported += ["runner.ray"] if self.runner.ray else []
+        if unsupported:
+            raise ValueError(
+                f"several policies are sampled and trained in one process: {unsupported[0]} "
+                "takes only one"
+            )
+        if self.gateway.models:
+            raise ValueError("gateway.models does not name a policy: use policies.NAME.models")
+        taken = [*RESERVED_MODELS, *(each.partition("=")[0] for each in self.gateway.endpoints)]
+        for name, policy in self.policies.items():
+            for model in (name, *policy.models):
+                if not POLICY_NAME.fullmatch(model):
+                    raise ValueError(
+                        f"invalid model name {model!r} of a policy: expected letters, digits, "
+                        "'.', '_' or '-'"
+                    )
+                if model in taken:
+                    raise ValueError(f"policy {name!r}: the model name {model!r} is taken")
+                taken.append(model)
+            self._check_policy(name)
+        return self
+
+    def _check_policy(self, name: str) -> None:
+        if self.policies[name].trainer.get("kind", "local") != "local":
+            raise ValueError(f"policy {name!r}: several policies need trainer.kind 'local'")
+        try:
+            own = self.for_policy(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        greedy = "greedy" in {own.algorithm.name, self.algorithm.name}
+        for key, is_common in {"oversample": True, "name": greedy}.items():
+            found = getattr(own.algorithm, key)
+            if is_common and found != getattr(self.algorithm, key):
+                raise ValueError(
+                    f"policy {name!r}: algorithm.{key} {found!r} would change how the rollouts of "
+                    "all policies are sampled: set it for the run"
+                )
 
     @model_validator(mode="after")
     def _check_mini_batches(self) -> Self:

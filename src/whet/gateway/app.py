@@ -3,7 +3,7 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 
 from starlette.datastructures import QueryParams
@@ -46,17 +46,24 @@ def build_app(
     secret: bytes,
     config: GatewayConfig,
     check_reward: Callable[[Reward], None] = accept_reward,
+    *,
+    others: Sequence[CallPipeline] = (),
 ) -> ASGIApp:
     """Build the ASGI app; a call names its attempt by the URL's prefix, or by its API key.
 
-    `check_reward` raises RequestError for a posted reward that nothing reads.
+    `check_reward` raises RequestError for a posted reward that nothing reads. `others` are further
+    policies beside the pipeline's; a call chooses one by its model name.
     """
-    return build_router(_Gateway(pipeline, secret, config).routes(check_reward))
+    return build_router(_Gateway([pipeline, *others], secret, config).routes(check_reward))
 
 
 class _Gateway:
-    def __init__(self, pipeline: CallPipeline, secret: bytes, config: GatewayConfig) -> None:
-        self._pipeline = pipeline
+    def __init__(
+        self, pipelines: Sequence[CallPipeline], secret: bytes, config: GatewayConfig
+    ) -> None:
+        self._pipeline = pipelines[0]
+        """For what concerns attempts, whose calls all pipelines share."""
+        self._pipelines = {name: each for each in pipelines for name in each.models}
         self._secret = secret
         self._config = config
         self._instance = secrets.token_hex(8)
@@ -94,11 +101,10 @@ class _Gateway:
 
     async def _complete_call(self, dialect: Dialect, request: GatewayRequest) -> None:
         """Serve one model call: parse, find, render, sample, record, reply."""
-        pipeline = self._pipeline
         caller = self._identify(request)
         body = await request.read_body()
         parsed = dialect.parse(body)
-        self._check_model(parsed.model)
+        pipeline = self._find_pipeline(parsed.model)
         attempt, graph = await pipeline.find(caller.attempt)
         source = _build_source(request, body, caller, attempt, dialect.name, parsed.model)
         call = await pipeline.render(source, parsed.to_model_request(graph), graph)
@@ -132,10 +138,10 @@ class _Gateway:
         caller = self._identify(request)
         body = await request.read_body()
         parsed = parse_body(CountRequest, body)
-        self._check_model(parsed.model)
-        attempt, graph = await self._pipeline.find(caller.attempt)
+        pipeline = self._find_pipeline(parsed.model)
+        attempt, graph = await pipeline.find(caller.attempt)
         source = _build_source(request, body, caller, attempt, "count", parsed.model)
-        call = await self._pipeline.render(source, parsed.to_model_request(), graph)
+        call = await pipeline.render(source, parsed.to_model_request(), graph)
         return JsonResponse({"input_tokens": len(call.tokens)})
 
     # ------------------------------------------------------------- stored responses
@@ -150,7 +156,9 @@ class _Gateway:
         return handle
 
     def _show_response(self, graph: Graph, id: str, query: QueryParams) -> Json:
-        return show_response(graph, id, query, self._pipeline.renderer.template)
+        model = find_response(graph, id).origin.model
+        pipeline = self._pipelines.get(model, self._pipeline)
+        return show_response(graph, id, query, pipeline.renderer.template)
 
     async def _delete_response(self, request: GatewayRequest) -> Response:
         _, graph = await self._pipeline.find(self._identify(request).attempt)
@@ -162,7 +170,7 @@ class _Gateway:
 
     async def _list_models(self, request: GatewayRequest) -> Response:
         self._identify(request)
-        names = self._pipeline.models
+        names = [*self._pipelines]
         page: Json = {"object": "list", "data": [_describe_model(name) for name in names]}
         # Fields that Anthropic's client reads besides.
         page |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -171,19 +179,21 @@ class _Gateway:
     async def _show_model(self, request: GatewayRequest) -> Response:
         self._identify(request)
         name: str = request.path_params["id"]
-        self._check_model(name)
+        self._find_pipeline(name)
         return JsonResponse(_describe_model(name))
 
     async def _tokenize(self, request: GatewayRequest) -> Response:
         self._identify(request)
         parsed = parse_body(TokenizeRequest, await request.read_body())
-        template, context_length = self._pipeline.renderer.template, self._pipeline.context_length
+        pipeline = self._pipelines.get(parsed.model or "", self._pipeline)
+        template, context_length = pipeline.renderer.template, pipeline.context_length
         return JsonResponse(parsed.build_reply(template, context_length))
 
     async def _detokenize(self, request: GatewayRequest) -> Response:
         self._identify(request)
         parsed = parse_body(DetokenizeRequest, await request.read_body())
-        return JsonResponse(parsed.build_reply(self._pipeline.renderer.template))
+        pipeline = self._pipelines.get(parsed.model or "", self._pipeline)
+        return JsonResponse(parsed.build_reply(pipeline.renderer.template))
 
     async def _report_health(self, request: GatewayRequest) -> Response:
         """Report that the gateway runs; a new instance id means that it was restarted."""
@@ -191,10 +201,11 @@ class _Gateway:
 
     # ------------------------------------------------------------- callers
 
-    def _check_model(self, name: str) -> None:
-        if name not in self._pipeline.models:
-            models = ", ".join(map(repr, self._pipeline.models))
-            raise NotFound(f"unknown model {name!r}: this endpoint serves {models}")
+    def _find_pipeline(self, model: str) -> CallPipeline:
+        if (found := self._pipelines.get(model)) is None:
+            models = ", ".join(map(repr, self._pipelines))
+            raise NotFound(f"unknown model {model!r}: this endpoint serves {models}")
+        return found
 
     def _find_attempt(self, request: GatewayRequest, scope: str = "") -> AttemptId | None:
         return identify_caller(request, self._secret, self._config.trace_header, scope).attempt

@@ -77,8 +77,14 @@ class CallPipeline:
         models: Sequence[str],
         context_length: int | None = None,
         prepare: Callable[[Attempt], Awaitable[None]] | None = None,
+        policy: str = "",
+        beside: "CallPipeline | None" = None,
     ) -> None:
-        """`prepare` returns once the engine has loaded the weights for an attempt."""
+        """`prepare` returns once the engine has loaded the weights for an attempt.
+
+        Where a gateway serves several policies, calls are recorded with the name of the `policy`,
+        and those of one attempt are in one graph: that of the pipeline `beside` this one.
+        """
         self.renderer = renderer
         self.context_length = context_length
         """Most tokens of a prompt with its completion, if known."""
@@ -88,8 +94,9 @@ class CallPipeline:
         """Model names that agents may request."""
         self._engine = engine
         self._prepare = prepare
-        self._retries = RetryTracker()
-        self._sessions = Sessions(log, on_evict=self._retries.evict)
+        self._policy = policy
+        self._retries = beside._retries if beside else RetryTracker()
+        self._sessions = beside._sessions if beside else Sessions(log, self._retries.evict)
         self._prompts = PromptCache()
         self._instance = secrets.token_hex(8)
         self._numbers = count(1)
@@ -132,6 +139,7 @@ class CallPipeline:
             origin=Origin.unchecked(
                 dialect=source.dialect,
                 model=source.model,
+                policy=self._policy,
                 agent=source.agent,
                 tools=tuple(map(_tool_name, request.tools)),
                 request=source.request,

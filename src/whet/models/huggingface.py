@@ -284,6 +284,15 @@ class LocalPolicy:
             )
 
 
+def load_base(folder: Path, config: LocalTrainerConfig, *, device: str) -> LocalPolicy:
+    """Load a model that is not trained itself: the base of adapters that share its weights."""
+    plain = {"weights": "full", "gradient_checkpointing": False, "compile": False}
+    policy = LocalPolicy(folder, config.model_copy(update=plain), device=device, seed=0)
+    for parameter in policy.model.parameters():
+        parameter.requires_grad_(False)
+    return policy
+
+
 def clone_modules(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a model's modules around the same parameters, so that modules can be replaced."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

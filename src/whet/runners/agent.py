@@ -23,7 +23,8 @@ M = TypeVar("M", bound=BaseModel)
 PARAMETERS = {
     "task": "one item of the dataset",
     "llm": "the endpoint of the model: base_url, api_key, model",
-    "llms": "llms['policy'] is llm; every resource that is an endpoint is there by its name",
+    "llms": "llms['policy'] is llm; each of several policies is there by its name, and so is every "
+    "resource that is an endpoint",
     "resources": "the values of the rollout's resources, by name",
     "prompt_template": "the rollout's resource that is a prompt template",
     "rollout": "the attempt: its id, number, and rollout with id, group and mode",
@@ -239,7 +240,8 @@ def build_arguments(
     if "resources" in parameters:
         arguments["resources"] = dict(resources)
     if "llms" in parameters:
-        arguments["llms"] = {POLICY: llm, **_find_endpoints(resources)}
+        policies = {name: llm.model_copy(update={"model": name}) for name in llm.policies}
+        arguments["llms"] = {POLICY: llm, **_find_endpoints(resources), **policies}
     if "prompt_template" in parameters:
         arguments["prompt_template"] = _find_template(resources)
     if "rollout" in parameters:

@@ -21,6 +21,7 @@ from whet.training.step import (
     Plan,
     StepBatch,
     Stopwatch,
+    Update,
     collect_step,
     evaluate_step,
     first_group,
@@ -40,6 +41,7 @@ async def train(
     trainer: TrainingBackend,
     log: StepLog,
     evaluate: Evaluate | None = None,
+    update: Update | None = None,
 ) -> AsyncGenerator[StepRecord]:
     """Run the remaining steps in order; yield each once it is durable.
 
@@ -57,7 +59,7 @@ async def train(
                 plan, done, config, watch, collector=collector, algorithm=algorithm
             )
             async with _measure_sampler_idle(collector, _not_in_batch(ahead, batch), watch):
-                metrics = await update_policy(batch, done, config, watch, trainer)
+                metrics = await (update or update_policy)(batch, done, config, watch, trainer)
                 with watch.phase("publish"):
                     version = await trainer.publish()
             metrics |= await evaluate_step(step, config, watch, evaluate)

@@ -17,7 +17,7 @@ from anyio import CancelScope, to_thread
 from whet.config import RunConfig
 from whet.errors import StoreError, TrainerError, boundary
 from whet.protocols import Algorithm, Collector, StepLog, TrainingBackend
-from whet.training.step import Plan, Stopwatch, collect_step, update_policy
+from whet.training.step import Plan, Stopwatch, Update, collect_step, update_policy
 from whet.training.stopping import best_step
 from whet.types import StepRecord
 
@@ -116,6 +116,7 @@ async def restore_steps(
     algorithm: Algorithm,
     trainer: TrainingBackend,
     log: StepLog,
+    update: Update | None = None,
 ) -> int:
     """Restore the weights after the last step; returns the number of updates that were repeated.
 
@@ -134,7 +135,7 @@ async def restore_steps(
         batch = await collect_step(
             plan, before, config, Stopwatch(), collector=collector, algorithm=algorithm
         )
-        metrics = await update_policy(batch, before, config, Stopwatch(), trainer)
+        metrics = await (update or update_policy)(batch, before, config, Stopwatch(), trainer)
         same = tuple(rollout.id for rollout in batch.rollouts) == record.consumed
         if not same or metrics["calls"] != record.metrics["calls"]:
             raise StoreError(

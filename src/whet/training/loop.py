@@ -10,6 +10,7 @@ from whet.training.step import (
     Evaluate,
     Plan,
     Stopwatch,
+    Update,
     collect_step,
     evaluate_step,
     update_policy,
@@ -28,6 +29,7 @@ async def train(
     trainer: TrainingBackend,
     log: StepLog,
     evaluate: Evaluate | None = None,
+    update: Update | None = None,
 ) -> AsyncGenerator[StepRecord]:
     """Run the remaining steps in order; yield each once it is durable.
 
@@ -43,7 +45,7 @@ async def train(
                 plan, done, config, watch, collector=collector, algorithm=algorithm
             )
             with watch.phase("sampler_wait"):  # on-policy: the engine idles during the update
-                metrics = await update_policy(batch, done, config, watch, trainer)
+                metrics = await (update or update_policy)(batch, done, config, watch, trainer)
                 with watch.phase("publish"):
                     version = await trainer.publish()
             metrics |= await evaluate_step(step, config, watch, evaluate)

@@ -121,7 +121,7 @@ async def collect_step(
         with watch.phase("collect"):
             groups += add_length_penalties(await collector.collect(wanted), config)
         with watch.phase("credit"):
-            credits = await _credit(algorithm, groups, done)
+            credits = await credit_groups(algorithm, groups, done)
         credited = {credit.trajectory.attempt.rollout.group for credit in credits}
     names = dict.fromkeys(rollout.group for rollout in rollouts)
     silent = [g for name, g in zip(names, groups, strict=True) if name not in credited]
@@ -134,23 +134,35 @@ async def update_policy(
     config: RunConfig,
     watch: Stopwatch,
     trainer: TrainingBackend,
+    *,
+    policy: str = "",
 ) -> dict[str, float]:
-    """Run the optimizer updates of a step on the collected groups; return its metrics."""
+    """Run the optimizer updates of a step on the collected groups; return its metrics.
+
+    `policy` is named in warnings.
+    """
     selected = select(batch.credits, config.selection)
     built = build_rows(mask_truncated(selected, config.length))
     metrics: dict[str, float] = {}
     if built.rows:
         with watch.phase("train"):
             metrics |= await _run_updates(built.rows, len(done), config, trainer)
-    metrics |= _reward_metrics(batch, config)
+    metrics |= reward_metrics(batch, config)
     metrics |= _row_metrics(built, version_after(done))
     metrics |= _selection_metrics(batch.credits, selected)
     metrics |= cause_metrics(count_causes(batch.zero_signal, config.group_size))
     if built.rows:
         _warn_of_equal_answers(batch.groups, metrics, done)
     else:
-        _warn_of_no_update(metrics, done)
+        _warn_of_no_update(metrics, done, policy)
     return metrics
+
+
+Update = Callable[
+    [StepBatch, Sequence[StepRecord], RunConfig, Stopwatch, TrainingBackend],
+    Awaitable[dict[str, float]],
+]
+"""Runs the optimizer updates of a step: `update_policy` unless there are several policies."""
 
 
 def _selection_metrics(credits: Sequence[Credit], selected: Sequence[Credit]) -> dict[str, float]:
@@ -169,13 +181,14 @@ def _warn_of_equal_answers(
         logger.warning("%d of %d groups are one answer: %s", equal.total(), len(groups), reasons)
 
 
-def _warn_of_no_update(metrics: Metrics, done: Sequence[StepRecord]) -> None:
+def _warn_of_no_update(metrics: Metrics, done: Sequence[StepRecord], policy: str) -> None:
     """Warn of a step without an update; the reasons are not repeated in steps that follow it."""
-    reasons, step = _find_reasons(metrics), len(done) + 1
+    reasons, step = _find_reasons(metrics), f"step {len(done) + 1}"
+    step += f" of policy {policy!r}" if policy else ""
     if done and not done[-1].metrics["rows"] and _find_reasons(done[-1].metrics) == reasons:
-        logger.warning("step %d trained nothing either", step)
+        logger.warning("%s trained nothing either", step)
     else:
-        logger.warning("step %d trained nothing: %s", step, explain_metrics([metrics]))
+        logger.warning("%s trained nothing: %s", step, explain_metrics([metrics]))
 
 
 def _find_reasons(metrics: Metrics) -> set[str]:
@@ -243,9 +256,10 @@ def _combine(updates: Sequence[Metrics]) -> Metrics:
     return {**combined, **{name: sum(u[name] for u in updates) for name in counts}}
 
 
-async def _credit(
+async def credit_groups(
     algorithm: Algorithm, groups: Sequence[Group], done: Sequence[StepRecord]
 ) -> list[Credit]:
+    """Return the credit that an algorithm gives. Raises ConfigError if it is not valid."""
     name = type(algorithm).__name__
     with boundary(ConfigError, f"the algorithm {name} raised"):
         credits = await algorithm.credit(groups, done)
@@ -282,7 +296,8 @@ def _check_credit(credit: Credit, name: str) -> None:
             )
 
 
-def _reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
+def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
+    """Metrics of what a step collected, before anything is trained on it."""
     trajectories = [trajectory for group in batch.groups for trajectory in group]
     without = [t.attempt.rollout.id for t in trajectories if not t.calls]
     if without:

@@ -133,6 +133,8 @@ class Origin(Value):
     """Wire format of the request."""
     model: str = ""
     """Model name in the request."""
+    policy: str = ""
+    """Name of the policy that sampled it, in a run of several."""
     agent: str = ""
     """Name of the agent within the attempt, if the request names one."""
     tools: tuple[str, ...] = ()

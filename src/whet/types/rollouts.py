@@ -309,3 +309,6 @@ class Endpoint(Value):
     reward_key: str = ""
     """Key to post rewards of the attempt with; the API key cannot, since a model's tools may see
     it."""
+    policies: tuple[str, ...] = ()
+    """Names of the run's policies, each a model of this endpoint, where there are several; `model`
+    is the first of them."""

@@ -9,7 +9,12 @@ import pytest
 
 import whet
 from support.trajectories import single
-from whet.app.composition.run import algorithm_name, check_credit, load_loss, open_algorithm
+from whet.app.composition.local_learning import (
+    algorithm_name,
+    check_credit,
+    load_loss,
+    open_algorithm,
+)
 from whet.config import resolve
 from whet.errors import ConfigError
 from whet.types import Credit, Group, StepRecord

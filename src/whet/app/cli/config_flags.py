@@ -1,6 +1,7 @@
 """Command-line flags for every config key, and `--help-config`, which lists them."""
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -104,12 +105,11 @@ def add_config_flags(
     for key in (*group_of, *(key for key in fields if key not in group_of)):
         field, title = fields[key], group_of.get(key)
         names = [f"--{key.replace('_', '-')}", *([ALIASES[key]] if key in ALIASES else [])]
-        is_list = get_origin(_plain(field.annotation)) is tuple
         parser.group(title or "config").add_argument(
             *names,
             dest=PREFIX + key,
             metavar=_metavar(field),
-            type=_split if is_list else str,
+            type=READERS.get(get_origin(_plain(field.annotation)), str),
             help=_short_help(key, field) if title else argparse.SUPPRESS,
         )
     group = parser.group("config")
@@ -233,6 +233,8 @@ def _metavar(field: FieldInfo) -> str:
     if choices and len(choices) <= 20:
         return choices
     names = {int: "N", float: "X", bool: "true|false", Path: "DIR"}
+    if get_origin(kind) is dict:
+        return "JSON"
     return "A,B" if get_origin(kind) is tuple else names.get(cast(type, kind), "NAME")
 
 
@@ -243,6 +245,8 @@ def _type_name(field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         inner = "|".join(_choices(get_args(kind)[0])) or "text"
         return f"list of {inner}, with commas"
+    if get_origin(kind) is dict:
+        return "JSON"
     names = {int: "integer", float: "number", bool: "true|false", Path: "folder"}
     return names.get(cast(type, kind), "text")
 
@@ -254,3 +258,15 @@ def _short_help(key: str, field: FieldInfo) -> str:
 
 def _split(text: str) -> list[str]:
     return text.split(",") if text else []
+
+
+def _read_json(text: str) -> JsonValue:
+    """A mapping; the config refuses anything else by its key."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+READERS: dict[object, Callable[[str], object]] = {tuple: _split, dict: _read_json}
+"""How the flag of a list or of a mapping is read."""

@@ -19,7 +19,7 @@ from whet.app.composition.distributed import (
     find_store,
     watch_workers,
 )
-from whet.app.inputs import Tasks, load_tasks, publish_resources
+from whet.app.inputs import Tasks, check_one_policy, load_tasks, publish_resources
 from whet.config import resolve
 from whet.errors import ConfigError, requires_extra
 from whet.io.threads import run_async
@@ -125,6 +125,7 @@ def _read_names(function: Callable[..., Any]) -> frozenset[str]:
 def _check_driver(
     driver: Driver, agent: Agent | None, store: str | None, settings: Mapping[str, JsonValue]
 ) -> None:
+    check_one_policy(resolve(settings), "a driver marked with @whet.algorithm")
     if "scorer" in driver.names and resolve(settings).trainer.kind == "tinker":
         raise ConfigError(
             "the algorithm needs 'scorer', which needs the weights here, and trainer.kind is "

@@ -51,6 +51,8 @@ class Gateway:
     url: str
     secret: bytes
     model: str
+    policies: tuple[str, ...] = ()
+    """Names of the policies, if there are several; `model` is the first."""
 
     def endpoint(self, attempt: Attempt) -> Endpoint:
         """The endpoint of an attempt: its path and its key both name the attempt."""
@@ -60,6 +62,7 @@ class Gateway:
             api_key=auth.mint_key(attempt.id, self.secret),
             model=self.model,
             reward_key=auth.mint_reward_key(attempt.id, self.secret),
+            policies=self.policies,
         )
 
     @property
@@ -71,32 +74,27 @@ class Gateway:
 
 @asynccontextmanager
 async def serve_gateway(
-    sampler: Sampler,
+    samplers: Mapping[str, Sampler],
     config: RunConfig,
     log: Log,
     secret: bytes,
     *,
     prepare: Callable[[Attempt], Awaitable[None]] | None = None,
-    algorithm: Callable[[], AlgorithmConfig | None] = lambda: None,
+    algorithms: Callable[[], Sequence[AlgorithmConfig]] = tuple,
     judge: Endpoint | None = None,
     progress: Callable[[str], None] = logger.info,
 ) -> AsyncGenerator[Gateway]:
-    """Serve a sampler over HTTP; its engine is closed at the end.
+    """Serve the sampler of each policy over HTTP; their engines are closed at the end.
 
-    `prepare` is awaited before a call of an attempt is sampled. `algorithm` returns the settings
-    that posted rewards are checked by, if they are known. Calls of the model `judge` go to that
-    endpoint.
+    The only policy has no name. `prepare` is awaited before a call of an attempt is sampled.
+    `algorithms` returns the settings that posted rewards are checked by, if they are known. Calls
+    of the model `judge` go to that endpoint.
     """
     async with AsyncExitStack() as stack:
-        pipeline = CallPipeline(
-            engine=sampler.engine,
-            log=log,
-            renderer=sampler.renderer,
-            models=(POLICY, *config.gateway.models),
-            context_length=sampler.context_length,
-            prepare=prepare,
-        )
-        app = build_app(pipeline, secret, config.gateway, partial(_check_reward, algorithm))
+        pipelines = build_pipelines(samplers, config, log, prepare)
+        check_reward = partial(_check_reward, algorithms)
+        first, *others = pipelines
+        app = build_app(first, secret, config.gateway, check_reward, others=others)
         router = None
         if config.gateway.endpoints or judge:
             upstreams = await build_upstreams(config.gateway, log, secret, progress)
@@ -114,9 +112,35 @@ async def serve_gateway(
         if router is not None:
             stack.push_async_callback(router.close)
         # Before the server, which waits for open requests: closing the engine answers them.
-        stack.push_async_callback(sampler.engine.close)
+        for sampler in samplers.values():
+            stack.push_async_callback(sampler.engine.close)
         with address_file(server.url):
-            yield Gateway(server.url, secret, POLICY)
+            yield Gateway(server.url, secret, first.models[0], tuple(filter(None, samplers)))
+
+
+def build_pipelines(
+    samplers: Mapping[str, Sampler],
+    config: RunConfig,
+    log: Log,
+    prepare: Callable[[Attempt], Awaitable[None]] | None = None,
+) -> list[CallPipeline]:
+    """The pipeline of each policy, by whose model names agents choose it."""
+    pipelines: list[CallPipeline] = []
+    for name, sampler in samplers.items():
+        names = (name, *config.policies[name].models) if name else (POLICY, *config.gateway.models)
+        pipelines.append(
+            CallPipeline(
+                engine=sampler.engine,
+                log=log,
+                renderer=sampler.renderer,
+                models=names,
+                context_length=sampler.context_length,
+                prepare=prepare,
+                policy=name,
+                beside=pipelines[0] if pipelines else None,
+            )
+        )
+    return pipelines
 
 
 def build_judge(
@@ -149,27 +173,30 @@ async def serve_published(
     follower = PolicyFollower(sampler.weights, published, store)
     await follower.load_newest()
     async with serve_gateway(
-        sampler,
+        {"": sampler},
         config,
         store,
         secret,
         prepare=follower.prepare,
-        algorithm=lambda: follower.published.algorithm,
+        algorithms=lambda: list(filter(None, [follower.published.algorithm])),
         judge=judge,
         progress=progress,
     ) as gateway:
         yield gateway
 
 
-def _check_reward(algorithm: Callable[[], AlgorithmConfig | None], reward: Reward) -> None:
-    """Raise RequestError for a reward that the algorithm of the run does not read."""
-    config = algorithm()
-    if config is None or is_custom(config.name):
-        return
-    try:
-        check_is_read(reward, config)
-    except ConfigError as error:
-        raise RequestError(f"the reward is refused: {error}") from error
+def _check_reward(algorithms: Callable[[], Sequence[AlgorithmConfig]], reward: Reward) -> None:
+    """Raise RequestError for a reward that no algorithm of the run reads."""
+    refusals: list[ConfigError] = []
+    for config in algorithms():
+        try:
+            if not is_custom(config.name):
+                check_is_read(reward, config)
+            return
+        except ConfigError as error:
+            refusals.append(error)
+    if refusals:
+        raise RequestError(f"the reward is refused: {refusals[0]}") from refusals[0]
 
 
 @asynccontextmanager

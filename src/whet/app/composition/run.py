@@ -4,21 +4,16 @@
 training of a distributed run. `serve_model` serves a model that nothing trains.
 """
 
-import inspect
-import json
-import os
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from anyio import to_thread
-from pydantic import JsonValue
 
-from whet.algorithms import DISTILLATION, build_algorithm, is_custom
 from whet.app.composition.distributed import StoreAddress
 from whet.app.composition.gateway_server import (
     Gateway,
@@ -27,8 +22,11 @@ from whet.app.composition.gateway_server import (
     serve_gateway,
     serve_published,
 )
+from whet.app.composition.local_learning import open_algorithm, open_local_trainer
+from whet.app.composition.policies import Policies, open_policies, open_policy_samplers
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.samplers import (
+    Sampler,
     local_sampler,
     open_model_sampler,
     open_sampler,
@@ -36,32 +34,28 @@ from whet.app.composition.samplers import (
 )
 from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease, read_policy
 from whet.app.evaluation.models import LocalModel, find_run, read_models
-from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
+from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
 from whet.app.run_folder import RunFolder
 from whet.config import (
     GatewayConfig,
     LocalEngineConfig,
-    LocalTrainerConfig,
     RunConfig,
     TinkerConfig,
     VerlConfig,
 )
 from whet.engines.scorer import LocalScorer
-from whet.errors import ConfigError, boundary, requires_extra
+from whet.errors import ConfigError, requires_extra
 from whet.gateway.pipeline import Log
 from whet.models.catalog import model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY, Agent
-from whet.runners.loading import load_function
 from whet.store import DEFAULT_RUN
 from whet.store.http.server import StoreServer
 from whet.store.sql_store import SQLStore
 from whet.store.sqlite import SQLiteStore
-from whet.trainers.local import LocalTrainer
-from whet.trainers.loss import LossFunction
 from whet.training.checkpoints import restore_steps
-from whet.training.step import Plan
+from whet.training.step import Plan, Update, update_policy
 from whet.types import Attempt, Endpoint, Outcome
 
 if TYPE_CHECKING:  # the client takes seconds to import
@@ -85,8 +79,11 @@ class Run:
     collector: Collector
     algorithm: Algorithm
     trainer: TrainingBackend
+    update: Update
+    """Trains a step on what was collected: the only policy, or each of several."""
     scorer: Scorer | None
-    """Scores tokens by the weights being trained; None where a Tinker service has them."""
+    """Scores tokens by the weights being trained; None where a Tinker service has them, or with
+    several policies."""
     gateway: Gateway | None
     """None where the gateway is another process."""
 
@@ -116,9 +113,9 @@ async def open_run(
         stack.callback(folder.discard_if_new)
         stack.enter_context(folder.owned())
         lease = await _take_over(folder, store, progress) if store else None
-        algorithm = algorithm or open_algorithm(config, model, progress=progress)
         store = store or await stack.enter_async_context(folder.open_store())
-        trainer, policy = await open_trainer(config, model)
+        learning = await _open_learning(config, model, algorithm, progress)
+        policy, trainer = learning.policy, learning.trainer
         # An engine of this process shares the weights being trained; any other loads a copy.
         if not (shares_weights := agent is not None and config.engine.kind == "local"):
             trainer = _publish_weights(trainer, policy, folder, model, store, lease)
@@ -127,7 +124,7 @@ async def open_run(
         versions = await _resource_versions(store, context, shares_weights=shares_weights)
         collector = open_collector(config, store, versions, context.judge, judge, on_ended)
         scorer = LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
-        parts = collector, algorithm, trainer, scorer
+        parts = collector, learning.algorithm, trainer, learning.update, scorer
         run = Run(config, folder, store, lease or store, *parts, gateway=None)
         # Before sampling: what a kill left in the queue runs as soon as there is a runner.
         await _restore_last(run, plan, progress)
@@ -155,7 +152,7 @@ async def serve_model(
     """Serve a model, adapter or checkpoint that nothing trains; `folder` is for its servers."""
     async with (
         open_model_sampler(model, config, folder) as sampler,
-        serve_gateway(sampler, config, log, secret, judge=judge) as gateway,
+        serve_gateway({"": sampler}, config, log, secret, judge=judge) as gateway,
     ):
         yield gateway
 
@@ -171,6 +168,7 @@ async def serve_alone(
     Raises:
         ConfigError: the model is unknown, or cannot be loaded.
     """
+    check_one_policy(config, "serving a model")
     model, secret = _find_served(source, config.dir, progress)
     gateway = config.gateway.model_copy(
         update={"allow_unattributed": True, "models": (*config.gateway.models, model.name)}
@@ -194,7 +192,7 @@ async def serve_judge(
         return
     source = config.model if config.gateway.judge == BASE_MODEL else config.gateway.judge
     engine = config.engine if config.engine.kind == "local" else LocalEngineConfig()
-    update = {"engine": engine, "gateway": GatewayConfig()}
+    update: dict[str, object] = {"engine": engine, "gateway": GatewayConfig(), "policies": {}}
     async with serve_alone(source, config.model_copy(update=update), progress) as gateway:
         yield gateway.own_endpoint.model_copy(update={"model": gateway.model})
 
@@ -208,6 +206,26 @@ def _find_served(source: str, directory: Path, progress: Progress) -> tuple[Loca
 
 
 # ------------------------------------------------------------------- trainer and gateway
+
+
+class _Learning(NamedTuple):
+    """Algorithm and trainer of a run, and the policy or policies they update."""
+
+    policy: "LocalPolicy | TinkerPolicy | Policies"
+    algorithm: Algorithm
+    trainer: TrainingBackend
+    update: Update = update_policy
+
+
+async def _open_learning(
+    config: RunConfig, model: Path, algorithm: Algorithm | None, progress: Progress
+) -> _Learning:
+    if config.policies:
+        opened = await open_policies(config, algorithm, progress)
+        return _Learning(opened, opened.algorithm, opened.trainer, opened.update)
+    algorithm = algorithm or open_algorithm(config, model, progress=progress)
+    trainer, policy = await open_trainer(config, model)
+    return _Learning(policy, algorithm, trainer)
 
 
 async def open_trainer(
@@ -225,24 +243,19 @@ async def open_trainer(
     policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
     if config.engine.kind != "local":
         check_served(policy, config)
-    custom = load_loss(config.loss.name) if config.loss.is_custom else None
-    trainer = LocalTrainer(policy, threads=os.cpu_count(), custom_loss=custom)
-    if config.start is not None:
-        await trainer.start_from(config.start)
-    # New adapters have their reference without a copy: the model without them.
-    if config.loss.kl > 0 and (config.start is not None or config.trainer.weights == "full"):
-        policy.keep_reference()
-    return trainer, policy
+    return await open_local_trainer(policy, config), policy
 
 
 def _publish_weights(
     trainer: TrainingBackend,
-    policy: "LocalPolicy | TinkerPolicy",
+    policy: "LocalPolicy | TinkerPolicy | Policies",
     folder: RunFolder,
     model: Path,
     store: Store,
     lease: TrainerLease | None,
 ) -> PublishingTrainer:
+    if isinstance(policy, Policies):
+        raise ConfigError("several policies are trained in one process: leave out --store")
     return PublishingTrainer(
         trainer,
         policy,
@@ -313,6 +326,7 @@ async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None
         algorithm=run.algorithm,
         trainer=run.trainer,
         log=run.store,
+        update=run.update,
     )
     if repeated:
         progress(f"repeated {repeated} updates since the last checkpoint, from stored rollouts")
@@ -320,7 +334,7 @@ async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None
 
 @asynccontextmanager
 async def _serve(
-    shared: "LocalPolicy | TinkerPolicy | None",
+    shared: "LocalPolicy | TinkerPolicy | Policies | None",
     model: Path,
     folder: RunFolder,
     store: Store,
@@ -337,21 +351,34 @@ async def _serve(
             sampler = await stack.enter_async_context(opened)
             serving = serve_published(sampler, published, config, store, secret, progress, judge)
         else:
-            if isinstance(shared, LocalPolicy):
-                opened = local_sampler(shared, config)
-            else:
-                opened = tinker_sampler(shared, model, config)
-            sampler = await stack.enter_async_context(opened)
+            samplers = await stack.enter_async_context(_open_samplers(shared, model, config))
+            algorithms = [config.for_policy(n).algorithm for n in config.trained_policies]
             serving = serve_gateway(
-                sampler,
+                samplers,
                 config,
                 store,
                 secret,
-                algorithm=lambda: config.algorithm,
+                algorithms=lambda: algorithms,
                 judge=judge,
                 progress=progress,
             )
         yield await stack.enter_async_context(serving)
+
+
+@asynccontextmanager
+async def _open_samplers(
+    shared: "LocalPolicy | TinkerPolicy | Policies", model: Path, config: RunConfig
+) -> AsyncGenerator[dict[str, Sampler]]:
+    """Sample from the weights being trained: by policy, or with an empty name from the only one."""
+    if isinstance(shared, Policies):
+        async with open_policy_samplers(shared, config) as samplers:
+            yield samplers
+    elif isinstance(shared, LocalPolicy):
+        async with local_sampler(shared, config) as sampler:
+            yield {"": sampler}
+    else:
+        async with tinker_sampler(shared, model, config) as sampler:
+            yield {"": sampler}
 
 
 def _run_agent(
@@ -403,89 +430,3 @@ async def _run_on_ray(
 def _store_address(folder: RunFolder, url: str) -> StoreAddress:
     """The run in its own store as other processes see it; runners derive their keys from this."""
     return StoreAddress(url, DEFAULT_RUN, folder.secret().hex())
-
-
-# ------------------------------------------------------------------- algorithm
-
-
-def open_algorithm(config: RunConfig, model: Path, *, progress: Progress) -> Algorithm:
-    """The algorithm of a config, one of ours or the user's own.
-
-    Raises:
-        ConfigError: it is unknown, or its settings do not fit.
-    """
-    if is_custom(config.algorithm.name):
-        return load_algorithm(config.algorithm.name)
-    if config.algorithm.name == DISTILLATION:
-        return build_algorithm(config, teacher=_open_teacher(config, model, progress))
-    return build_algorithm(config)
-
-
-def load_algorithm(name: str) -> Algorithm:
-    """The user's own algorithm, by `module:Class`. Raises ConfigError if it is not one."""
-    found = load_function(name, "algorithm")
-    if isinstance(found, type):
-        with boundary(ConfigError, f"cannot make the algorithm {name!r}"):
-            found = found()
-    return check_credit(found)
-
-
-def load_loss(name: str) -> LossFunction:
-    """The user's own loss, by `module:function`. Raises ConfigError if it is not one."""
-    found = load_function(name, "loss")
-    if not callable(found):
-        raise ConfigError(f"the loss {name!r} is not a function")
-    try:
-        inspect.signature(found).bind(None, None, None, None)
-    except TypeError as error:
-        raise ConfigError(
-            f"a loss takes (logp, ratio, batch, config); {name!r} takes {inspect.signature(found)}"
-        ) from error
-    return cast(LossFunction, found)
-
-
-def check_credit(algorithm: object) -> Algorithm:
-    """Raise ConfigError unless the object has the method of an algorithm."""
-    credit = getattr(algorithm, "credit", None)
-    if not inspect.iscoroutinefunction(credit):
-        raise ConfigError(
-            f"an algorithm has a method `async def credit(self, groups, past)`; "
-            f"{type(algorithm).__name__!r} has none"
-        )
-    try:
-        inspect.signature(credit).bind([], [])
-    except TypeError as error:
-        raise ConfigError(
-            f"credit takes (groups, past); that of {type(algorithm).__name__!r} takes "
-            f"{inspect.signature(credit)}"
-        ) from error
-    return cast(Algorithm, algorithm)
-
-
-def algorithm_name(algorithm: Algorithm) -> str:
-    """The config's name of an object's class, by which a resumed run makes another object."""
-    kind = type(algorithm)
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _open_teacher(config: RunConfig, student: Path, progress: Progress) -> Scorer:
-    assert config.algorithm.teacher is not None
-    folder = resolve_model(config.algorithm.teacher, progress=progress)
-    if read_vocabulary(folder) != read_vocabulary(student):
-        raise ConfigError(
-            f"the teacher {config.algorithm.teacher!r} has another tokenizer than "
-            f"{config.model!r}: distillation compares token by token"
-        )
-    # Full weights as loaded: no adapters, and nothing trains them. A Tinker service computes the
-    # student's log-probabilities in a precision of its own.
-    is_local = isinstance(config.trainer, LocalTrainerConfig)
-    precision = config.trainer.precision if is_local else "auto"
-    frozen = LocalTrainerConfig(weights="full", precision=precision)
-    return LocalScorer(LocalPolicy(folder, frozen, device=config.engine.device, seed=config.seed))
-
-
-def read_vocabulary(folder: Path) -> JsonValue:
-    """The vocabulary of a model: models with equal ones have the same token ids."""
-    with boundary(ConfigError, f"cannot read the tokenizer of {str(folder)!r}"):
-        tokenizer = json.loads((folder / "tokenizer.json").read_text())
-        return [tokenizer["model"]["vocab"], tokenizer.get("added_tokens")]

@@ -114,7 +114,9 @@ def build_renderer(folder: Path, config: RunConfig) -> Renderer:
 
 
 @asynccontextmanager
-async def local_sampler(policy: "LocalPolicy", config: RunConfig) -> AsyncGenerator[Sampler]:
+async def local_sampler(
+    policy: "LocalPolicy", config: RunConfig, renderer: Renderer | None = None
+) -> AsyncGenerator[Sampler]:
     """Sample from a policy in this process, which a trainer may share."""
     from whet.engines.local.engine import LocalEngine  # noqa: PLC0415 - imports torch
     from whet.engines.local.forward import check_sampling  # noqa: PLC0415
@@ -122,7 +124,7 @@ async def local_sampler(policy: "LocalPolicy", config: RunConfig) -> AsyncGenera
 
     assert config.engine.kind == "local"
     await to_thread.run_sync(check_sampling, policy)
-    renderer = build_renderer(policy.folder, config)
+    renderer = renderer or build_renderer(policy.folder, config)
     engine = LocalEngine(
         policy,
         config.engine,

@@ -34,6 +34,7 @@ from whet.app.evaluation.trials import (
 from whet.app.inputs import (
     ResourceValues,
     Tasks,
+    check_one_policy,
     load_tasks,
     parse_resources,
     publish_resources,
@@ -147,6 +148,7 @@ def prepare_evaluation(
         console.print(text, highlight=False)
 
     config = resolve(values)
+    check_one_policy(config, "an evaluation of models")
     if config.gateway.judge == "base":
         raise ConfigError("an evaluation has several models: name the one of gateway.judge")
     plan_trials("eval", tasks, config)

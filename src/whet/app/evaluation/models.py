@@ -91,6 +91,28 @@ def read_models(
     return models
 
 
+def resolve_starts(
+    values: Mapping[str, JsonValue], config: RunConfig, progress: Callable[[str], None]
+) -> dict[str, JsonValue]:
+    """Config values as `resolve_start` returns them, for the run and for each of its policies.
+
+    Raises:
+        ConfigError: as it does.
+    """
+    resolved = dict(values)
+    if "model" in values and config.model != RunConfig().model:
+        resolved = resolve_start(values, config, progress)
+    if config.policies:
+        sections: dict[str, JsonValue] = {}
+        for name, policy in config.policies.items():
+            own: Mapping[str, JsonValue] = policy.model_dump(mode="json", exclude_defaults=True)
+            if policy.model is not None and policy.start is None:
+                own = resolve_start(own, config.for_policy(name), progress)
+            sections[name] = dict(own)
+        resolved["policies"] = sections
+    return resolved
+
+
 def resolve_start(
     values: Mapping[str, JsonValue], config: RunConfig, progress: Callable[[str], None]
 ) -> dict[str, JsonValue]:
@@ -109,8 +131,8 @@ def resolve_start(
     if start is None:
         return {**values, "model": str(found.folder.absolute())}
     run = find_run(start)
-    base = run.config().model if run else _base_model(start, None)
-    shape = _read_shape(start, found.trainer or _trainer_of(run))
+    base = _run_config(start, run).model if run else _base_model(start, None)
+    shape = _read_shape(start, found.trainer or _trainer_of(start, run))
     requested = values.get("trainer", {})
     assert isinstance(requested, dict)
     for key, value in shape.items():
@@ -136,13 +158,35 @@ def _is_start(source: str) -> bool:
     path = Path(source).expanduser()
     run = find_run(path)
     return (path / "adapter_config.json").is_file() or (
-        run is not None and (path == run.path or path.parent == run.checkpoints)
+        run is not None and (path == run.path or _is_checkpoint(path, run))
     )
 
 
-def _trainer_of(run: RunFolder | None) -> LocalTrainerConfig | None:
-    trainer = run.config().trainer if run else None
+def _is_checkpoint(path: Path, run: RunFolder) -> bool:
+    """Whether a folder is a checkpoint of a run, or that of one of several policies."""
+    several = run.config().policies
+    whole = path.parent if several else path
+    if several and path.parent == run.checkpoints:
+        raise _several_policies(path, run)
+    return whole.parent == run.checkpoints
+
+
+def _several_policies(path: Path, run: RunFolder) -> ConfigError:
+    names = run.config().trained_policies
+    return ConfigError(
+        f"{str(path)!r} has several policies: name one of them, such as {str(path / names[0])!r}"
+    )
+
+
+def _trainer_of(path: Path, run: RunFolder | None) -> LocalTrainerConfig | None:
+    trainer = _run_config(path, run).trainer if run else None
     return trainer if isinstance(trainer, LocalTrainerConfig) else None
+
+
+def _run_config(path: Path, run: RunFolder) -> RunConfig:
+    """The config that wrote a model or checkpoint of a run: that of its policy, if of several."""
+    config = run.config()
+    return config.for_policy(path.name) if path.name in config.policies else config
 
 
 def _read_shape(start: Path, trainer: LocalTrainerConfig | None) -> dict[str, JsonValue]:
@@ -162,7 +206,7 @@ def _find(name: str | None, source: str, progress: Callable[[str], None]) -> Loc
     if (path / "adapter_config.json").is_file():
         folder = resolve_model(_base_model(path, run), progress=progress)
         return LocalModel(name or _default_name(path, run), source, folder, adapter=path)
-    if run is not None and path.parent == run.checkpoints:
+    if run is not None and _is_checkpoint(path, run):
         return _at_checkpoint(name, source, path, run, progress)
     return LocalModel(
         name or _default_name(path, run), source, resolve_model(source, progress=progress)
@@ -173,6 +217,8 @@ def _trained(
     name: str | None, source: str, run: RunFolder, progress: Callable[[str], None]
 ) -> LocalModel:
     """The trained model of a run, or its newest checkpoint while it runs."""
+    if run.config().policies:
+        raise _several_policies(run.model, run)
     if run.model.is_dir():
         found = _find(name or run.path.name, str(run.model), progress)
         return LocalModel(found.name, source, found.folder, found.adapter)
@@ -187,7 +233,7 @@ def _trained(
 def _at_checkpoint(
     name: str | None, source: str, path: Path, run: RunFolder, progress: Callable[[str], None]
 ) -> LocalModel:
-    config = run.config()
+    config = _run_config(path, run)
     if isinstance(config.trainer, TinkerConfig):
         raise ConfigError(f"the weights of {source!r} are at a Tinker service, not on this machine")
     return LocalModel(
@@ -202,7 +248,7 @@ def _at_checkpoint(
 
 def find_run(path: Path) -> RunFolder | None:
     """The run that a folder belongs to."""
-    for place in (path, path.parent, path.parent.parent):
+    for place in (path, *path.parents[:3]):  # of one policy: RUN/checkpoints/STEP/POLICY
         if (place / "kind").is_file() and (place / "config.json").is_file():
             return RunFolder(place)
     return None
@@ -211,7 +257,7 @@ def find_run(path: Path) -> RunFolder | None:
 def _base_model(adapter: Path, run: RunFolder | None) -> str:
     """The base model of an adapter: that of its run, else of its adapter_config.json."""
     if run is not None:
-        return run.config().model
+        return _run_config(adapter, run).model
     try:
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:

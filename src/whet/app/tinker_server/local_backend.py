@@ -39,7 +39,7 @@ from whet.engines.scorer import LocalScorer, ScoreRequest
 from whet.errors import ConfigError, NotFound, RequestError
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
-from whet.models.huggingface import LocalPolicy
+from whet.models.huggingface import LocalPolicy, load_base
 from whet.trainers.tinker_datums import Datum, DatumTrainer
 from whet.types import Sampling, TokenChunk
 
@@ -110,16 +110,8 @@ class BaseModel:
         assert config.trainer.kind == "local"
         assert config.engine.kind == "local"
         self._trainer, self.engine = config.trainer, config.engine
-        plain = {"weights": "full", "gradient_checkpointing": False, "compile": False}
-        self.policy = LocalPolicy(
-            folder,
-            self._trainer.model_copy(update=plain),
-            device=self.engine.device,
-            seed=0,
-        )
+        self.policy = load_base(folder, self._trainer, device=self.engine.device)
         check_sampling(self.policy)
-        for parameter in self.policy.model.parameters():
-            parameter.requires_grad_(False)
 
     def build_adapters(self, lora: Lora, *, seed: int = 0, trained: bool = False) -> LocalPolicy:
         """Build adapters that are the identity until they are trained or loaded."""

@@ -104,11 +104,11 @@ async def open_host(config: Any, client: TokenClient) -> AsyncGenerator[RolloutH
     async with (
         open_store(address.url, run=address.run, token=address.token) as store,
         serve_gateway(
-            sampler,
+            {"": sampler},
             run_config,
             store,
             address.secret,
-            algorithm=lambda: run_config.algorithm,
+            algorithms=lambda: [run_config.algorithm],
             progress=logger.info,
         ) as gateway,
         advertise(store, ours.get("url") or gateway.url),
