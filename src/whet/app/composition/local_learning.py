@@ -105,8 +105,8 @@ def _open_teacher(config: RunConfig, student: Path, progress: Progress) -> Score
         )
     # Full weights as loaded: no adapters, and nothing trains them. A Tinker service computes the
     # student's log-probabilities in a precision of its own.
-    is_local = isinstance(config.trainer, LocalTrainerConfig)
-    precision = config.trainer.precision if is_local else "auto"
+    trainer = config.trainer
+    precision = trainer.precision if isinstance(trainer, LocalTrainerConfig) else "auto"
     frozen = LocalTrainerConfig(weights="full", precision=precision)
     return LocalScorer(LocalPolicy(folder, frozen, device=config.engine.device, seed=config.seed))
 

@@ -236,6 +236,8 @@ def _at_checkpoint(
     config = _run_config(path, run)
     if isinstance(config.trainer, TinkerConfig):
         raise ConfigError(f"the weights of {source!r} are at a Tinker service, not on this machine")
+    if not isinstance(config.trainer, LocalTrainerConfig):
+        raise ConfigError(f"the weights of {source!r} are a checkpoint of {config.trainer.kind}")
     return LocalModel(
         name or f"{run.path.name}-{path.name}",
         source,
