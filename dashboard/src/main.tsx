@@ -6,6 +6,7 @@ import { isStatic, openSession, runPath, type Run } from "./api";
 import { href, parseHash, useRoute } from "./route";
 import { Status, useGet } from "./ui";
 import { Curves } from "./pages/curves";
+import { DoctorPage } from "./pages/doctor";
 import { Evaluations } from "./pages/evaluations";
 import { QueuePage } from "./pages/queue";
 import { Resources } from "./pages/resources";
@@ -14,7 +15,7 @@ import { Rollout } from "./pages/rollout";
 import { Rollouts } from "./pages/rollouts";
 import { Runs } from "./pages/runs";
 
-const TABS: [string, string][] = [["", "Curves"], ["rollouts", "Rollouts"], ["queue", "Queue"], ["rewards", "Rewards"], ["evaluations", "Evaluations"], ["resources", "Checkpoints"]];
+const TABS: [string, string][] = [["", "Curves"], ["rollouts", "Rollouts"], ["queue", "Queue"], ["rewards", "Rewards"], ["evaluations", "Evaluations"], ["resources", "Checkpoints"], ["doctor", "Doctor"]];
 const KEYS: [string, string][] = [["j k", "next and previous row"], ["Enter", "open the row"], ["/", "search"], ["← →", "next and previous token"], ["u", "one level up"], ["t", "light or dark"], ["?", "this list"]];
 
 function setTheme(theme: string): void {
@@ -91,6 +92,7 @@ function Page({ parts }: { parts: string[] }) {
   if (page === "rewards") return <RewardHealth key={run} run={run} />;
   if (page === "evaluations") return <Evaluations key={run} run={run} />;
   if (page === "resources") return <Resources key={run} run={run} />;
+  if (page === "doctor") return <DoctorPage key={run} run={run} />;
   return <Curves key={run} run={run} />;
 }
 

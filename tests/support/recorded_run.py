@@ -80,6 +80,8 @@ async def record_step(store: SQLiteStore, step: int, text: str) -> None:
         "train_seconds": 0.5,
         "logprob_gap": float("nan"),
         "unproven_rows": 0,
+        "judge/score": 0.6,
+        "judge/disagreement": 0.3,
     }
     await store.commit(
         StepRecord(

@@ -6,6 +6,7 @@ type Health = {
   rollouts: number; mean: number | null; std: number | null; groups: number; silent_groups: number;
   histogram: { edges: number[]; counts: number[] }; length_correlation: number | null;
   points: [number, number][]; findings: string[];
+  judge: { step: number[]; score: (number | null)[]; disagreement: (number | null)[]; failed: (number | null)[] } | null;
   components: { key: string; step: number[]; mean: number[]; std: number[]; min: number; max: number; count: number; correlation: number | null }[];
 };
 
@@ -30,10 +31,17 @@ export function RewardHealth({ run }: { run: string }) {
       <div class="charts">
         <figure class="chart"><figcaption><span class="chart-title">Distribution of rewards</span></figcaption><Histogram {...data.histogram} /></figure>
         <figure class="chart"><figcaption><span class="chart-title">Reward by length <small>sampled tokens</small></span></figcaption><Scatter points={data.points} /></figure>
+        {data.judge && (
+          <Chart title="Judge" unit="votes" xName="step" series={[
+            { name: "disagreement", xs: data.judge.step, ys: data.judge.disagreement, color: 1 },
+            { name: "mean score", xs: data.judge.step, ys: data.judge.score, color: 0 },
+          ]} />
+        )}
         {data.components.map((c) => (
           <Chart key={c.key} title={c.key} xName="step" unit={c.correlation === null ? undefined : `correlation with the reward ${number(c.correlation, 2)}`} series={[{ name: "mean", xs: c.step, ys: c.mean, color: 0 }, { name: "spread", xs: c.step, ys: c.std, color: 1 }]} />
         ))}
       </div>
+      {!data.judge && <p class="muted small">No judge scored these rollouts; with one, its disagreement is shown here.</p>}
       {data.components.length === 0 && <p class="muted small">No named rewards were emitted: <code>whet.emit_reward(value, key)</code> would show components here.</p>}
     </section>
   );

@@ -172,6 +172,24 @@ def test_reward_health_has_components_and_findings(client: httpx.Client) -> None
     assert health["rollouts"] == 14
     assert {component["key"] for component in health["components"]} == {QUESTION, "tool"}
     assert sum(health["histogram"]["counts"]) == 14
+    assert health["judge"]["disagreement"] == [0.3, 0.3]
+    assert any("judge disagree (0.30)" in finding for finding in health["findings"])
+
+
+def test_the_doctor_counts_what_can_be_trained_and_reads_the_template(
+    client: httpx.Client,
+) -> None:
+    doctor = read(client, f"{RUN}/doctor")
+    assert doctor["is_all"]
+    assert (doctor["counts"]["rollouts"], doctor["counts"]["rows"]) == (14, 28)
+    assert doctor["counts"]["forks"] == {"edited_history": 14}
+    assert doctor["counts"]["unproven"] == 0
+    assert "end of turn" in doctor["template"]
+
+
+def test_one_task_is_followed_over_steps(client: httpx.Client) -> None:
+    assert ids(client, task="train-000000-001") == ["train-000000-001"]
+    assert client.get(f"{RUN}/rollouts?task=none").status_code == 404
 
 
 def test_a_change_is_announced_and_a_closing_server_ends_the_stream(fresh: RunFolder) -> None:
@@ -222,6 +240,36 @@ def test_the_terminal_shows_the_same_numbers(
     assert main(["view", str(folder.path), "--json"]) == 0
     frame = json.loads(capsys.readouterr().out)
     assert frame["steps"]["metrics"]["reward"] == [0.5, 0.6]
+
+
+def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
+    folder: RunFolder, client: httpx.Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(folder.path)
+    assert main(["rollouts", run, "--failed"]) == 0
+    shown = capsys.readouterr().out
+    assert "train-000002-003" in shown
+    assert "train-000000-000" not in shown
+    assert main(["rollouts", run, "--failed", "--json"]) == 0
+    page = read(client, f"{RUN}/rollouts", status="failed")
+    assert json.loads(capsys.readouterr().out) == page["rollouts"]
+    assert main(["rollouts", run, "--text", "nowhere"]) == 0
+    assert "no such rollouts" in capsys.readouterr().out
+    for bad in (["--status", "odd"], ["--limit", "0"], ["--task", "none"]):
+        assert main(["rollouts", run, *bad]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_rollout_is_shown_by_its_name_alone(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = str(folder.path.parent.parent)
+    assert main(["show", "train-000000-003", "--dir", directory, "--json"]) == 0
+    [attempt] = json.loads(capsys.readouterr().out)["attempts"]
+    assert (attempt["rollout"], attempt["failure"]["kind"]) == ("train-000000-003", "agent")
+    for bad in (["show", "nothing"], ["show", "train-000000-003", "--failed"]):
+        assert main([*bad, "--dir", directory]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(

@@ -53,6 +53,11 @@ COMMANDS = {
     },
     "look at results": {
         "runs": CommandInfo("list the runs of a folder", module="whet.app.inspection.run_list"),
+        "rollouts": CommandInfo(
+            "list rollouts of a run by status, reward, step, group, agent or text",
+            "gateway",
+            module="whet.app.dashboard.rollout_table",
+        ),
         "show": CommandInfo(
             "show the rollouts of a run: calls, tokens, rewards, advantages, failures",
             "gateway",
@@ -170,6 +175,8 @@ class RootParser(CommandParser):
                 "",
                 "`whet COMMAND --help` shows the flags of a command. Before it: --version, and",
                 "--log debug|info|warning|error for log lines on stderr (default warning).",
+                "Exit codes: 0 done; 1 every attempt of `dev` or `eval` failed; 2 an error, in",
+                "one line on stderr; 130 stopped by Ctrl-C.",
                 "",
             ]
         )

@@ -31,6 +31,7 @@ from whet.app.dashboard.access import (
 )
 from whet.app.dashboard.pages import overview, rollout_list, scores
 from whet.app.dashboard.pages.attempt_page import AttemptPages
+from whet.app.dashboard.pages.doctor_page import read_doctor
 from whet.app.dashboard.pages.payload import respond, to_browser_json
 from whet.app.dashboard.run_catalog import Catalog, OpenedRun
 from whet.errors import NotFound, StoreError, WhetError, boundary
@@ -94,6 +95,7 @@ class DashboardApp:
             "/checkpoints": lambda run, request: overview.read_checkpoints(run),
             "/evaluations": lambda run, request: scores.read_evaluations(run),
             "/rewards": lambda run, request: scores.read_reward_health(run),
+            "/doctor": lambda run, request: read_doctor(run, self._attempts.vocabularies),
         }
         routes = [
             Route(f"/api/runs/{{run}}{path}", _guarded(functools.partial(self._page, page)))

@@ -10,7 +10,8 @@ from anyio import to_thread
 from whet.app.composition.distributed import DATABASE
 from whet.app.inspection.run_list import RunSummary, list_runs
 from whet.app.run_folder import RunFolder
-from whet.errors import NotFound, StoreError
+from whet.config import RunConfig
+from whet.errors import ConfigError, NotFound, StoreError
 from whet.store import DEFAULT_RUN, open_database
 from whet.store.queries import browse
 from whet.store.sql_store import SQLStore
@@ -26,6 +27,14 @@ class OpenedRun(NamedTuple):
     store: SQLStore
     folder: RunFolder | None
     """None if only a store knows it."""
+
+
+def read_config(run: OpenedRun) -> RunConfig:
+    """Return the config of a run; the default one where it is not on this machine."""
+    try:
+        return run.folder.config() if run.folder else RunConfig(model="")
+    except ConfigError:
+        return RunConfig(model="")
 
 
 class Catalog(Protocol):

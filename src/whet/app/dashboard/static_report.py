@@ -7,6 +7,7 @@ from pathlib import Path
 from whet.app.dashboard.app import STATIC
 from whet.app.dashboard.pages import overview, rollout_list, scores
 from whet.app.dashboard.pages.attempt_page import AttemptPages
+from whet.app.dashboard.pages.doctor_page import read_doctor
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery
 from whet.app.dashboard.run_catalog import Catalog, OpenedRun
@@ -52,6 +53,7 @@ async def _collect(run: OpenedRun) -> dict[str, object]:
         f"{base}/checkpoints": await overview.read_checkpoints(run),
         f"{base}/evaluations": await scores.read_evaluations(run),
         f"{base}/rewards": await scores.read_reward_health(run),
+        f"{base}/doctor": await read_doctor(run, pages.vocabularies),
         f"{base}/groups": await rollout_list.read_groups(run, rollout_list.GroupQuery(limit=200)),
     }
     listed: dict[str, object] = {}

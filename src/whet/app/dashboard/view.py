@@ -1,28 +1,24 @@
 """`whet view`: look at runs in a browser, in the terminal, or in one HTML file."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import httpx
 from rich.console import Console
 
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser
 from whet.app.composition.distributed import print_line
-from whet.app.dashboard.access import CODE_PATH
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard, make_link
 from whet.app.dashboard.static_report import write_html
+from whet.app.dashboard.store_session import request_code
 from whet.app.dashboard.terminal import draw_frame, read_frame, watch_run
 from whet.app.inspection.run_list import list_runs
 from whet.app.run_folder import RunFolder
-from whet.errors import ConfigError, StoreError
+from whet.errors import ConfigError
 from whet.io.process import stoppable
 from whet.io.threads import run_async
-from whet.store.http.token import find_token
 
 PORT = 4748
 
@@ -72,7 +68,8 @@ def add_arguments(parser: CommandParser) -> None:
 def run_view(args: argparse.Namespace) -> int:
     """Run `whet view`."""
     if args.store is not None:
-        print_line(_request_link(args.store, args.name, Path(args.dir)))
+        url, code = request_code(args.store, Path(args.dir))
+        print_line(make_link(url, code, args.name))
         return 0
     directory, name = _find(args.name, Path(args.dir))
     if args.html:
@@ -147,21 +144,3 @@ async def _show(directory: Path, name: str, as_json: bool) -> None:
             console.print(draw_frame(await read_frame(run), console.width))
     finally:
         await catalog.close()
-
-
-def _request_link(store: str, name: str | None, directory: Path) -> str:
-    """Return a link to the dashboard of a store, which gives codes for its token."""
-    parts = urlsplit(store)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(
-            f"invalid --store {store!r}: expected a URL, such as http://127.0.0.1:4747"
-        )
-    url = f"{parts.scheme}://{parts.netloc}"
-    headers = {"Authorization": f"Bearer {find_token(directory)}"}
-    try:
-        reply = httpx.post(f"{url}{CODE_PATH}", headers=headers, timeout=10)
-    except httpx.HTTPError as error:
-        raise StoreError(f"cannot reach the store {url}: {error}") from error
-    if reply.is_error:
-        raise StoreError(f"the store {url} refused: {reply.status_code} {reply.text[:200]}")
-    return make_link(url, json.loads(reply.content)["code"], name)

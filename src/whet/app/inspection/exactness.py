@@ -2,8 +2,10 @@
 
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.config import SelectionConfig
@@ -98,11 +100,18 @@ async def exactness_report(store: Store, selection: SelectionConfig) -> dict[str
     last: str | None = None
     while page := await store.rollouts(mode=Mode.TRAIN, after=last, limit=PAGE):
         ids = [record.rollout.id for record in page]
-        for trajectory in await store.trajectories(ids):
-            counts.add(trajectory, selection)
-            if not trajectory.calls:
-                id = trajectory.attempt.id
-                for call in find_untrainable_calls(id, await store.spans(id)):
-                    counts.without_tokens.setdefault(call.server, []).append(call)
+        await count_exactness(counts, store, ids, selection)
         last = ids[-1]
     return counts.as_json(await store.steps())
+
+
+async def count_exactness(
+    counts: ExactnessCounts, store: Store, rollouts: Sequence[str], selection: SelectionConfig
+) -> None:
+    """Add the records of some rollouts to the counts."""
+    for trajectory in await store.trajectories(rollouts):
+        await to_thread.run_sync(counts.add, trajectory, selection)
+        if not trajectory.calls:
+            id = trajectory.attempt.id
+            for call in find_untrainable_calls(id, await store.spans(id)):
+                counts.without_tokens.setdefault(call.server, []).append(call)

@@ -19,11 +19,12 @@ from whet.app.inspection.attempt_view import (
     draw_attempt,
     read_attempt,
 )
+from whet.app.inspection.run_list import list_runs
 from whet.app.run_folder import RunFolder
-from whet.errors import ConfigError
+from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
 from whet.protocols import Store
-from whet.types import NO_ADVANTAGES, RolloutRecord, Status, StepRecord
+from whet.types import NO_ADVANTAGES, Rollout, RolloutRecord, Status, StepRecord
 
 PAGE = 500
 """Rollouts read at a time."""
@@ -31,9 +32,14 @@ PAGE = 500
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet show`."""
-    parser.usage = "whet show RUN [--step N] [--worst | --failed | --rollout ID] [options]"
+    parser.usage = (
+        "whet show RUN [--step N] [--worst | --failed | --rollout ID] [options]\n"
+        "       whet show ROLLOUT [options]"
+    )
     group = parser.group("what to show")
-    group.add_argument("name", metavar="RUN", help="a run, by name or folder")
+    group.add_argument(
+        "name", metavar="RUN", help="a run, by name or folder; or a rollout of the newest with it"
+    )
     group.add_argument("--step", type=int, metavar="N", help="a step from 1 on (default last)")
     only = group.add_mutually_exclusive_group()
     only.add_argument("--worst", action="store_true", help="rollouts with the least reward")
@@ -52,8 +58,11 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_show(args: argparse.Namespace) -> int:
     """Run `whet show`."""
-    folder = RunFolder.find(args.name, Path(args.dir))
-    choice = Choice(args.step, args.worst, args.failed, args.rollout, args.limit)
+    directory = Path(args.dir)
+    folder, rollout = run_async(_find, args.name, directory)
+    if rollout and (args.step or args.worst or args.failed or args.rollout):
+        raise ConfigError(f"{args.name!r} is a rollout: choose among the rollouts of a run instead")
+    choice = Choice(args.step, args.worst, args.failed, rollout or args.rollout, args.limit)
     found = run_async(_read, folder, choice, args.store)
     if args.json:
         sys.stdout.write(json.dumps(found.as_json(), ensure_ascii=False) + "\n")
@@ -86,6 +95,26 @@ def show(
     folder = RunFolder.find(run, Path(dir))
     choice = Choice(step, worst, failed, rollout, limit)
     _print(Console(), folder, run_async(_read, folder, choice, store))
+
+
+async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
+    """Return a run; or the newest that has a rollout of this name, with that name.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    try:
+        return RunFolder.find(name, directory), None
+    except ConfigError as missing:
+        for run in list_runs(directory):
+            folder = RunFolder(directory / "runs" / run.name)
+            try:
+                async with folder.open_records() as store:
+                    if await store.attempts(name):
+                        return folder, name
+            except (ConfigError, StoreError):  # no records on this machine, or no such rollout
+                continue
+        raise ConfigError(f"{missing}; and no run there has such a rollout") from missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +155,18 @@ class Shown:
 
 async def _read(folder: RunFolder, choice: Choice, address: str | None) -> Shown:
     async with folder.open_records(address) as store:
-        steps, records = await store.steps(), await _read_rollouts(store)
+        steps = await store.steps()
+        if choice.rollout:
+            views = [await read_attempt(store, await _read_rollout(store, choice.rollout))]
+            step = next((each for each in steps if choice.rollout in each.consumed), None)
+            return Shown(views, await store.advantages(step.step) if step else NO_ADVANTAGES)
+        records = await _read_rollouts(store)
         if choice.failed:
             failed = [id for id, record in records.items() if record.status is Status.FAILED]
             views = [
                 await read_attempt(store, records[id].rollout) for id in failed[: choice.limit]
             ]
             return Shown(views, NO_ADVANTAGES)
-        if choice.rollout:
-            if choice.rollout not in records:
-                raise ConfigError(
-                    f"the run has no rollout {choice.rollout!r}: a step lists its own"
-                )
-            views = [await read_attempt(store, records[choice.rollout].rollout)]
-            step = next((each for each in steps if choice.rollout in each.consumed), None)
-            return Shown(views, await store.advantages(step.step) if step else NO_ADVANTAGES)
         step = _choose_step(steps, choice.step, folder)
         advantages = await store.advantages(step.step)
         views = [await read_attempt(store, records[id].rollout) for id in step.consumed]
@@ -148,6 +174,22 @@ async def _read(folder: RunFolder, choice: Choice, address: str | None) -> Shown
             return Shown(views, advantages, step)
         views.sort(key=lambda view: (view.record.failure is not None, view.record.reward or 0.0))
         return Shown(views[: choice.limit], advantages)
+
+
+async def _read_rollout(store: Store, id: str) -> Rollout:
+    """Return a rollout that has begun. Raises ConfigError."""
+    try:
+        attempts = await store.attempts(id)
+    except NotFound as error:
+        raise ConfigError(
+            f"the run has no rollout {id!r}: `whet rollouts RUN` lists them"
+        ) from error
+    if not attempts:
+        raise ConfigError(f"the rollout {id!r} has not begun yet")
+    if attempts[-1].status is Status.RUNNING:
+        return (await store.attempt(attempts[-1].id)).rollout
+    [trajectory] = await store.trajectories([id], failed=True)
+    return trajectory.attempt.rollout
 
 
 async def _read_rollouts(store: Store) -> dict[str, RolloutRecord]:

@@ -6,10 +6,9 @@ from itertools import groupby
 from anyio import to_thread
 
 from whet.app.dashboard.pages.token_texts import Vocabularies, split_text
-from whet.app.dashboard.run_catalog import OpenedRun
+from whet.app.dashboard.run_catalog import OpenedRun, read_config
 from whet.app.inspection.span_links import link_spans
 from whet.config import RunConfig
-from whet.errors import ConfigError
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.store.queries import browse, rollout_pages
 from whet.training.rows import build_rows
@@ -33,7 +32,7 @@ class AttemptPages:
     """Reads rollouts and attempts of runs; keeps tokenizers."""
 
     def __init__(self) -> None:
-        self._vocabularies = Vocabularies()
+        self.vocabularies = Vocabularies()
 
     async def read_rollout(self, run: OpenedRun, id: str) -> dict[str, object]:
         """Return a rollout with its attempts. Raises NotFound."""
@@ -51,7 +50,7 @@ class AttemptPages:
         record = next(record for record in records if record.id == id)
         calls = await run.store.calls(record.id)
         spans = await run.store.spans(record.id)
-        template = await to_thread.run_sync(self._vocabularies.find, _config(run).model)
+        template = await to_thread.run_sync(self.vocabularies.find, read_config(run).model)
         shown = await to_thread.run_sync(_calls_json, calls, template)
         return {
             "attempt": _attempt_json(record),
@@ -77,7 +76,7 @@ class AttemptPages:
         mine = Credit(found[0], {key: value for key, value in advantages.items() if key in known})
         if not mine.advantages:
             return _no_credit("the step gave it no credit, such as in a group of equal rewards")
-        return _credit_json(mine, _config(run))
+        return _credit_json(mine, read_config(run))
 
 
 def _credit_json(credit: Credit, config: RunConfig) -> dict[str, object]:
@@ -105,14 +104,6 @@ def _credit_json(credit: Credit, config: RunConfig) -> dict[str, object]:
             for row in built.rows
         ],
     }
-
-
-def _config(run: OpenedRun) -> RunConfig:
-    """Return the config of a run; the default one where it is not on this machine."""
-    try:
-        return run.folder.config() if run.folder else RunConfig(model="")
-    except ConfigError:
-        return RunConfig(model="")
 
 
 def _no_credit(reason: str) -> dict[str, object]:

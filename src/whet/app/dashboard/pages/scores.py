@@ -10,6 +10,7 @@ from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
 from whet.app.evaluation.statistics import AGENT_FAILURES
 from whet.store.queries import browse
+from whet.types import JUDGE
 
 TRIAL = re.compile(r"(?P<when>.+)-(?P<way>greedy|sampled)-(?P<task>\d{5,})(?:-\d+)?")
 """Id of an evaluation's rollout, as `evaluation.trials` makes them."""
@@ -20,6 +21,8 @@ STEPS = 200
 EXCERPT = 200
 DOMINANT = 0.98
 """Correlation with the reward from which one component is the reward."""
+DISAGREEMENT = 0.2
+"""Mean disagreement of a judge's votes that is worth a look."""
 LENGTH_LIMIT = 0.7
 """Correlation of reward and length that is worth a look."""
 
@@ -74,7 +77,12 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
     """Return spread, components and lengths of the rewards of the last steps, with findings."""
     steps = await run.store.browse(browse.read_step_rows, -1)
     first = max(0, (steps[-1].step if steps else 0) - STEPS + 1)
-    components = await run.store.browse(browse.read_rewards, first)
+    components = [
+        row
+        for row in await run.store.browse(browse.read_rewards, first)
+        if not row.key.startswith(f"{JUDGE}.")  # verdicts and costs, not parts of the reward
+    ]
+    judge = _judge([step for step in steps if step.step >= first])
     outcomes = await run.store.browse(browse.read_outcomes, first, MAX_OUTCOMES)
     rewards = [row.reward for row in outcomes]
     lengths = [float(row.sampled_tokens) for row in outcomes]
@@ -93,7 +101,11 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
         "length_correlation": correlation,
         "points": [(row.sampled_tokens, row.reward) for row in outcomes[:1000]],
         "components": _components(components, steps),
-        "findings": _findings(rewards, correlation, silent, by_group, components, steps),
+        "judge": judge,
+        "findings": [
+            *_findings(rewards, correlation, silent, by_group, components, steps),
+            *_judge_findings(judge),
+        ],
     }
 
 
@@ -105,6 +117,21 @@ def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
     above = sum((x - a) * (y - b) for x, y in zip(left, right, strict=True))
     below = math.sqrt(sum((x - a) ** 2 for x in left) * sum((y - b) ** 2 for y in right))
     return above / below if below > 1e-12 else None
+
+
+def _judge(steps: Sequence[browse.StepRow]) -> dict[str, list[float | None]] | None:
+    """Return what the judges of each step said and how far their votes differ; None without."""
+    judged = [step for step in steps if f"{JUDGE}/disagreement" in step.metrics]
+    names = ("score", "disagreement", "failed")
+    columns = {name: [step.metrics.get(f"{JUDGE}/{name}") for step in judged] for name in names}
+    return {"step": [step.step + 1 for step in judged], **columns} if judged else None
+
+
+def _judge_findings(judge: dict[str, list[float | None]] | None) -> list[str]:
+    last = [value for value in (judge or {}).get("disagreement", []) if value is not None][-5:]
+    if not last or fmean(last) <= DISAGREEMENT:
+        return []
+    return [f"the votes of the judge disagree ({fmean(last):.2f}): its scores are noise in part"]
 
 
 def _histogram(values: Sequence[float], bins: int = 12) -> dict[str, object]:

@@ -1,0 +1,158 @@
+"""`whet rollouts`: the list of rollouts that the dashboard shows, in the terminal or as JSON."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.dashboard.pages.payload import to_browser_json
+from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
+from whet.app.dashboard.run_catalog import FolderCatalog
+from whet.app.dashboard.store_session import open_session
+from whet.app.dashboard.terminal import clean
+from whet.app.run_folder import RunFolder
+from whet.errors import ConfigError, StoreError
+from whet.io.threads import run_async
+from whet.store.queries.rollout_pages import Order
+
+PAGE = 200
+FILTERS = ("status", "mode", "group", "step", "agent", "text", "task", "min_reward", "max_reward")
+
+Rows = list[dict[str, Any]]  # Any: the answers of the dashboard's API
+
+
+def add_arguments(parser: CommandParser) -> None:
+    """Add the flags of `whet rollouts`."""
+    parser.usage = "whet rollouts RUN [--failed] [options]"
+    group = parser.group("which rollouts")
+    group.add_argument("name", metavar="RUN", help="a run, by name or folder")
+    only = group.add_mutually_exclusive_group()
+    only.add_argument("--failed", action="store_true", help="only those that failed")
+    only.add_argument("--status", metavar="STATUS", help="queued, running, succeeded or failed")
+    group.add_argument("--mode", metavar="MODE", help="train, val or test")
+    group.add_argument("--step", type=int, metavar="N", help="of a step, from 1 on")
+    group.add_argument("--group", metavar="ID", help="of a group")
+    group.add_argument("--task", metavar="ROLLOUT", help="with the same task as this rollout")
+    group.add_argument("--agent", metavar="NAME", help="with a call of this agent")
+    group.add_argument("--text", metavar="TEXT", help="with this text in task, messages or failure")
+    group.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
+    group.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")
+    group.add_argument("--forked", action="store_true", help="with a call that forked")
+    group.add_argument(
+        "--order",
+        choices=get_args(Order),
+        default="newest",
+        help="newest, oldest, best or worst first (default newest)",
+    )
+    group.add_argument("--limit", type=int, default=20, metavar="N", help="most (default 20)")
+    group.add_argument(
+        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+    )
+    group.add_argument("--store", metavar="URL", help="ask a running `whet store` instead")
+    parser.group("output").add_argument(
+        "--json", action="store_true", help="print one JSON array instead of a table"
+    )
+    parser.set_defaults(run=run_rollouts)
+
+
+def run_rollouts(args: argparse.Namespace) -> int:
+    """Run `whet rollouts`."""
+    if args.limit < 1:
+        raise ConfigError(f"invalid --limit {args.limit}: expected at least 1")
+    query = {name: value for name in FILTERS if (value := getattr(args, name)) is not None}
+    query |= {"order": args.order, "forked": args.forked}
+    if args.failed:
+        query["status"] = "failed"
+    _parse(query)  # before anything is opened
+    if args.store is None:
+        folder = RunFolder.find(args.name, Path(args.dir)).path.resolve()
+        rows = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
+    else:
+        rows = _read_store(args.store, args.name, Path(args.dir), query, args.limit)
+    if args.json:
+        sys.stdout.write(to_browser_json(rows).decode() + "\n")
+    else:
+        _print(Console(), args.name, rows)
+    return 0
+
+
+def _parse(query: dict[str, Any]) -> RolloutQuery:
+    try:
+        return RolloutQuery.model_validate(query)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        flag = str(fault["loc"][0]).replace("_", "-")
+        raise ConfigError(f"invalid --{flag}: {fault['msg'].lower()}") from error
+
+
+async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit: int) -> Rows:
+    catalog = FolderCatalog(directory)
+    rows: Rows = []
+    after: object = None
+    try:
+        run = await catalog.open(name)
+        while len(rows) < limit:  # a search is answered in parts
+            part = query | {"after": after, "limit": min(PAGE, limit - len(rows))}
+            page: dict[str, Any] = await read_rollouts(run, _parse(part))
+            rows += page["rollouts"]
+            after = page["next"]
+            if after is None:
+                break
+    finally:
+        await catalog.close()
+    return rows
+
+
+def _read_store(store: str, name: str, directory: Path, query: dict[str, Any], limit: int) -> Rows:
+    rows: Rows = []
+    after: dict[str, str] = {}
+    with open_session(store, directory) as session:
+        while len(rows) < limit:
+            part = {**query, **after, "limit": min(PAGE, limit - len(rows))}
+            try:
+                reply = session.get(f"/api/runs/{name}/rollouts", params=part)
+            except httpx.HTTPError as error:
+                raise StoreError(f"the store {store} does not answer: {error}") from error
+            page: dict[str, Any] = reply.json()
+            if reply.is_error:
+                raise StoreError(f"the store {store} refused: {page.get('error')}")
+            rows += page["rollouts"]
+            if page["next"] is None:
+                break
+            after = {"after": page["next"]}
+    return rows
+
+
+def _print(console: Console, name: str, rows: Rows) -> None:
+    if not rows:
+        console.print("no such rollouts")
+        return
+    table = Table()
+    table.add_column("rollout", no_wrap=True)  # to be copied whole, also from 80 columns
+    table.add_column("status", no_wrap=True)
+    for title in ("reward", "step", "calls", "forks", "tokens", "seconds"):
+        table.add_column(title, justify="right")
+    table.add_column("task or failure", overflow="fold")
+    for row in rows:
+        failure = row["failure"]
+        shown = f"{failure['kind']}: {failure['message']}" if failure else str(row["task"])
+        table.add_row(
+            Text(row["id"]),
+            row["status"],
+            "-" if row["reward"] is None else f"{row['reward']:.3g}",
+            "-" if row["step"] is None else str(row["step"]),
+            str(row["calls"]),
+            str(row["forks"] or ""),
+            str(row["sampled_tokens"]),
+            "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
+            Text(clean(shown)[:200], "red" if failure else ""),
+        )
+    console.print(table)
+    console.print(f"a whole one: whet show {name} --rollout ID", highlight=False)
