@@ -29,7 +29,7 @@ import path_agents
 
 import whet
 from whet.algorithms import build_algorithm
-from whet.app.composition import run as composition
+from whet.app.composition import policy_server
 from whet.app.composition.samplers import LocalWeights, Sampler, build_renderer
 from whet.config import resolve
 from whet.demos.problems import problems
@@ -114,8 +114,11 @@ def read_cpu() -> dict[str, float]:
         name = names.get(int(task.name), "")
         part = next((part for start, part in PARTS.items() if name.startswith(start)), "trainer")
         cpu[part] += read_ticks(task / "stat")
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    cpu["agents' clients"] += sum(read_ticks(Path(f"/proc/{pid}/stat")) for pid in children)
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            part = "gateway processes" if b"gateway_worker" in command else "agents' clients"
+            cpu[part] += read_ticks(Path(f"/proc/{pid}/stat"))
     return cpu
 
 
@@ -124,7 +127,7 @@ def read_ticks(stat: Path) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def measure(agent, processes: int, args: argparse.Namespace) -> None:
+def measure(agent, processes: int, gateways: int, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         settings: dict[str, Any] = {
             "model": str(args.model),
@@ -137,14 +140,15 @@ def measure(agent, processes: int, args: argparse.Namespace) -> None:
             "adam": {"lr": 1e-6},
             "loop": {"name": args.loop},
             "runner": {"concurrency": args.rollouts, "processes": processes},
+            "gateway": {"processes": gateways},
         }
         algorithm = Measured({**settings, "model": "tiny"})
         tasks = problems("train", 500, 0)
         result = whet.train(agent, tasks, algorithm=algorithm, quiet=True, **settings)
-    report(agent, processes, result, algorithm.snapshots, args)
+    report(agent, processes, gateways, result, algorithm.snapshots, args)
 
 
-def report(agent, processes: int, result, snapshots: list[Snapshot], args) -> None:
+def report(agent, processes: int, gateways: int, result, snapshots: list[Snapshot], args) -> None:
     first, last = snapshots[0], snapshots[-1]
     steps = len(snapshots) - 1
     wall = (last.at - first.at) / steps
@@ -153,7 +157,7 @@ def report(agent, processes: int, result, snapshots: list[Snapshot], args) -> No
     calls, tokens = 2 * args.rollouts, 2 * args.rollouts * path_agents.TOKENS
     engine = 1 / (STEP_S / args.rollouts + 1 / PEAK_TOKENS)
     print(
-        f"{agent.__name__:<14} {processes:>9} {wall:>7.2f} {fmean(collect):>8.2f}"
+        f"{agent.__name__:<14} {processes:>9} {gateways:>8} {wall:>7.2f} {fmean(collect):>8.2f}"
         f" {collect[0]:>6.2f} {collect[-1]:>6.2f} {train:>7.2f} {args.rollouts / wall:>10.0f}"
         f" {calls / fmean(collect):>8.0f} {tokens / fmean(collect):>9,.0f}"
         f" {tokens / fmean(collect) / engine:>7.0%}",
@@ -173,6 +177,7 @@ def main() -> None:
     names = ["shared_client", "own_client"]
     parser.add_argument("--agent", nargs="+", choices=names, default=names)
     parser.add_argument("--processes", type=int, nargs="+", default=[0, 2])
+    parser.add_argument("--gateways", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rollouts", type=int, default=128, help="rollouts per step")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -182,19 +187,21 @@ def main() -> None:
     parser.add_argument("--dir", help="folder for the runs, such as /dev/shm")
     args = parser.parse_args()
     if args.device == "cpu":
-        composition.local_sampler = simulated_sampler
+        policy_server.local_sampler = simulated_sampler
     else:
         import gpu_common as gpu  # noqa: PLC0415 - only if needed
 
         gpu.head("the whole path")
         args.model = gpu.model_folder(args.model)
     print(
-        f"{'agent':<14} {'processes':>9} {'step s':>7} {'collect':>8} {'first':>6} {'last':>6}"
-        f" {'train':>7} {'rollouts/s':>10} {'calls/s':>8} {'tokens/s':>9} {'engine':>7}"
+        f"{'agent':<14} {'processes':>9} {'gateways':>8} {'step s':>7} {'collect':>8}"
+        f" {'first':>6} {'last':>6} {'train':>7} {'rollouts/s':>10} {'calls/s':>8}"
+        f" {'tokens/s':>9} {'engine':>7}"
     )
     for name in args.agent:
         for processes in args.processes:
-            measure(getattr(path_agents, name), processes, args)
+            for gateways in args.gateways:
+                measure(getattr(path_agents, name), processes, gateways, args)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,26 @@
 """The promise, end to end: the demo's own agent, over HTTP, with a real model."""
 
-from collections.abc import AsyncGenerator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 import torch
 
-from whet.config import GatewayConfig, LocalEngineConfig, LocalTrainerConfig, RunnerConfig
+from whet.app.composition.gateway_pool import GatewaySettings, open_gateway_pool
+from whet.config import (
+    GatewayConfig,
+    LocalEngineConfig,
+    LocalTrainerConfig,
+    RunConfig,
+    RunnerConfig,
+)
 from whet.demos.arithmetic import solve
 from whet.demos.problems import problems
 from whet.engines.local.engine import LocalEngine
+from whet.engines.socket_engine import EngineServer
 from whet.gateway import auth
 from whet.gateway.app import build_app
 from whet.gateway.pipeline import CallPipeline
@@ -22,7 +32,7 @@ from whet.models.distribution import Shaping, log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Engine
 from whet.runners.collector import QueueCollector
-from whet.runners.endpoints import FixedEndpoint
+from whet.runners.endpoints import Endpoints, FixedEndpoint
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
 from whet.training.rows import build_rows
@@ -55,22 +65,61 @@ class Witness(Engine):
         await self._engine.close()
 
 
-async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[Row], int]:
+@asynccontextmanager
+async def serve_here(
+    engine: Engine, template: ChatTemplate, store: SQLiteStore, folder: Path
+) -> AsyncGenerator[Endpoints]:
+    pipeline = CallPipeline(
+        engine=engine, log=store, renderer=Renderer(template), models=("policy",)
+    )
+    server = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
+
+    def endpoint(attempt: Attempt) -> Endpoint:
+        path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
+        key = auth.mint_key(attempt.id, SECRET)
+        return Endpoint(base_url=server.url + path, api_key=key, model="policy")
+
+    yield FixedEndpoint(endpoint)
+    await engine.close()
+    server.close()
+
+
+@asynccontextmanager
+async def serve_elsewhere(
+    engine: Engine, template: ChatTemplate, store: SQLiteStore, folder: Path
+) -> AsyncGenerator[Endpoints]:
+    server = EngineServer(engine)
+    settings = GatewaySettings(
+        config=RunConfig(),
+        model=resolve_model("tiny"),
+        context_length=8192,
+        secret=SECRET.hex(),
+        store=folder / "store.db",
+        run=store.run,
+        judge=None,
+        prepares=False,
+        log_level=logging.WARNING,
+    )
+    async with open_gateway_pool(1, settings, server, store, print) as (_, endpoints):
+        yield endpoints
+    await server.close()
+    await engine.close()
+
+
+Serve = Callable[[Engine, ChatTemplate, SQLiteStore, Path], AbstractAsyncContextManager[Endpoints]]
+
+
+async def sample_rows(
+    policy: LocalPolicy, folder: Path, serve: Serve
+) -> tuple[Witness, list[Row], int]:
     """Rows of 24 rollouts of the demo's agent; the third is how many calls they made."""
     template = ChatTemplate(policy.folder)
     engine = Witness(LocalEngine(policy, LocalEngineConfig(), template.decode, threads=1))
-    async with SQLiteStore(folder / "store.db") as store:
-        pipeline = CallPipeline(
-            engine=engine, log=store, renderer=Renderer(template), models=("policy",)
-        )
-        server = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
-
-        def endpoint(attempt: Attempt) -> Endpoint:
-            path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
-            key = auth.mint_key(attempt.id, SECRET)
-            return Endpoint(base_url=server.url + path, api_key=key, model="policy")
-
-        runner = Runner(solve, RunnerConfig(), store=store, endpoints=FixedEndpoint(endpoint))
+    async with (
+        SQLiteStore(folder / "store.db") as store,
+        serve(engine, template, store, folder) as endpoints,
+    ):
+        runner = Runner(solve, RunnerConfig(), store=store, endpoints=endpoints)
         rollouts = [
             Rollout(id=f"r{i}", group="g", task=task)
             for i, task in enumerate(problems("train", 24, 0))
@@ -80,8 +129,6 @@ async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[
             tasks.start_soon(runner.run)
             groups = await QueueCollector(queue=store, log=store).collect(rollouts)
             tasks.cancel_scope.cancel()
-        await engine.close()
-        server.close()
     trajectories = [t for group in groups for t in group]
     assert len(trajectories) == 24
     credits = [Credit(t, {c.generation_id(0): 1.0 for c in t.calls}) for t in trajectories]
@@ -91,13 +138,14 @@ async def sample_rows(policy: LocalPolicy, folder: Path) -> tuple[Witness, list[
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("serve", [serve_here, serve_elsewhere])
 async def test_every_trained_token_is_one_the_engine_sampled_in_that_very_context(
-    tmp_path: Path,
+    tmp_path: Path, serve: Serve
 ) -> None:
     config = LocalTrainerConfig(weights="full")
     policy = LocalPolicy(resolve_model("tiny"), config, device="cpu", seed=0)
     with anyio.fail_after(120):
-        witness, rows, calls = await sample_rows(policy, tmp_path)
+        witness, rows, calls = await sample_rows(policy, tmp_path, serve)
 
     assert len(rows) == 24 < calls == len(witness.seen)
     trained = [

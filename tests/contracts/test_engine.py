@@ -1,5 +1,6 @@
 """What every engine promises. A new engine is done when it passes this file."""
 
+import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from whet.engines.fake import FakeEngine
 from whet.engines.local.engine import LocalEngine
 from whet.engines.local.forward import CudaGraphForward
 from whet.engines.remote.connect import connect_servers
+from whet.engines.socket_engine import EngineServer, SocketEngine
 from whet.errors import EngineError, PromptTooLong, RequestError
 from whet.protocols import Engine
 from whet.types import Sampling
@@ -52,7 +54,20 @@ async def served(
     server.close()
 
 
+@asynccontextmanager
+async def over_socket() -> AsyncGenerator[Engine]:
+    """An engine as another process sees it."""
+    inner = FakeEngine(decode=decode, vocabulary=VOCABULARY, context_length=CONTEXT)
+    mine, other = socket.socketpair()
+    server = EngineServer(inner)
+    await server.add(mine)
+    yield SocketEngine(other)
+    await server.close()
+    assert inner.active == 0, "a request outlived its connection"
+
+
 SERVED = {
+    "socket": over_socket,
     "vllm": partial(served, "vllm", vllm_app),
     "vllm tokens": partial(served, "vllm", vllm_app, token_path=True),
     "sglang": partial(served, "sglang", sglang_app),

@@ -78,7 +78,7 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
     ]
     arguments = ["--name", "killed", *SMALL]
     for point in sorted(points):
-        with start(tmp_path, *arguments) as run:
+        with start(tmp_path, *arguments, f"--gateway.processes={draw.randrange(3)}") as run:
             wait_for(run, folder.store, point)
             time.sleep(draw.uniform(0, 0.5))  # anywhere in a step: sampling, training, saving
         # Killed before it was a run at all: there is nothing to resume, so it is started.

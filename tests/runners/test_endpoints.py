@@ -81,7 +81,7 @@ async def test_a_runner_waits_for_the_gateway_and_reports_it_once(store: SQLiteS
     port, lines = find_free_port(), list[str]()
     url = f"http://127.0.0.1:{port}"
     gateways = RemoteEndpoints(
-        store, key, key, address=GatewayAddress(url, "policy"), report=lines.append
+        store, key, key, addresses=[GatewayAddress(url, "policy")], report=lines.append
     )
     with anyio.move_on_after(0.5) as waiting:
         await gateways.wait_ready()
@@ -141,7 +141,7 @@ async def test_a_failure_beside_a_healthy_gateway_is_the_agents(
         raise KeyError("mine")
 
     server = serve("a")
-    gateways = RemoteEndpoints(store, key, key, address=GatewayAddress(server.url, "policy"))
+    gateways = RemoteEndpoints(store, key, key, addresses=[GatewayAddress(server.url, "policy")])
     runner = Runner(one, RunnerConfig(), store=store, endpoints=gateways)
     await store.enqueue([Rollout(id="a", group="a", task=1, max_attempts=1)])
     with anyio.fail_after(20):

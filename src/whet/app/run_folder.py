@@ -44,6 +44,7 @@ MAY_CHANGE = frozenset(
         "evaluation.patience",
         "gateway.host",
         "gateway.port",
+        "gateway.processes",
         "runner.concurrency",
         "runner.lease_s",
         "runner.processes",

@@ -27,11 +27,15 @@ class AppServer:
         port: int = 0,
         name: str = "server",
         port_flag: str = "--port",
+        listener: socket.socket | None = None,
     ) -> None:
-        """Port 0 chooses a free one. Raises ConfigError, which names `port_flag`, if it fails."""
-        listener = _listen(host, port, port_flag)
-        address, port = listener.getsockname()[:2]
-        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        """Listen on a port, or with a `listener` that does; port 0 chooses a free one.
+
+        Raises:
+            ConfigError: it cannot; the message names `port_flag`.
+        """
+        listener = listener or listen(host, port, port_flag)
+        self.url = get_url(listener)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -62,7 +66,14 @@ class AppServer:
         self._thread.join(timeout=10)
 
 
-def _listen(host: str, port: int, port_flag: str) -> socket.socket:
+def get_url(listener: socket.socket) -> str:
+    """The URL of what is served at a socket."""
+    address, port = listener.getsockname()[:2]
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def listen(host: str, port: int, port_flag: str) -> socket.socket:
+    """Listen on a port; 0 chooses a free one. Raises ConfigError, which names `port_flag`."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -2,7 +2,7 @@
 
 import logging
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -72,7 +72,7 @@ class NoEndpoint(Endpoints):
 
 
 class RemoteEndpoints(Endpoints):
-    """Endpoints at gateways that are registered in the store, or at a fixed address.
+    """Endpoints at gateways that are registered in the store, or at fixed addresses.
 
     An attempt keeps to one gateway.
     """
@@ -83,13 +83,13 @@ class RemoteEndpoints(Endpoints):
         mint_key: Callable[[AttemptId], str],
         mint_reward_key: Callable[[AttemptId], str],
         *,
-        address: GatewayAddress | None = None,
+        addresses: Sequence[GatewayAddress] = (),
         report: Callable[[str], None] = logger.info,
     ) -> None:
         self._resources = resources
         self._mint_key = mint_key
         self._mint_reward_key = mint_reward_key
-        self._address = address
+        self._fixed = tuple(addresses)
         self._report = report
         self._live: dict[GatewayAddress, str] = {}
         """Gateways that answered the last health check, and the ids of their processes."""
@@ -127,7 +127,8 @@ class RemoteEndpoints(Endpoints):
         pause = FIRST_PAUSE_S
         while not await self._check_all():
             if pause == FIRST_PAUSE_S:
-                where = self._address.url if self._address else "none is registered in the store"
+                fixed = ", ".join(address.url for address in self._fixed)
+                where = fixed or "none is registered in the store"
                 self._report(f"waiting for a gateway to answer: {where}")
             await anyio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -136,10 +137,7 @@ class RemoteEndpoints(Endpoints):
 
     async def _check_all(self) -> bool:
         """Check every known gateway; returns whether any is live."""
-        if self._address:
-            known = [self._address]
-        else:
-            known = find_gateways(await self._resources.resources())
+        known = self._fixed or find_gateways(await self._resources.resources())
         live: dict[GatewayAddress, str] = {}
 
         async def check(address: GatewayAddress) -> None:

@@ -44,7 +44,9 @@ class SQLiteDatabase(Database):
 
     vacuum = ("VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float], *, expires_leases: bool = True
+    ) -> None:
         """Open the file, or create it. Raises StoreError."""
         self._path = path
         writes = _open(path)
@@ -54,7 +56,7 @@ class SQLiteDatabase(Database):
         self._writer = Writer(
             writes,
             self.notifier,
-            expire_leases=self.queue.expire_leases,
+            expire_leases=self.queue.expire_leases if expires_leases else lambda db: None,
             errors=partial(sqlite_errors, path),
         )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
@@ -102,9 +104,14 @@ class SQLiteStore(SQLStore):
         *,
         run: str = DEFAULT_RUN,
         clock: Callable[[], float] = time.time,
+        expires_leases: bool = True,
     ) -> None:
-        """Open the file, or create it. Raises StoreError."""
-        database = SQLiteDatabase(Path(path), clock)
+        """Open the file, or create it. Raises StoreError.
+
+        Without `expires_leases` another process does it, whose waiters would not be notified
+        otherwise.
+        """
+        database = SQLiteDatabase(Path(path), clock, expires_leases=expires_leases)
         super().__init__(database, database.queue, run)
 
 

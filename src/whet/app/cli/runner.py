@@ -274,10 +274,10 @@ async def _run_on_ray(args: argparse.Namespace) -> None:
 def _endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
     if url == NO_GATEWAY:
         return NoEndpoint()
-    address = GatewayAddress(url.removesuffix("/v1"), POLICY) if url else None
+    fixed = [GatewayAddress(url.removesuffix("/v1"), POLICY)] if url else []
     mint_key = partial(auth.mint_key, secret=place.secret)
     mint_reward_key = partial(auth.mint_reward_key, secret=place.secret)
-    return RemoteEndpoints(store, mint_key, mint_reward_key, address=address, report=print_line)
+    return RemoteEndpoints(store, mint_key, mint_reward_key, addresses=fixed, report=print_line)
 
 
 def _describe(counts: Counter[str]) -> str:

@@ -17,7 +17,11 @@ from whet.app.composition.distributed import (
     print_line,
     raise_file_limit,
 )
-from whet.app.composition.gateway_server import advertise, serve_published
+from whet.app.composition.gateway_server import (
+    advertise,
+    check_own_process,
+    serve_published,
+)
 from whet.app.composition.samplers import open_sampler
 from whet.app.composition.weight_sync import PublishedPolicy, read_policy
 from whet.config import RunConfig, resolve
@@ -92,6 +96,7 @@ async def _serve_alone(args: Arguments, config: RunConfig) -> None:
 
 
 async def _serve_run(store: Store, place: StoreAddress, config: RunConfig, args: Arguments) -> None:
+    check_own_process(config)
     published = await _policy(store)
     model = resolve_model(published.model, progress=print_line)
     folder = Path(args.dir) / "serve" / place.run

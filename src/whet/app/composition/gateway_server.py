@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from anyio import create_task_group
 
 from whet.algorithms import is_custom
 from whet.algorithms.returns import check_is_read
-from whet.app.composition.samplers import Sampler
+from whet.app.composition.samplers import Sampler, TextEngine
 from whet.app.composition.weight_sync import PolicyFollower, PublishedPolicy
 from whet.config import AlgorithmConfig, RunConfig, RunnerConfig
 from whet.errors import ConfigError, RequestError
@@ -31,7 +32,7 @@ from whet.io.threads import unwrap_group
 from whet.protocols import Collector, Resources, Store
 from whet.runners.agent import POLICY, Agent
 from whet.runners.collector import QueueCollector
-from whet.runners.endpoints import FixedEndpoint
+from whet.runners.endpoints import Endpoints
 from whet.runners.hooks import Hooks
 from whet.runners.judges.group_ranking import JudgedCollector
 from whet.runners.judges.judge import Judge
@@ -40,6 +41,7 @@ from whet.types import GATEWAY_PREFIX, JUDGE_MODEL, Attempt, Endpoint, Outcome, 
 
 logger = logging.getLogger(__name__)
 
+PORT_FLAG = "--gateway.port"
 ADDRESS_FILE = "LLM_SERVER_NOTIFY_FILE"
 """Environment variable that names the file for the gateway's address."""
 
@@ -74,7 +76,7 @@ class Gateway:
 
 @asynccontextmanager
 async def serve_gateway(
-    samplers: Mapping[str, Sampler],
+    samplers: Mapping[str, TextEngine],
     config: RunConfig,
     log: Log,
     secret: bytes,
@@ -82,13 +84,14 @@ async def serve_gateway(
     prepare: Callable[[Attempt], Awaitable[None]] | None = None,
     algorithms: Callable[[], Sequence[AlgorithmConfig]] = tuple,
     judge: Endpoint | None = None,
+    listener: socket.socket | None = None,
     progress: Callable[[str], None] = logger.info,
 ) -> AsyncGenerator[Gateway]:
-    """Serve the sampler of each policy over HTTP; their engines are closed at the end.
+    """Serve the sampler of each policy over HTTP, at a `listener` if there is one.
 
-    The only policy has no name. `prepare` is awaited before a call of an attempt is sampled.
-    `algorithms` returns the settings that posted rewards are checked by, if they are known. Calls
-    of the model `judge` go to that endpoint.
+    Their engines are closed at the end. The only policy has no name. `prepare` is awaited before a
+    call of an attempt is sampled. `algorithms` returns the settings that posted rewards are checked
+    by, if they are known. Calls of the model `judge` go to that endpoint.
     """
     async with AsyncExitStack() as stack:
         pipelines = build_pipelines(samplers, config, log, prepare)
@@ -106,7 +109,8 @@ async def serve_gateway(
             host=config.gateway.host,
             port=config.gateway.port,
             name="gateway",
-            port_flag="--gateway.port",
+            port_flag=PORT_FLAG,
+            listener=listener,
         )
         stack.callback(server.close)
         if router is not None:
@@ -119,7 +123,7 @@ async def serve_gateway(
 
 
 def build_pipelines(
-    samplers: Mapping[str, Sampler],
+    samplers: Mapping[str, TextEngine],
     config: RunConfig,
     log: Log,
     prepare: Callable[[Attempt], Awaitable[None]] | None = None,
@@ -141,6 +145,14 @@ def build_pipelines(
             )
         )
     return pipelines
+
+
+def check_own_process(config: RunConfig) -> None:
+    """Raise ConfigError if the config asks for gateways in other processes."""
+    if config.gateway.processes:
+        raise ConfigError(
+            "gateway.processes is for training: this command runs the gateway in its own process"
+        )
 
 
 def build_judge(
@@ -167,7 +179,6 @@ async def serve_published(
     store: Store,
     secret: bytes,
     progress: Callable[[str], None],
-    judge: Endpoint | None = None,
 ) -> AsyncGenerator[Gateway]:
     """Serve a sampler that loads the policy a run publishes as soon as an attempt needs it."""
     follower = PolicyFollower(sampler.weights, published, store)
@@ -179,7 +190,6 @@ async def serve_published(
         secret,
         prepare=follower.prepare,
         algorithms=lambda: list(filter(None, [follower.published.algorithm])),
-        judge=judge,
         progress=progress,
     ) as gateway:
         yield gateway
@@ -204,7 +214,7 @@ async def run_agents(
     agent: Agent,
     config: RunnerConfig,
     store: RunnerStore,
-    endpoint: Callable[[Attempt], Endpoint],
+    endpoints: Endpoints,
     on_outcome: Callable[[Attempt, Outcome], None],
     *,
     hooks: Sequence[Hooks] = (),
@@ -223,7 +233,7 @@ async def run_agents(
         agent,
         config,
         store=store,
-        endpoints=FixedEndpoint(endpoint),
+        endpoints=endpoints,
         hooks=hooks,
         on_outcome=on_outcome,
         on_warning=on_warning,

@@ -15,24 +15,20 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from anyio import to_thread
 
 from whet.app.composition.distributed import StoreAddress
+from whet.app.composition.gateway_pool import count_gateways
 from whet.app.composition.gateway_server import (
     Gateway,
+    check_own_process,
     open_collector,
     run_agents,
     serve_gateway,
-    serve_published,
 )
 from whet.app.composition.local_learning import open_algorithm, open_local_trainer
-from whet.app.composition.policies import Policies, open_policies, open_policy_samplers
+from whet.app.composition.policies import Policies, open_policies
+from whet.app.composition.policy_server import serve_policy
 from whet.app.composition.ray_runners import run_agents_on_ray
-from whet.app.composition.samplers import (
-    Sampler,
-    local_sampler,
-    open_model_sampler,
-    open_sampler,
-    tinker_sampler,
-)
-from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease, read_policy
+from whet.app.composition.samplers import open_model_sampler
+from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease
 from whet.app.evaluation.models import LocalModel, find_run, read_models
 from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
 from whet.app.run_folder import RunFolder
@@ -50,6 +46,8 @@ from whet.models.catalog import model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY, Agent
+from whet.runners.attempt import count_processes
+from whet.runners.endpoints import Endpoints
 from whet.store import DEFAULT_RUN
 from whet.store.http.server import StoreServer
 from whet.store.sql_store import SQLStore
@@ -131,9 +129,11 @@ async def open_run(
         await trainer.publish()
         if agent is not None:
             shared = policy if shares_weights else None
-            serving = _serve(shared, model, folder, store, progress, judge)
-            gateway = await stack.enter_async_context(serving)
-            running = _run_agent(agent, folder, store, gateway, context, on_outcome, progress)
+            secret = _store_address(folder, "").secret if config.runner.ray else folder.secret()
+            serving = serve_policy(shared, model, folder, store, secret, judge, progress)
+            gateway, endpoints = await stack.enter_async_context(serving)
+            placed = agent, folder, store, gateway, endpoints
+            running = _run_agent(*placed, context, on_outcome, progress)
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
         folder.keep()
@@ -149,7 +149,12 @@ async def serve_model(
     folder: Path,
     judge: Endpoint | None = None,
 ) -> AsyncGenerator[Gateway]:
-    """Serve a model, adapter or checkpoint that nothing trains; `folder` is for its servers."""
+    """Serve a model, adapter or checkpoint that nothing trains; `folder` is for its servers.
+
+    Raises:
+        ConfigError: the config asks for gateways in other processes.
+    """
+    check_own_process(config)
     async with (
         open_model_sampler(model, config, folder) as sampler,
         serve_gateway({"": sampler}, config, log, secret, judge=judge) as gateway,
@@ -332,77 +337,41 @@ async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None
         progress(f"repeated {repeated} updates since the last checkpoint, from stored rollouts")
 
 
-@asynccontextmanager
-async def _serve(
-    shared: "LocalPolicy | TinkerPolicy | Policies | None",
-    model: Path,
-    folder: RunFolder,
-    store: Store,
-    progress: Progress,
-    judge: Endpoint | None,
-) -> AsyncGenerator[Gateway]:
-    """Serve the policy object that the trainer updates, or servers that load what it publishes."""
-    config = folder.config()
-    secret = _store_address(folder, "").secret if config.runner.ray else folder.secret()
-    async with AsyncExitStack() as stack:
-        if shared is None:
-            published = read_policy(await store.latest(POLICY))
-            opened = open_sampler(model, published, config, folder=folder.path, progress=progress)
-            sampler = await stack.enter_async_context(opened)
-            serving = serve_published(sampler, published, config, store, secret, progress, judge)
-        else:
-            samplers = await stack.enter_async_context(_open_samplers(shared, model, config))
-            algorithms = [config.for_policy(n).algorithm for n in config.trained_policies]
-            serving = serve_gateway(
-                samplers,
-                config,
-                store,
-                secret,
-                algorithms=lambda: algorithms,
-                judge=judge,
-                progress=progress,
-            )
-        yield await stack.enter_async_context(serving)
-
-
-@asynccontextmanager
-async def _open_samplers(
-    shared: "LocalPolicy | TinkerPolicy | Policies", model: Path, config: RunConfig
-) -> AsyncGenerator[dict[str, Sampler]]:
-    """Sample from the weights being trained: by policy, or with an empty name from the only one."""
-    if isinstance(shared, Policies):
-        async with open_policy_samplers(shared, config) as samplers:
-            yield samplers
-    elif isinstance(shared, LocalPolicy):
-        async with local_sampler(shared, config) as sampler:
-            yield {"": sampler}
-    else:
-        async with tinker_sampler(shared, model, config) as sampler:
-            yield {"": sampler}
-
-
 def _run_agent(
     agent: Agent,
     folder: RunFolder,
     store: Store,
     gateway: Gateway,
+    endpoints: Endpoints,
     context: AgentContext,
     on_outcome: Callable[[Attempt, Outcome], None],
     progress: Progress,
 ) -> AbstractAsyncContextManager[None]:
     """Run the agent in this process, or on the Ray cluster of the config."""
     config = folder.config().runner
+    if others := describe_processes(agent, folder.config()):
+        progress(others)
     if config.ray is not None:
         return _run_on_ray(agent, folder, store, gateway, progress)
     return run_agents(
         agent,
         config,
         store,
-        gateway.endpoint,
+        endpoints,
         on_outcome,
         hooks=context.hooks,
         on_warning=progress,
     )
+
+
+def describe_processes(agent: Agent, config: RunConfig) -> str | None:
+    """One line about what runs in other processes of this machine; None if nothing does."""
+    agents = 0 if config.runner.ray else count_processes(agent, config.runner)
+    counts = {"agents": agents, "the gateway": count_gateways(config)}
+    if not any(counts.values()):
+        return None
+    others = ", ".join(f"{count} for {what}" for what, count in counts.items() if count)
+    return f"further processes: {others}; --runner.processes 0 runs all in this one"
 
 
 @asynccontextmanager

@@ -42,12 +42,18 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
-    """An engine with its renderer and weights."""
+class TextEngine:
+    """An engine with its renderer."""
 
     engine: Engine
     context_length: int
     renderer: Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler(TextEngine):
+    """An engine with its renderer and weights."""
+
     weights: EngineWeights
 
 

@@ -1,0 +1,246 @@
+"""Gateways in processes of their own, which sample from the engine of this process.
+
+They share neither an interpreter lock with engine and trainer nor with each other. Each opens the
+run's SQLite file itself, and an attempt keeps to one of them. A gateway that dies is started again
+at the same port; `gateway_worker.py` is its side.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio import CancelScope, create_task_group, fail_after, move_on_after
+from anyio.abc import Process, TaskStatus
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from whet.app.composition.gateway_server import ADDRESS_FILE, PORT_FLAG, Gateway, address_file
+from whet.config import RunConfig
+from whet.engines.socket_engine import EngineServer
+from whet.errors import ConfigError, EngineError
+from whet.gateway import auth
+from whet.io.process import SUPERVISED, RestartBackoff
+from whet.io.server import get_url, listen
+from whet.io.threads import unwrap_group
+from whet.protocols import Store
+from whet.runners.agent import POLICY
+from whet.runners.endpoints import Endpoints, RemoteEndpoints
+from whet.types import Endpoint, GatewayAddress, Value
+
+logger = logging.getLogger(__name__)
+
+CORES_EACH = 4
+"""Cores of a machine for each gateway that is started by default."""
+MAX_PROCESSES = 4
+"""By default."""
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 15.0
+MAX_LINE_BYTES = 2**20
+
+Progress = Callable[[str], None]
+
+
+class GatewaySettings(Value):
+    """Settings of a gateway process: one line of JSON on its stdin."""
+
+    config: RunConfig
+    model: Path
+    """Folder of the tokenizer and the chat template."""
+    context_length: int
+    secret: str
+    """Of the run's API keys, in hex."""
+    store: Path
+    run: str
+    judge: Endpoint | None
+    prepares: bool
+    """Whether the engine has to be prepared for an attempt."""
+    log_level: int
+    listener: int = -1
+    """File descriptor of the socket it listens at."""
+    engine: int = -1
+    """File descriptor of its connection to the engine."""
+
+
+def count_gateways(config: RunConfig) -> int:
+    """Gateway processes of a run; 0 if the gateway is in the process that trains.
+
+    Raises:
+        ConfigError: more than the runners of the config can use.
+    """
+    wanted, most = config.gateway.processes, MAX_PROCESSES
+    # A port, or a file with the address, is that of one gateway; runners of a cluster know one.
+    if config.gateway.port or os.environ.get(ADDRESS_FILE) or config.runner.ray is not None:
+        most = 1
+        if wanted is not None and wanted > most:
+            raise ConfigError(
+                f"gateway.processes is {wanted}, but gateway.port, {ADDRESS_FILE} and runner.ray "
+                "are for one gateway: set it to 1 or 0"
+            )
+    if config.policies:
+        most = 0
+        if wanted:
+            raise ConfigError(
+                f"gateway.processes is {wanted}, but the gateway of several policies is in the "
+                "process that trains: leave it out"
+            )
+    if wanted is not None:
+        return wanted
+    if config.runner.processes == 0 or config.runner.ray is not None:
+        return 0
+    return min(len(os.sched_getaffinity(0)) // CORES_EACH, most)
+
+
+@asynccontextmanager
+async def open_gateway_pool(
+    count: int, settings: GatewaySettings, server: EngineServer, store: Store, progress: Progress
+) -> AsyncGenerator[tuple[Gateway, Endpoints]]:
+    """Run gateways in processes; yields the first one, and the endpoints of attempts at all.
+
+    Raises:
+        ConfigError: a gateway cannot be started.
+        EngineError: a gateway died again and again; raised where the block is.
+    """
+    gateway = settings.config.gateway
+    secret = bytes.fromhex(settings.secret)
+    async with AsyncExitStack() as stack:
+        processes: list[GatewayProcess] = []
+        for n in range(count):
+            listener = listen(gateway.host, 0 if n else gateway.port, PORT_FLAG)
+            stack.enter_context(listener)
+            note = progress if n == 0 else logger.debug
+            processes.append(GatewayProcess(listener, settings, server, note))
+        urls = [get_url(process.listener) for process in processes]
+        endpoints = RemoteEndpoints(
+            store,
+            partial(auth.mint_key, secret=secret),
+            partial(auth.mint_reward_key, secret=secret),
+            addresses=[GatewayAddress(url, POLICY) for url in urls],
+        )
+        stack.enter_context(address_file(urls[0]))
+        try:
+            async with create_task_group() as tasks:
+                async with create_task_group() as starts:
+                    for process in processes:
+                        starts.start_soon(tasks.start, process.keep_alive)
+                yield Gateway(urls[0], secret, POLICY), endpoints
+                tasks.cancel_scope.cancel()
+        except ExceptionGroup as group:
+            raise unwrap_group(group) from group
+
+
+class GatewayProcess:
+    """A gateway process, started again when it dies."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        settings: GatewaySettings,
+        server: EngineServer,
+        progress: Progress,
+    ) -> None:
+        """The listener stays open between two processes: connections wait for the next one."""
+        self.listener = listener
+        self._settings = settings
+        self._server = server
+        self._progress = progress
+
+    async def keep_alive(self, *, task_status: TaskStatus[None]) -> None:
+        """Run the process until canceled, which ends it in order.
+
+        Raises:
+            ConfigError: it cannot be started.
+            EngineError: it died again and again.
+        """
+        backoff = RestartBackoff(first_pause_s=0.1)
+        while True:
+            began = time.monotonic()
+            code = await self._run(task_status.started)
+            task_status = anyio.TASK_STATUS_IGNORED
+            exit = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            pause = backoff.count_death(time.monotonic() - began)
+            if pause is None:
+                raise EngineError(
+                    f"a gateway process died {backoff.deaths} times in a row ({exit}): continue "
+                    "with --resume; --gateway.processes 0 runs the gateway in this process"
+                )
+            logger.warning("a gateway process died (%s): it is started again", exit)
+            await anyio.sleep(pause)
+
+    async def _run(self, on_ready: Callable[[], None]) -> int:
+        """Start the process and wait for its end; returns the exit code."""
+        mine, other = socket.socketpair()
+        with other:
+            await self._server.add(mine)
+            process = await self._start(other)
+        assert process.stdout is not None
+        messages = BufferedByteReceiveStream(process.stdout)
+        try:
+            with fail_after(START_TIMEOUT_S) as starting:
+                while (message := await _receive(messages)) is not None:
+                    if "ready" in message:
+                        starting.deadline = float("inf")
+                        on_ready()
+                    self._handle(message)
+            return await process.wait()
+        except TimeoutError:
+            raise EngineError(
+                f"a gateway process did not start within {START_TIMEOUT_S:g} s"
+            ) from None
+        finally:
+            with CancelScope(shield=True):
+                await _stop(process)
+
+    async def _start(self, engine: socket.socket) -> Process:
+        fds = {"listener": self.listener.fileno(), "engine": engine.fileno()}
+        variables = {k: v for k, v in os.environ.items() if k != ADDRESS_FILE}
+        process = await anyio.open_process(
+            [sys.executable, "-m", "whet.app.composition.gateway_worker"],
+            stderr=None,
+            env={**variables, SUPERVISED: "1"},
+            start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
+            pass_fds=tuple(fds.values()),
+        )
+        assert process.stdin is not None
+        line = self._settings.model_copy(update=fds).model_dump_json().encode() + b"\n"
+        with suppress(anyio.BrokenResourceError):  # it died: its output says so
+            await process.stdin.send(line)
+        return process
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"error": str(text)}:
+                raise ConfigError(text)
+            case {"note": str(text)}:
+                self._progress(text)
+            case {"log": [str(name), int(level), str(text)]}:
+                logging.getLogger(name).log(level, "%s", text)
+            case _:
+                pass
+
+
+async def _receive(messages: BufferedByteReceiveStream) -> dict[str, Any] | None:
+    """The next message of a process; None at its end."""
+    try:
+        return json.loads(await messages.receive_until(b"\n", MAX_LINE_BYTES))
+    except (anyio.IncompleteRead, anyio.EndOfStream, anyio.ClosedResourceError):
+        return None
+
+
+async def _stop(process: Process) -> None:
+    """Close the process's stdin, which ends it in order; kill it if it does not."""
+    assert process.stdin is not None
+    await process.stdin.aclose()
+    with move_on_after(STOP_TIMEOUT_S):
+        await process.wait()
+    if process.returncode is None:
+        process.kill()
+    await process.aclose()

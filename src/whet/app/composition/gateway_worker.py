@@ -1,0 +1,102 @@
+"""A process of `gateway_pool.py`: a gateway over the engine of the process that started it.
+
+Its settings are one line of JSON on stdin, whose end is the end of that process; what happens is
+lines of JSON on stdout.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import TextIO
+
+import anyio
+
+from whet.app.composition.distributed import raise_file_limit
+from whet.app.composition.gateway_pool import GatewaySettings
+from whet.app.composition.gateway_server import serve_gateway
+from whet.app.composition.samplers import TextEngine, build_renderer
+from whet.engines.socket_engine import SocketEngine
+from whet.errors import ConfigError
+from whet.io.process import follow_supervisor, stoppable
+from whet.io.threads import run_async
+from whet.store.sqlite import SQLiteStore
+
+PARENT_POLL_S = 1.0
+"""Seconds between looks for the parent: its stdin stays open if a process it forked has it."""
+
+
+def main() -> None:
+    """Serve until the process that started this one is gone, or closes stdin."""
+    messages = PipeWriter(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    os.dup2(2, 1)
+    settings = GatewaySettings.model_validate_json(_read_line())
+    logging.basicConfig(level=logging.WARNING, handlers=[messages])
+    logging.getLogger("whet").setLevel(settings.log_level)
+    raise_file_limit()
+    follow_supervisor()
+    try:
+        run_async(_serve, settings, messages)
+    except ConfigError as error:
+        messages.send(error=str(error))
+
+
+async def _serve(settings: GatewaySettings, messages: "PipeWriter") -> None:
+    parent = os.getppid()
+    engine = SocketEngine(socket.socket(fileno=settings.engine))
+    renderer = build_renderer(settings.model, settings.config)
+    algorithm = settings.config.algorithm
+    async with stoppable() as stop:
+        with stop.cancel_on_request():
+            async with (
+                SQLiteStore(settings.store, run=settings.run, expires_leases=False) as store,
+                serve_gateway(
+                    {"": TextEngine(engine, settings.context_length, renderer)},
+                    settings.config,
+                    store,
+                    bytes.fromhex(settings.secret),
+                    prepare=engine.prepare if settings.prepares else None,
+                    algorithms=lambda: [algorithm],
+                    judge=settings.judge,
+                    listener=socket.socket(fileno=settings.listener),
+                    progress=lambda text: messages.send(note=text),
+                ),
+            ):
+                messages.send(ready=True)
+                while os.getppid() == parent:  # noqa: ASYNC110 - no event tells of its death
+                    await anyio.sleep(PARENT_POLL_S)
+
+
+def _read_line() -> bytes:
+    """Read stdin up to the end of its first line, which nothing follows."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (part := os.read(0, 2**16)):
+            sys.exit(0)  # the parent ended before it had begun
+        line += part
+    return line
+
+
+class PipeWriter(logging.Handler):
+    """Writes messages to the process that started this one, from any thread; also log records."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out = out
+        self._writing = threading.Lock()
+
+    def send(self, **message: object) -> None:
+        """Write one line; nothing happens if nobody reads any more."""
+        with self._writing, suppress(BrokenPipeError):
+            self._out.write(json.dumps(message) + "\n")
+            self._out.flush()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.send(log=[record.name, record.levelno, self.format(record)])
+
+
+if __name__ == "__main__":
+    main()
