@@ -6,8 +6,9 @@
 Agents make two calls of 64 tokens each with the OpenAI client, built as users build it. On a CPU
 the engine is simulated: it takes as long as an H200 takes for SmolLM2-135M at that batch, and
 samples random tokens; gateway, store, runner, trainer and the tiny model are real. On a GPU all is.
-The first step is not counted. The table of parts has the CPU seconds of a step, by thread and
-process; with what was left idle they add up to the cores times the wall time.
+The first step is not counted. The phases of a step add up to its wall time. The table of parts has
+the CPU seconds of a step, by thread and process; with what was left idle they add up to the cores
+times the wall time.
 """
 
 import argparse
@@ -163,6 +164,7 @@ def report(agent, processes: int, gateways: int, result, snapshots: list[Snapsho
         f" {tokens / fmean(collect) / engine:>7.0%}",
         flush=True,
     )
+    print(f"  {wall:.2f} s: " + ", ".join(describe_phases(result, wall)), flush=True)
     cores = len(os.sched_getaffinity(0))
     used = {part: cpu - first.cpu.get(part, 0.0) for part, cpu in last.cpu.items()}
     whole = cores * (last.at - first.at)
@@ -170,6 +172,18 @@ def report(agent, processes: int, gateways: int, result, snapshots: list[Snapsho
     ordered = sorted(used.items(), key=lambda item: -item[1])
     shares = (f"{part} {s / steps:.2f} s ({s / whole:.0%})" for part, s in ordered)
     print(f"  {cores} cores x {wall:.2f} s: " + ", ".join(shares), flush=True)
+
+
+def describe_phases(result, wall: float) -> list[str]:
+    """Mean seconds of each phase of a step; with the rows, and what is between steps, its wall."""
+
+    def mean(name: str) -> float:
+        return fmean(step.metrics[f"{name}_seconds"] for step in result.steps[1:])
+
+    phases = {name: mean(name) for name in ("collect", "credit", "train", "publish", "save")}
+    phases["rows and metrics"] = mean("step") - sum(phases.values())
+    phases["commit and next step"] = wall - mean("step")
+    return [f"{name} {seconds:.2f}" for name, seconds in phases.items()]
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """A run that was broken off anywhere goes on as if it had not been."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from pydantic import JsonValue
 
 from support.ledger import audit
+from support.processes import find_gateways
 from whet.app.cli.display import Display
 from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder
@@ -73,7 +76,28 @@ async def ask(task: str, llm: Endpoint) -> float:
     return len(reply.json()["choices"][0]["message"]["content"] or "") / 40
 
 
-def new_run(directory: Path, loop: str = "on_policy", **updates: int) -> RunFolder:
+class KillingGateways(Breaking):
+    """Kills the gateways of the run when its outcomes come to some numbers."""
+
+    def __init__(self, *outcomes: int) -> None:
+        super().__init__()
+        self._due = list(outcomes)
+        self._total = 0
+        self.killed = 0
+
+    def ended(self, count: int) -> None:
+        self._total += count
+        if self._due and self._total >= self._due[0]:
+            for gateway in find_gateways(os.getpid()):
+                os.kill(gateway, signal.SIGKILL)
+                self.killed += 1
+            if self.killed:
+                self._due.pop(0)
+
+
+def new_run(
+    directory: Path, loop: str = "on_policy", gateways: int | None = None, **updates: int
+) -> RunFolder:
     settings = {
         "dir": directory,
         "steps": 3,
@@ -82,6 +106,7 @@ def new_run(directory: Path, loop: str = "on_policy", **updates: int) -> RunFold
         "trainer": {"weights": "full"},
         "adam": {"lr": 1e-4},
         "runner": {"concurrency": 3},
+        "gateway": {"processes": gateways},
         "loop": {"name": loop, **updates},
     }
     return RunFolder.create(RunConfig.model_validate(settings), "test")
@@ -119,6 +144,18 @@ def test_nothing_is_lost_or_trained_twice(
 
 
 @pytest.mark.slow
+def test_a_run_whose_gateways_are_killed_loses_nothing_and_blames_no_agent(tmp_path: Path) -> None:
+    folder = new_run(tmp_path, gateways=2)
+    display = KillingGateways(2, 7, 15)
+
+    result = go(folder, display)
+
+    assert display.killed >= 3
+    anyio.run(audit, folder, TASKS, HELD_OUT)
+    assert result.total("rollouts") == 3 * STEP
+    assert result.total("failed_rollouts") == 0
+
+
 @pytest.mark.parametrize("loop", ["on_policy", "overlapped"])
 def test_several_updates_a_step_are_all_done_again_or_not_at_all(tmp_path: Path, loop: str) -> None:
     folder = new_run(tmp_path, loop, mini_batches=2, epochs=2)

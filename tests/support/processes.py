@@ -79,3 +79,17 @@ def start(cwd: Path, *arguments: str, **environment: str) -> Generator[Command]:
     finally:
         command.process.kill()
         command.ends()
+
+
+def find_gateways(parent: int) -> list[int]:
+    """The gateway processes that a process has started."""
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, ppid, *_ = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(ppid) == parent and state != "Z" and b"gateway_worker" in command:
+            found.append(int(stat.parent.name))
+    return sorted(found)

@@ -15,6 +15,7 @@ import anyio
 import httpx
 import pytest
 
+from support.processes import find_gateways
 from whet.app.composition.gateway_pool import (
     GatewaySettings,
     count_gateways,
@@ -82,20 +83,6 @@ async def post(llm: Endpoint, messages: list[dict[str, str]]) -> str:
         )
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"][0]["message"]["content"]
-
-
-def find_gateways(parent: int) -> list[int]:
-    """The gateway processes that a process has started."""
-    found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, ppid, *_ = stat.read_text().rpartition(")")[2].split()
-            command = (stat.parent / "cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(ppid) == parent and state != "Z" and b"gateway_worker" in command:
-            found.append(int(stat.parent.name))
-    return sorted(found)
 
 
 @pytest.mark.anyio
