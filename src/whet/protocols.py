@@ -393,6 +393,14 @@ class TrainingBackend(Protocol):
         """
         ...
 
+    def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
+        """Return and forget log(trainer's / sampler's probability) of every trained token.
+
+        By generation, of its first `forward_backward` since the last call. Only shown to people: a
+        trainer that does not know them returns none.
+        """
+        return {}
+
     async def publish(self) -> int:
         """Make the engine serve the current weights; return their version."""
         ...

@@ -58,6 +58,19 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
+async def test_log_ratios_are_taken_once_by_generation(trainer: TrainingBackend) -> None:
+    [row] = rows()[:1]
+    metrics = await trainer.forward_backward([row], LOSS)
+    [segment] = row.segments
+    taken = trainer.take_log_ratios()
+    assert set(taken) == {segment.generation}
+    found = taken[segment.generation]
+    assert len(found) == len(segment.logprobs)
+    gap = sum(map(abs, found)) / len(found)
+    assert gap == pytest.approx(metrics.get("logprob_gap", 0.0), abs=1e-4)
+    assert trainer.take_log_ratios() == {}
+
+
 async def test_a_step_raises_the_version(trainer: TrainingBackend) -> None:
     assert await trainer.publish() == 0
     await trainer.forward_backward(rows(), LOSS)

@@ -7,12 +7,12 @@ import { number } from "../ui";
 
 type Token = {
   id: number; text: string; call: number; sampled: boolean; special: boolean;
-  logprob: number | null; version: number | null; advantage: number | null;
+  logprob: number | null; version: number | null; advantage: number | null; logRatio: number | null;
   trained: boolean; reason: string | null; generation: Generation | null;
 };
-const MODES = ["logprob", "mask", "advantage", "version", "none"] as const;
+const MODES = ["logprob", "mask", "advantage", "ratio", "version", "none"] as const;
 type Mode = (typeof MODES)[number];
-const NAMES: Record<Mode, string> = { logprob: "log-prob", mask: "mask", advantage: "advantage", version: "version", none: "nothing" };
+const NAMES: Record<Mode, string> = { logprob: "log-prob", mask: "mask", advantage: "advantage", ratio: "ratio", version: "version", none: "nothing" };
 const BLOCK = 400;
 
 /** The paths from the first call of a conversation to a generation that nothing continues. */
@@ -38,7 +38,7 @@ function collect(path: [Call, number][], attempt: Attempt, credit: Credit | null
     const number = order.get(call.id) ?? 0;
     call.context.ids.forEach((id, i) => tokens.push({
       id, text: call.context.texts?.[i] ?? `[${id}]`, call: number, sampled: false, special: special.has(id),
-      logprob: null, version: null, advantage: null, trained: false, reason: "context", generation: null,
+      logprob: null, version: null, advantage: null, logRatio: null, trained: false, reason: "context", generation: null,
     }));
     const generation = call.generations[choice], key = `${call.id}.${choice}`;
     const advantage = credit?.advantages[key];
@@ -47,6 +47,7 @@ function collect(path: [Call, number][], attempt: Attempt, credit: Credit | null
       id, text: generation.texts?.[i] ?? `[${id}]`, call: number, sampled: true, special: special.has(id),
       logprob: generation.logprobs[i], version: versions[i] ?? null,
       advantage: Array.isArray(advantage) ? advantage[i] : advantage ?? null,
+      logRatio: credit?.log_ratios[key]?.[i] ?? null,
       trained: trained.has(key), reason: credit?.left_out[key] ?? null, generation,
     }));
   }
@@ -66,6 +67,11 @@ function shade(token: Token, mode: Mode, scale: number, versions: number[]): str
     const part = token.advantage / (scale || 1);
     const size = Math.abs(part) < 0.05 ? 0 : Math.abs(part) < 0.5 ? 1 : 2;
     return part < 0 ? `neg${size}` : `pos${size}`;
+  }
+  if (mode === "ratio") {
+    if (token.logRatio === null) return "off";
+    const size = Math.abs(token.logRatio) < 0.01 ? 0 : Math.abs(token.logRatio) < 0.2 ? 1 : 2;
+    return token.logRatio < 0 ? `neg${size}` : `pos${size}`;
   }
   if (mode === "version") return `v${Math.max(0, versions.indexOf(token.version ?? -1)) % 5}`;
   return "plain";
@@ -124,6 +130,7 @@ export function Tokens({ attempt, credit }: { attempt: Attempt; credit: Credit |
         <span class="muted count">{number(tokens.length)} tokens, {number(sampled.length)} sampled, {number(trained)} trained, mean log-prob {number(mean)}</span>
       </div>
       <Legend mode={mode} scale={scale} versions={versions} reason={credit?.reason ?? null} />
+      {mode === "ratio" && credit && !credit.reason && sampled.every((t) => t.logRatio === null) && <p class="muted small">No ratios were kept: the local trainer keeps them in the run's folder, which must be on this machine.</p>}
       {!attempt.texts && <p class="muted small">The tokenizer of the model is not on this machine: ids are shown.</p>}
       <div ref={box} class="tokens" tabIndex={0} role="group" aria-label="tokens: left and right arrows move, the details follow" onKeyDown={key} onMouseOver={(e) => place(e.target)} onClick={(e) => place(e.target)} onMouseLeave={() => setAt(null)}>
         {blocks.map((block, b) => (
@@ -151,6 +158,7 @@ function Legend({ mode, scale, versions, reason }: { mode: Mode; scale: number; 
     logprob: [["lp0", "> −0.1"], ["lp1", "> −0.5"], ["lp2", "> −1.5"], ["lp3", "> −4"], ["lp4", "below"]],
     mask: [["on", "trained"], ["off", "sampled, not trained"]],
     advantage: [["neg2", `−${number(scale)}`], ["neg1", ""], ["pos0", "0"], ["pos1", ""], ["pos2", `+${number(scale)}`]],
+    ratio: [["neg2", "below 0.82"], ["neg1", "below 0.99"], ["pos0", "1"], ["pos1", "above 1.01"], ["pos2", "above 1.22"], ["off", "not known"]],
     version: versions.map((v, n) => [`v${n % 5}`, `version ${v}`]),
     none: [["plain", "sampled"]],
   };
@@ -158,7 +166,8 @@ function Legend({ mode, scale, versions, reason }: { mode: Mode; scale: number; 
     <p class="legend">
       {items[mode].map(([kind, name], n) => <span key={n}><i class={`swatch ${kind}`} aria-hidden="true" /> {name}</span>)}
       <span><i class="swatch ctx" aria-hidden="true" /> context</span>
-      {(mode === "mask" || mode === "advantage") && reason && <span class="muted">{reason}</span>}
+      {mode === "ratio" && <span>probability by the trainer to that by the sampler, at the first update with the token</span>}
+      {(mode === "mask" || mode === "advantage" || mode === "ratio") && reason && <span class="muted">{reason}</span>}
     </p>
   );
 }
@@ -174,6 +183,7 @@ function Tip({ token, index, x, y }: { token: Token; index: number; x: number; y
     rows.push(["log-prob", lp === null ? "−∞" : `${lp.toFixed(4)}  (p ${number(Math.exp(lp))})`]);
     rows.push(["version", String(token.version ?? "–")]);
     rows.push(["advantage", token.advantage === null ? "–" : `${token.advantage >= 0 ? "+" : ""}${number(token.advantage)}`]);
+    rows.push(["ratio", token.logRatio === null ? "not known" : Math.exp(token.logRatio).toFixed(3)]);
     rows.push(["trained", token.trained ? "yes" : token.reason ?? "no"]);
     rows.push(["sampling", `temperature ${token.generation?.temperature}, top-p ${token.generation?.top_p}`]);
   } else {

@@ -256,6 +256,8 @@ async def _train(
     )
     async with aclosing(records):
         async for record in records:
+            if log_ratios := run.trainer.take_log_ratios():
+                await to_thread.run_sync(run.folder.save_log_ratios, record.step, log_ratios)
             report(record)
             rewards += await _read_group_rewards(record, run)
             if all_failed(record):

@@ -1,6 +1,7 @@
 """Folder of a run, locked by one process at a time."""
 
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -77,6 +78,7 @@ class RunFolder:
         self.model = path / "model"
         self.picture = path / "curve.png"
         self.report = path / "report.json"
+        self._log_ratios = path / "log_ratios"
         self._is_new = False
         self._kind = path / "kind"
         self._secret = path / "gateway.key"
@@ -136,6 +138,22 @@ class RunFolder:
     def kind(self) -> str:
         """Command that made the run: `train`, `dev`, `eval` and so on."""
         return self._kind.read_text() if self._kind.is_file() else ""
+
+    def save_log_ratios(self, step: int, found: Mapping[str, Sequence[float]]) -> None:
+        """Write the log-ratios of a step's trained tokens, for those who look at them."""
+        rounded = {id: [round(value, 3) for value in values] for id, values in found.items()}
+        with _writing(self.path):
+            self._log_ratios.mkdir(exist_ok=True)
+            content = gzip.compress(json.dumps(rounded).encode(), mtime=0)
+            _write_whole(self._log_ratios / f"step-{step:06d}.json.gz", content)
+
+    def read_log_ratios(self, step: int) -> dict[str, list[float | None]]:
+        """Read the log-ratios of a step, by generation; none if they are not here."""
+        try:
+            content = gzip.decompress((self._log_ratios / f"step-{step:06d}.json.gz").read_bytes())
+            return json.loads(content)
+        except (OSError, EOFError, ValueError):
+            return {}
 
     def is_in_use(self) -> bool:
         """Whether a process owns the run right now."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from whet.config import AdamStep, LossConfig
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
 from whet.protocols import TrainingBackend
-from whet.types import Metrics, Row
+from whet.types import GenerationId, Metrics, Row
 
 STATE = "state.json"
 
@@ -26,6 +26,7 @@ class FakeTrainer(TrainingBackend):
         """`on_publish` is called with each published version, as an engine would be."""
         self._on_publish = on_publish
         self._gradient: list[str] = []
+        self._log_ratios: dict[GenerationId, list[float]] = {}
         self.version = 0
         self.trained: list[list[str]] = []
         """The generations of each step's gradient, step by step."""
@@ -44,6 +45,7 @@ class FakeTrainer(TrainingBackend):
                 )
         self.rows += rows
         self._gradient += [segment.generation for segment in segments]
+        self._log_ratios |= {s.generation: [0.0] * len(s.logprobs) for s in segments}
         # On-policy every ratio is 1, and the losses reduce to the advantage.
         return {
             "loss": -sum(
@@ -62,6 +64,10 @@ class FakeTrainer(TrainingBackend):
             replace(row, segments=tuple(replace(s, old_logprobs=s.logprobs) for s in row.segments))
             for row in rows
         ]
+
+    def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
+        taken, self._log_ratios = self._log_ratios, {}
+        return taken
 
     async def optim_step(self, adam: AdamStep) -> Metrics:
         self.trained.append(self._gradient)

@@ -7,7 +7,7 @@ that fit into memory and halves them when memory runs out.
 import json
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -28,16 +28,15 @@ from whet.models.tree_attention import runs_flash
 from whet.protocols import TrainingBackend
 from whet.trainers.logprobs import PolicyScores, score_tokens
 from whet.trainers.loss import LossFunction, count_corrected, divergence, ratios, total
-from whet.trainers.packing import MASKED_TREE_NODES, Batch, PrefixTree, R, pack
+from whet.trainers.packing import MASKED_TREE_NODES, Batch, PrefixTree, R, check_rows, pack
 from whet.trainers.snapshot import STATE, Snapshot
-from whet.types import Metrics, Row
+from whet.types import GenerationId, Metrics, Row
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MIN_MICRO_BATCH_TOKENS = 64
-LARGEST = torch.finfo(torch.float32).max
 
 TOTALS = ("loss", "trained_tokens", "computed_tokens")
 MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
@@ -61,6 +60,7 @@ class LocalTrainer(TrainingBackend):
         self._weights = self._micro_batches.weights
         self._snapshot: Snapshot | None = None
         """The last snapshot, while it may not be copied yet."""
+        self._log_ratios: dict[GenerationId, list[float]] = {}
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         return await self._in_thread(lambda: self._forward_backward(rows, loss))
@@ -70,6 +70,10 @@ class LocalTrainer(TrainingBackend):
 
     async def optim_step(self, adam: AdamStep) -> Metrics:
         return await self._in_thread(lambda: self._optim_step(adam))
+
+    def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
+        taken, self._log_ratios = self._log_ratios, {}
+        return taken
 
     async def publish(self) -> int:
         # The engine samples from these very weights, and every step raised their version.
@@ -117,7 +121,7 @@ class LocalTrainer(TrainingBackend):
             self._snapshot = None
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        _check_rows(rows)
+        check_rows(rows)
         optional = {"reference_kl": loss.kl > 0, "corrected_tokens": loss.correction is not None}
         means = (*MEANS, *(name for name, wanted in optional.items() if wanted))
         sums: dict[str, float] = dict.fromkeys((*TOTALS, *means), 0.0)
@@ -143,10 +147,17 @@ class LocalTrainer(TrainingBackend):
             cause = "advantages are too large" if finite else "the model's logits are not finite"
             raise NonFiniteUpdate(f"the loss is {sums['loss']}: {cause}")
         self._weights.accumulate(gradient)
+        self._keep_log_ratios(tree, scores.logp_N.detach() - batch.sampled_N)
         return {**sums, "computed_tokens": float(tree.size)}
 
+    def _keep_log_ratios(self, tree: PrefixTree[Row], log_ratio_N: Tensor) -> None:
+        values = iter(cast(list[float], log_ratio_N.tolist()))
+        for segment in (segment for row, _ in tree.rows for segment in row.segments):
+            found = list(islice(values, len(segment.logprobs)))
+            self._log_ratios.setdefault(segment.generation, found)
+
     def _recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
-        _check_rows(rows)
+        check_rows(rows)
         with torch.no_grad():
             parts = list(self._micro_batches.run(rows, self._recompute_tree))
         known = {place: row for part in parts for place, row in part.items()}
@@ -316,21 +327,6 @@ class MicroBatches:
         if self._policy.device.type == "cuda":
             torch.cuda.empty_cache()
         return False, None
-
-
-def _check_rows(rows: Sequence[Row]) -> None:
-    for row in rows:
-        if not row.trained_tokens:
-            raise TrainerError(f"a row of rollout {row.rollout!r} has no sampled tokens")
-        for segment in row.segments:
-            numbers = *segment.logprobs, *segment.advantages, segment.weight
-            if not all(abs(number) <= LARGEST for number in numbers):  # not so for NaN
-                raise NonFiniteUpdate(
-                    f"generation {segment.generation!r} has a log-probability, advantage or weight "
-                    "that is not finite in fp32: nothing was changed"
-                )
-            if segment.start < 1:
-                raise TrainerError(f"generation {segment.generation!r} has no context")
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

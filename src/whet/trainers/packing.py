@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from whet.errors import NonFiniteUpdate, TrainerError
 from whet.models.distribution import Shaping
 from whet.models.tree_attention import Branches
 from whet.types import Row
@@ -27,6 +28,8 @@ from whet.types import Row
 MASKED_TREE_NODES = 256
 """Tree size from which a row that shares less than half of its tokens starts a new tree, where
 attention uses a mask: its cost is the square of the tree's size."""
+
+LARGEST = torch.finfo(torch.float32).max
 
 Nodes = NDArray[np.int64]
 
@@ -132,6 +135,22 @@ def pack(
         tree.add(row, tokens, shared)
     if tree.rows:
         yield tree
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise TrainerError for rows that cannot be trained, NonFiniteUpdate for their numbers."""
+    for row in rows:
+        if not row.trained_tokens:
+            raise TrainerError(f"a row of rollout {row.rollout!r} has no sampled tokens")
+        for segment in row.segments:
+            numbers = *segment.logprobs, *segment.advantages, segment.weight
+            if not all(abs(number) <= LARGEST for number in numbers):  # not so for NaN
+                raise NonFiniteUpdate(
+                    f"generation {segment.generation!r} has a log-probability, advantage or weight "
+                    "that is not finite in fp32: nothing was changed"
+                )
+            if segment.start < 1:
+                raise TrainerError(f"generation {segment.generation!r} has no context")
 
 
 @dataclass(frozen=True, slots=True)

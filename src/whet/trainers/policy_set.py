@@ -9,7 +9,7 @@ from anyio import to_thread
 from whet.config import AdamStep, LossConfig
 from whet.io.files import atomic_folder
 from whet.protocols import TrainingBackend
-from whet.types import Metrics, Row
+from whet.types import GenerationId, Metrics, Row
 
 
 class PolicyTrainers(TrainingBackend):
@@ -20,6 +20,10 @@ class PolicyTrainers(TrainingBackend):
 
     def __init__(self, trainers: Mapping[str, TrainingBackend]) -> None:
         self._trainers = trainers
+
+    def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
+        found = [trainer.take_log_ratios() for trainer in self._trainers.values()]
+        return {id: values for each in found for id, values in each.items()}
 
     async def publish(self) -> int:
         """Publish all; the version is the number of optimizer steps of all policies."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
 from whet.models.tinker import Floats, TinkerDatum, TinkerPolicy
 from whet.protocols import TrainingBackend
-from whet.types import Metrics, Row
+from whet.types import GenerationId, Metrics, Row
 
 STATE = "state.json"
 NOTHING = {"loss": 0.0, "trained_tokens": 0.0}
@@ -29,6 +29,7 @@ class TinkerTrainer(TrainingBackend):
         """Revision of the weights that are served."""
         self._states: dict[Path, str] = {}
         """Path at the service of each local checkpoint folder."""
+        self._log_ratios: dict[GenerationId, list[float]] = {}
         self._replaced: list[str | None] = []
         """Paths of checkpoints whose folder was written over."""
 
@@ -39,7 +40,15 @@ class TinkerTrainer(TrainingBackend):
             return NOTHING
         data = [_datum(row, loss) for row in rows]
         logprobs, value = await self._policy.forward_backward(data, loss.name, _settings(loss))
+        for row, found in zip(rows, logprobs, strict=True):
+            for segment in row.segments:
+                gap = found[segment.start - 1 : segment.end - 1] - np.array(segment.logprobs)
+                self._log_ratios.setdefault(segment.generation, gap.tolist())
         return {"loss": value, **self._metrics(rows, logprobs, loss)}
+
+    def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
+        taken, self._log_ratios = self._log_ratios, {}
+        return taken
 
     async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
         raise TrainerError("loss.old_logprobs 'recomputed' needs trainer.kind 'local'")

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
 SHOTS = ROOT / ".screenshots"
 PATIENCE_MS = 60_000
-PAGES = ("", "/rollouts", "/queue", "/rewards", "/evaluations", "/resources")
+PAGES = ("", "/rollouts", "/queue", "/rewards", "/evaluations", "/resources", "/doctor")
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,6 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(directory, "real", steps=2)
     hostile = make_folder(directory, "hostile", PAYLOAD)
     run_async(lambda: record_run(hostile, text=PAYLOAD))
+    hostile.save_log_ratios(0, {"train-000001-003.1-1.0": [0.1, -0.5, 0.0]})
     return directory
 
 
@@ -113,7 +114,7 @@ def first_rollout(page: Page, query: str) -> str:
 
 def test_every_page_of_a_run_is_drawn(page: Page) -> None:
     SHOTS.mkdir(exist_ok=True)
-    waits = (".chart canvas", "tr.row", ".tile", ".histogram", ".verdict", "table")
+    waits = (".chart canvas", "tr.row", ".tile", ".histogram", ".verdict", "table", ".report")
     for path, wait in zip(PAGES, waits, strict=True):
         visit(page, f"/r/real{path}", wait)
         page.screenshot(path=SHOTS / f"{path.strip('/') or 'curves'}.png")
@@ -146,12 +147,25 @@ def test_a_token_shows_its_numbers_and_is_colored_by_the_one_that_is_chosen(page
     expect(tip).to_contain_text("log-prob")
     expect(tip).to_contain_text("version")
     shades = ".pos0, .pos1, .pos2, .neg0, .neg1, .neg2, .off"
-    for mode, kind in (("mask", ".on, .off"), ("advantage", shades)):
+    for mode, kind in (
+        ("mask", ".on, .off"),
+        ("advantage", shades),
+        ("ratio", shades),
+        ("version", ".v0"),
+    ):
         page.get_by_role("button", name=mode, exact=True).click()
         expect(page.locator(".tokens").locator(kind).first).to_be_visible()
     page.locator(".tokens").focus()
     page.keyboard.press("ArrowRight")
     expect(tip).to_contain_text("context")
+
+
+def test_a_token_is_colored_by_its_ratio(page: Page) -> None:
+    path = "/r/hostile/rollouts/train-000001-003?view=tokens&by=ratio"
+    visit(page, path, ".tokens span.neg2")
+    page.locator(".tokens span.neg2").first.hover()
+    expect(page.locator(".tip")).to_contain_text("0.607")
+    expect(page.locator(".tokens span.pos1").first).to_be_visible()
 
 
 def test_a_fork_says_its_cause(page: Page) -> None:
@@ -181,6 +195,7 @@ def test_no_page_has_a_serious_finding_of_axe(page: Page, theme: Any) -> None:
     rollout = first_rollout(page, "status=succeeded&mode=train")
     views = ("conversation", "tokens", "graph", "spans")
     paths = ["/", *(f"/r/real{path}" for path in PAGES)]
+    paths += ["/r/real/rollouts?view=groups", f"/r/real/rollouts?task={rollout}"]
     paths += [f"/r/real/rollouts/{rollout}?view={view}" for view in views]
     page.evaluate(AXE.read_text())
     found: list[str] = []

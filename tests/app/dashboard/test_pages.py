@@ -152,6 +152,17 @@ def test_credit_has_advantages_and_says_what_was_trained(client: httpx.Client) -
     assert waiting.status_code == 404
 
 
+def test_credit_has_the_log_ratios_that_the_trainer_left_in_the_folder(
+    folder: RunFolder, client: httpx.Client
+) -> None:
+    path = f"{RUN}/attempts/train-000001-003.1/credit"
+    assert read(client, path)["log_ratios"] == {}
+    mine = "train-000001-003.1-1.0"
+    found = {mine: [0.0123, -0.5, float("nan")], "train-000000-001.1-1.0": [1.0]}
+    folder.save_log_ratios(0, found)
+    assert read(client, path)["log_ratios"] == {mine: [0.012, -0.5, None]}
+
+
 def test_failures_are_grouped_by_reason(client: httpx.Client) -> None:
     queue = read(client, f"{RUN}/queue")
     [failure] = queue["failures"]

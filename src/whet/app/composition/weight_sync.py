@@ -253,6 +253,9 @@ class PublishingTrainer(TrainingBackend):
     async def optim_step(self, adam: AdamStep) -> Metrics:
         return await self._trainer.optim_step(adam)
 
+    def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
+        return self._trainer.take_log_ratios()
+
     async def snapshot(self) -> Callable[[Path], None]:
         return await self._trainer.snapshot()
 

@@ -68,15 +68,17 @@ class AttemptPages:
         row = await run.store.browse(rollout_pages.read_rollout, rollout)
         if row.step is None:
             return _no_credit("no step has trained this rollout yet")
-        found = await run.store.trajectories([rollout], failed=True)
-        if not found or found[0].attempt.id != id:
+        read = await run.store.trajectories([rollout], failed=True)
+        if not read or read[0].attempt.id != id:
             return _no_credit("another attempt of the rollout was trained")
-        known = set(found[0].generation_ids())
+        known = set(read[0].generation_ids())
         advantages = await run.store.advantages(row.step)
-        mine = Credit(found[0], {key: value for key, value in advantages.items() if key in known})
+        mine = Credit(read[0], {key: value for key, value in advantages.items() if key in known})
         if not mine.advantages:
             return _no_credit("the step gave it no credit, such as in a group of equal rewards")
-        return _credit_json(mine, read_config(run))
+        found = run.folder.read_log_ratios(row.step) if run.folder else {}
+        log_ratios = {id: values for id, values in found.items() if id in known}
+        return _credit_json(mine, read_config(run)) | {"log_ratios": log_ratios}
 
 
 def _credit_json(credit: Credit, config: RunConfig) -> dict[str, object]:
@@ -107,7 +109,8 @@ def _credit_json(credit: Credit, config: RunConfig) -> dict[str, object]:
 
 
 def _no_credit(reason: str) -> dict[str, object]:
-    return {"reason": reason, "advantages": {}, "trained": [], "left_out": {}, "rows": []}
+    lists: dict[str, object] = {"trained": [], "rows": []}
+    return {"reason": reason, "advantages": {}, "left_out": {}, "log_ratios": {}, **lists}
 
 
 def _attempt_json(record: AttemptRecord) -> dict[str, object]:
