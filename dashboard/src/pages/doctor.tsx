@@ -35,7 +35,7 @@ export function DoctorPage({ run }: { run: string }) {
         </div>
       ))}
       <h2>Chat template{data.model && <span class="muted"> of {data.model}</span>}</h2>
-      {data.template ? <pre class="report mono">{data.template}</pre> : <p class="muted">The tokenizer of the model is not on this machine.</p>}
+      {data.template ? <pre class="report mono" tabIndex={0} role="region" aria-label="report on the chat template">{data.template}</pre> : <p class="muted">The tokenizer of the model is not on this machine.</p>}
       <p class="muted small">in the terminal, of all rollouts: <code>whet doctor --run {run}</code></p>
     </section>
   );

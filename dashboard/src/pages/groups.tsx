@@ -61,10 +61,10 @@ export function Groups({ run }: { run: string }) {
 
 function Range({ group, low, high }: { group: Group; low: number; high: number }) {
   if (group.min === null || group.max === null || group.mean === null) return <span class="muted">–</span>;
-  const at = (value: number) => 4 + ((value - low) / (high - low)) * 112;
+  const at = (value: number) => 6 + ((value - low) / (high - low)) * 108;
   return (
     <svg class="range" viewBox="0 0 120 14" role="img" aria-label={`from ${number(group.min)} to ${number(group.max)}`}>
-      <line x1="4" y1="7" x2="116" y2="7" /><line class="spread" x1={at(group.min)} y1="7" x2={at(group.max)} y2="7" /><circle cx={at(group.mean)} cy="7" r="4" />
+      <line x1="6" y1="7" x2="114" y2="7" /><line class="spread" x1={at(group.min)} y1="7" x2={at(group.max)} y2="7" /><circle cx={at(group.mean)} cy="7" r="4" />
     </svg>
   );
 }

@@ -14,6 +14,8 @@ const MODES = ["logprob", "mask", "advantage", "ratio", "version", "none"] as co
 type Mode = (typeof MODES)[number];
 const NAMES: Record<Mode, string> = { logprob: "log-prob", mask: "mask", advantage: "advantage", ratio: "ratio", version: "version", none: "nothing" };
 const BLOCK = 400;
+/** Space that a tooltip needs below its token; without it, it stands above. */
+const TIP_HEIGHT = 240;
 
 /** The paths from the first call of a conversation to a generation that nothing continues. */
 export function findPaths(calls: Call[]): [Call, number][][] {
@@ -84,7 +86,7 @@ export function Tokens({ attempt, credit }: { attempt: Attempt; credit: Credit |
   const chosen = Math.min(paths.length - 1, Math.max(0, Number(query.get("path") ?? 1) - 1));
   const tokens = useMemo(() => collect(paths[chosen] ?? [], attempt, credit), [attempt, credit, chosen]);
   const [at, setAt] = useState<number | null>(null);
-  const [spot, setSpot] = useState<{ x: number; y: number } | null>(null);
+  const [spot, setSpot] = useState<{ x: number; y: number; above: boolean } | null>(null);
   const box = useRef<HTMLDivElement>(null);
   const versions = [...new Set(tokens.filter((t) => t.sampled).map((t) => t.version ?? -1))].sort((a, b) => a - b);
   const scale = Math.max(...tokens.map((t) => Math.abs(t.advantage ?? 0)), 0);
@@ -97,7 +99,8 @@ export function Tokens({ attempt, credit }: { attempt: Attempt; credit: Credit |
     if (!span) { setAt(null); return; }
     const rect = span.getBoundingClientRect();
     setAt(Number(span.dataset.n));
-    setSpot({ x: Math.min(rect.left, window.innerWidth - 270), y: rect.bottom + 6 });
+    const above = rect.bottom + TIP_HEIGHT > window.innerHeight && rect.top > TIP_HEIGHT;
+    setSpot({ x: Math.min(rect.left, window.innerWidth - 270), y: above ? rect.top - 6 : rect.bottom + 6, above });
   };
   const key = (event: KeyboardEvent) => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -143,7 +146,7 @@ export function Tokens({ attempt, credit }: { attempt: Attempt; credit: Credit |
           </div>
         ))}
       </div>
-      {at !== null && spot && tokens[at] && <Tip token={tokens[at]} index={at} x={spot.x} y={spot.y} />}
+      {at !== null && spot && tokens[at] && <Tip token={tokens[at]} index={at} {...spot} />}
     </div>
   );
 }
@@ -172,7 +175,7 @@ function Legend({ mode, scale, versions, reason }: { mode: Mode; scale: number; 
   );
 }
 
-function Tip({ token, index, x, y }: { token: Token; index: number; x: number; y: number }) {
+function Tip({ token, index, x, y, above }: { token: Token; index: number; x: number; y: number; above: boolean }) {
   const lp = token.logprob;
   const rows: [string, string][] = [
     ["token", JSON.stringify(token.text)],
@@ -190,7 +193,7 @@ function Tip({ token, index, x, y }: { token: Token; index: number; x: number; y
     rows.push(["kind", "context: rendered, not sampled"]);
   }
   return (
-    <div class="tip" role="status" style={{ left: `${x}px`, top: `${y}px` }}>
+    <div class={above ? "tip above" : "tip"} role="status" style={{ left: `${x}px`, top: `${y}px` }}>
       <dl>{rows.map(([name, value]) => <div key={name}><dt>{name}</dt><dd>{value}</dd></div>)}</dl>
     </div>
   );
