@@ -24,7 +24,7 @@ from whet.types import Endpoint
 FOLDER = EXAMPLES / "coding_agent"
 PATH = "/rollouts/r/attempts/a/v1"
 """Of an attempt, which is all that a sandbox may reach."""
-TASK = {
+TASK: Any = {
     "question": "Write `double(n)`.",
     "tests": ["assert double(4) == 8", "assert double(0) == 0"],
 }
