@@ -132,6 +132,19 @@ def test_models_with_full_attention_are_packed_and_sampled(
     assert not [record for record in caplog.records if record.name.startswith("whet")]
 
 
+def test_a_model_that_rounding_moves_far_is_packed_all_the_same(make: Make) -> None:
+    """Large biases of queries and keys, as in Qwen2.5, make bf16 states differ by a third."""
+    folder = make("qwen2", num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_proj.bias", "k_proj.bias")):
+            weight.data = 30 * torch.randn(weight.shape, generator=generator)
+    model.save_pretrained(folder)
+    policy = load(folder, weights="full", precision="bf16")
+    assert policy.packs_rows
+
+
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

@@ -260,9 +260,10 @@ class LocalPolicy:
             self.packs_rows, self.context_length = base.packs_rows, base.context_length
             return
         model = cast(PreTrainedModel, self.model)
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
         with self.lock, boundary(ConfigError, f"cannot run the model in {str(self.folder)!r}"):
             probe = attention.RowProbe(model, self.body, self.vocabulary, self.device, self.dtype)
+            exact = self.dtype == torch.float32
+            tolerance = 1e-3 if exact else max(0.1, 3 * probe.rounding_gap())
             self.packs_rows = not self.partial_layers and probe.tree_gap() < tolerance
             if not self.packs_rows:
                 logger.warning("the layers of %r are trained row by row", config.model_type)

@@ -165,6 +165,10 @@ def runs_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+ROUNDING = 0.29
+"""Standard deviation of a rounding error, in units of the last place."""
+
+
 class RowProbe:
     """Comparison of a model's passes over tiny rows: packed, alone, and in a longer context.
 
@@ -174,6 +178,7 @@ class RowProbe:
 
     PREFIX, BRANCH = 6, 5
     """Tokens that both rows share, and tokens that each has of its own."""
+    DISTURBED_RUNS = 4
 
     def __init__(
         self,
@@ -183,7 +188,7 @@ class RowProbe:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._body, self._device = model, body, device
+        self._model, self._body, self._device, self._dtype = model, body, device, dtype
         self._flash = runs_flash(device, dtype)
         size = self.PREFIX + 2 * self.BRANCH
         self._ids_L = (7 * torch.arange(size, device=device) + 3) % min(vocabulary, 256)
@@ -234,6 +239,29 @@ class RowProbe:
         hidden_TD = self._run(self._ids_L[row], position_T)
         alone_TD = self._run(self._ids_L[row], torch.arange(len(row), device=self._device))
         return _gap(hidden_TD[:-1], alone_TD[:-1])
+
+    def rounding_gap(self) -> float:
+        """Largest of some gaps of a row to itself with all linear outputs off by rounding errors.
+
+        Rounding to bf16 moves some models far: in Qwen2.5 the largest activations are in the
+        thousands, and two correct implementations of its attention differ by a third.
+        """
+        scale = ROUNDING * torch.finfo(self._dtype).eps
+        generator = torch.Generator(self._device)
+        generator.seed()  # torch's own generators may be in use by another thread
+
+        def disturb(module: nn.Module, args: object, output: Tensor) -> Tensor:
+            noise = torch.randn(output.shape, generator=generator, device=output.device)
+            return output * (1 + scale * noise).to(output.dtype)
+
+        linear = [module for module in self._body.modules() if isinstance(module, nn.Linear)]
+        hooks = [module.register_forward_hook(disturb) for module in linear]
+        try:
+            runs = [self._run(self._ids_L[self._rows[0]]) for _ in range(self.DISTURBED_RUNS)]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return max(_gap(run_TD, self._plain[0]) for run_TD in runs)
 
     @torch.inference_mode()
     def _run(self, ids_T: Tensor, position_T: Tensor | None = None, **settings: object) -> Tensor:
