@@ -23,6 +23,7 @@ from whet.models.card import write_card
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_store
 from whet.store.sqlite import SQLiteStore
+from whet.types import GenerationId
 
 MAY_CHANGE = frozenset(
     {
@@ -139,7 +140,7 @@ class RunFolder:
         """Command that made the run: `train`, `dev`, `eval` and so on."""
         return self._kind.read_text() if self._kind.is_file() else ""
 
-    def save_log_ratios(self, step: int, found: Mapping[str, Sequence[float]]) -> None:
+    def save_log_ratios(self, step: int, found: Mapping[GenerationId, Sequence[float]]) -> None:
         """Write the log-ratios of a step's trained tokens, for those who look at them."""
         rounded = {id: [round(value, 3) for value in values] for id, values in found.items()}
         with _writing(self.path):

@@ -22,6 +22,7 @@ from whet.app.dashboard.app import FILES, STATIC
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
 from whet.io.threads import run_async
+from whet.types import GenerationId
 
 ROOT = Path(__file__).parents[3]
 AXE = ROOT / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
@@ -42,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(directory, "real", steps=2)
     hostile = make_folder(directory, "hostile", PAYLOAD)
     run_async(lambda: record_run(hostile, text=PAYLOAD))
-    hostile.save_log_ratios(0, {"train-000001-003.1-1.0": [0.1, -0.5, 0.0]})
+    hostile.save_log_ratios(0, {GenerationId("train-000001-003.1-1.0"): [0.1, -0.5, 0.0]})
     return directory
 
 

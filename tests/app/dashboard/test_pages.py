@@ -16,6 +16,7 @@ from whet.app.dashboard.serving import Dashboard
 from whet.app.dashboard.terminal import clean, draw_curve
 from whet.app.run_folder import RunFolder
 from whet.store.sqlite import SQLiteStore
+from whet.types import GenerationId
 
 RUN = "/api/runs/mine"
 
@@ -157,8 +158,8 @@ def test_credit_has_the_log_ratios_that_the_trainer_left_in_the_folder(
 ) -> None:
     path = f"{RUN}/attempts/train-000001-003.1/credit"
     assert read(client, path)["log_ratios"] == {}
-    mine = "train-000001-003.1-1.0"
-    found = {mine: [0.0123, -0.5, float("nan")], "train-000000-001.1-1.0": [1.0]}
+    mine, other = GenerationId("train-000001-003.1-1.0"), GenerationId("train-000000-001.1-1.0")
+    found = {mine: [0.0123, -0.5, float("nan")], other: [1.0]}
     folder.save_log_ratios(0, found)
     assert read(client, path)["log_ratios"] == {mine: [0.012, -0.5, None]}
 
