@@ -11,7 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from support.tiny_llama import load, row_of
-from whet.app.composition.run import check_served
+from whet.app.composition.trainers import check_served
 from whet.config import LossConfig, resolve
 from whet.engines.local.forward import check_sampling
 from whet.errors import ConfigError

@@ -59,6 +59,7 @@ MAY_CHANGE = frozenset(
         "tracking.names",
         "tracking.project",
         "tracking.wandb_mode",
+        "trainer.gpus",
         "trainer.micro_batch_tokens",
         "trainer.python",
     }

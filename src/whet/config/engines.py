@@ -79,6 +79,9 @@ class LocalTrainerConfig(Section):
     and on a GPU what fills about half of it. Halved when memory runs out."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, for a fraction of the memory."""
+    gpus: Annotated[int, Field(ge=1)] = 1
+    """GPUs of this machine to train on, a process and a copy of the model on each; without a GPU,
+    processes. Rows are dealt by tokens; the optimizer is on the first, which samples too."""
     compile: bool = False
     """Compile the layers for training: up to a minute at the first step, then faster; for a GPU and
     long runs."""

@@ -27,12 +27,17 @@ async def open_local_trainer(policy: LocalPolicy, config: RunConfig) -> LocalTra
     """The trainer of a policy in this process, at the weights that training starts from."""
     custom = load_loss(config.loss.name) if config.loss.is_custom else None
     trainer = LocalTrainer(policy, threads=os.cpu_count(), custom_loss=custom)
+    await load_start(trainer, config)
+    return trainer
+
+
+async def load_start(trainer: LocalTrainer, config: RunConfig) -> None:
+    """Load the weights that training starts from, and keep them if the loss refers to them."""
     if config.start is not None:
         await trainer.start_from(config.start)
     # New adapters have their reference without a copy: the model without them.
     if config.loss.kl > 0 and (config.start is not None or config.trained_weights == "full"):
-        policy.keep_reference()
-    return trainer
+        await trainer.keep_reference()
 
 
 def open_algorithm(config: RunConfig, model: Path, *, progress: Progress) -> Algorithm:

@@ -23,26 +23,21 @@ from whet.app.composition.gateway_server import (
     run_agents,
     serve_gateway,
 )
-from whet.app.composition.local_learning import open_algorithm, open_local_trainer
+from whet.app.composition.local_learning import open_algorithm
 from whet.app.composition.policies import Policies, open_policies
 from whet.app.composition.policy_server import serve_policy
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.samplers import open_model_sampler
+from whet.app.composition.trainers import open_trainer
 from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease
 from whet.app.evaluation.models import LocalModel, find_run, read_models
 from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
 from whet.app.run_folder import RunFolder
-from whet.config import (
-    GatewayConfig,
-    LocalEngineConfig,
-    RunConfig,
-    TinkerConfig,
-    VerlConfig,
-)
+from whet.config import GatewayConfig, LocalEngineConfig, RunConfig
 from whet.engines.scorer import LocalScorer
-from whet.errors import ConfigError, requires_extra
+from whet.errors import ConfigError
 from whet.gateway.pipeline import Log
-from whet.models.catalog import model_context, resolve_model
+from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY, Agent
@@ -112,7 +107,7 @@ async def open_run(
         stack.enter_context(folder.owned())
         lease = await _take_over(folder, store, progress) if store else None
         store = store or await stack.enter_async_context(folder.open_store())
-        learning = await _open_learning(config, model, algorithm, progress)
+        learning = await _open_learning(config, model, algorithm, stack, progress)
         policy, trainer = learning.policy, learning.trainer
         # An engine of this process shares the weights being trained; any other loads a copy.
         if not (shares_weights := agent is not None and config.engine.kind == "local"):
@@ -223,32 +218,18 @@ class _Learning(NamedTuple):
 
 
 async def _open_learning(
-    config: RunConfig, model: Path, algorithm: Algorithm | None, progress: Progress
+    config: RunConfig,
+    model: Path,
+    algorithm: Algorithm | None,
+    stack: AsyncExitStack,
+    progress: Progress,
 ) -> _Learning:
     if config.policies:
         opened = await open_policies(config, algorithm, progress)
         return _Learning(opened, opened.algorithm, opened.trainer, opened.update)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
-    trainer, policy = await open_trainer(config, model)
+    trainer, policy = await stack.enter_async_context(open_trainer(config, model))
     return _Learning(policy, algorithm, trainer)
-
-
-async def open_trainer(
-    config: RunConfig, model: Path
-) -> tuple[TrainingBackend, "LocalPolicy | TinkerPolicy"]:
-    """The trainer of a config, and the policy whose weights it updates."""
-    if isinstance(config.trainer, TinkerConfig):
-        with requires_extra("trainer.kind 'tinker'", "tinker"):
-            from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - only if needed
-            from whet.trainers.tinker import TinkerTrainer  # noqa: PLC0415
-        tinker_policy = await TinkerPolicy.open(config)
-        return TinkerTrainer(tinker_policy), tinker_policy
-    if isinstance(config.trainer, VerlConfig):
-        raise ConfigError("trainer.kind 'verl' is for `whet train` and whet.VERL alone")
-    policy = LocalPolicy(model, config.trainer, device=config.engine.device, seed=config.seed)
-    if config.engine.kind != "local":
-        check_served(policy, config)
-    return await open_local_trainer(policy, config), policy
 
 
 def _publish_weights(
@@ -290,21 +271,6 @@ async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> Tra
             "trained in, or choose another --run"
         )
     return await TrainerLease.acquire(store, folder.path, progress)
-
-
-def check_served(policy: LocalPolicy, config: RunConfig) -> None:
-    """Check that what servers sample can be trained. Raises ConfigError."""
-    trained, limit = policy.context_length, config.engine.max_context
-    if trained < (limit or model_context(policy.folder)):
-        raise ConfigError(
-            f"the model encodes positions otherwise beyond {trained} tokens, and servers do so by "
-            f"their own limit: set engine.max_context to {trained} or less"
-        )
-    if policy.config.weights == "lora" and any(".experts." in n for n in policy.trainable()):
-        raise ConfigError(
-            f"{config.engine.kind} does not load adapters of experts in PEFT's form: set "
-            "trainer.lora_layers to attention, or sample with --engine local"
-        )
 
 
 async def _resource_versions(

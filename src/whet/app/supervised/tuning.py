@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from whet.app.composition.local_learning import read_vocabulary
-from whet.app.composition.run import open_trainer
 from whet.app.composition.samplers import build_renderer
+from whet.app.composition.trainers import open_trainer
 from whet.app.experiment import open_trackers
 from whet.app.run_folder import RunFolder, list_leaves
 from whet.app.supervised.best_rollouts import read_best, read_pairs
@@ -327,8 +327,11 @@ async def _train(
     config = folder.config()
     with folder.owned():
         model = resolve_model(config.model)
-        async with folder.open_store() as log, open_trackers(folder, console.print) as tracking:
-            trainer, policy = await open_trainer(config, model)
+        async with (
+            folder.open_store() as log,
+            open_trackers(folder, console.print) as tracking,
+            open_trainer(config, model) as (trainer, policy),
+        ):
             assert isinstance(policy, LocalPolicy)
             scorer = LocalScorer(policy)
             objective = await _build_objective(kind, folder, scorer, [*examples, *held_out])

@@ -109,6 +109,8 @@ class BaseModel:
         self.config = config
         assert config.trainer.kind == "local"
         assert config.engine.kind == "local"
+        if config.trainer.gpus > 1:
+            raise ConfigError("the Tinker server trains on one GPU: leave out trainer.gpus")
         self._trainer, self.engine = config.trainer, config.engine
         self.policy = load_base(folder, self._trainer, device=self.engine.device)
         check_sampling(self.policy)

@@ -1,0 +1,265 @@
+"""Training on several GPUs of one machine: a copy of the model on each, one optimizer.
+
+Rank 0 deals the rows of an update to all ranks, which accumulate their gradients; these are summed
+at rank 0, which takes the optimizer's step and gives the new weights to the others. The loss is a
+sum over tokens, so the gradient is that of one process, up to the order of sums.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import distributed as dist
+
+from whet.config import AdamStep, LossConfig
+from whet.errors import NonFiniteUpdate, TrainerError, WhetError, boundary
+from whet.models.huggingface import LocalPolicy
+from whet.trainers.local import TOTALS, LocalTrainer
+from whet.trainers.loss import LossFunction
+from whet.trainers.master_weights import MasterWeights
+from whet.trainers.packing import check_rows
+from whet.trainers.ranks import OwnRank, RankCommand, RankGroup, RankLost, RankReply
+from whet.types import Metrics, Row
+
+T = TypeVar("T")
+
+DEATH_TIMEOUT_S = 5.0
+"""Between the failure of a collective and the end of the process that caused it."""
+
+
+class DataParallelTrainer(LocalTrainer):
+    """Rank 0: the trainer of the run, which has the other ranks do their share."""
+
+    def __init__(
+        self, policy: LocalPolicy, ranks: RankGroup, *, custom_loss: LossFunction | None = None
+    ) -> None:
+        super().__init__(policy, threads=ranks.place.threads, custom_loss=custom_loss)
+        self._ranks = ranks
+
+    async def connect(self) -> None:
+        """Wait until all ranks have loaded their models, and give them this one's weights."""
+
+        def connect() -> None:
+            for rank in self._ranks.others:
+                rank.receive()  # before the collective, which would wait for one that failed
+            place, device = self._ranks.place, self._policy.device
+            self._run_together(RankCommand(name="connect"), lambda: place.connect(device))
+            self._share_weights()
+
+        await self._in_thread(connect)
+
+    async def keep_reference(self) -> None:
+        await self._in_thread(self._keep_reference)
+
+    # ----------------------------------------------------------------- in a worker thread
+
+    def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
+        check_rows(rows)
+        own, *parts = deal(rows, self._ranks.place.size)
+        commands = [RankCommand(name="forward_backward", rows=tuple(p), loss=loss) for p in parts]
+        first = super()._forward_backward
+        metrics, replies = self._run_apart(commands, lambda: first(own, loss))
+        for reply in replies:
+            for generation, values in reply.log_ratios.items():
+                self._log_ratios.setdefault(generation, list(values))
+        return merge_metrics([metrics, *(reply.metrics for reply in replies)])
+
+    def _recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
+        check_rows(rows)
+        own, *parts = dealt = deal(rows, self._ranks.place.size)
+        commands = [RankCommand(name="recompute", rows=tuple(part)) for part in parts]
+        first = super()._recompute_logprobs
+        computed, replies = self._run_apart(commands, lambda: first(own))
+        results = [computed, *(reply.rows for reply in replies)]
+        pairs = zip(dealt, results, strict=True)
+        known = {id(o): n for old, new in pairs for o, n in zip(old, new, strict=True)}
+        return [known[id(row)] for row in rows]
+
+    def _optim_step(self, adam: AdamStep) -> Metrics:
+        self._run_together(
+            RankCommand(name="reduce"), lambda: reduce_gradient(self._weights, rank=0)
+        )
+        metrics = super()._optim_step(adam)
+        self._share_weights()
+        return metrics
+
+    def _restore(self, folder: Path) -> None:
+        super()._restore(folder)
+        self._drop_gradients()
+        self._share_weights()
+
+    def _start_from(self, folder: Path) -> None:
+        super()._start_from(folder)
+        self._share_weights()
+
+    def _keep_reference(self) -> None:
+        commands = [RankCommand(name="keep_reference") for _ in self._ranks.others]
+        self._run_apart(commands, self._policy.keep_reference)
+
+    def _share_weights(self) -> None:
+        command = RankCommand(name="receive", version=self._policy.version)
+        self._run_together(command, lambda: broadcast_weights(self._policy))
+
+    def _run_apart(
+        self, commands: Sequence[RankCommand], own: Callable[[], T]
+    ) -> tuple[T, list[RankReply]]:
+        """Run a command on each other rank and `own` here: all of them, or no gradient is left."""
+        for rank, command in zip(self._ranks.others, commands, strict=True):
+            rank.send(command)
+        results: list[T] = []
+        replies: list[RankReply] = []
+        failures: list[WhetError] = []
+        try:
+            with boundary(TrainerError, "training failed"):
+                results.append(own())
+        except WhetError as error:  # raised below, once the other ranks have ended theirs
+            failures.append(error)
+        for rank in self._ranks.others:
+            try:
+                replies.append(rank.receive())
+            except RankLost:
+                self._stop()
+                raise
+            except WhetError as error:
+                failures.append(error)
+        if failures:
+            self._drop_gradients()
+            raise failures[0]
+        return results[0], replies
+
+    def _drop_gradients(self) -> None:
+        self._weights.drop_gradient()
+        for rank in self._ranks.others:
+            rank.send(RankCommand(name="drop"))
+        for rank in self._ranks.others:
+            rank.receive()
+
+    def _run_together(self, command: RankCommand, own: Callable[[], None]) -> None:
+        """Run a collective on all ranks. If it fails, they cannot go on."""
+        try:
+            for rank in self._ranks.others:
+                rank.send(command)
+            own()
+            for rank in self._ranks.others:
+                rank.receive()
+        except Exception as error:
+            ended = [r for r in self._ranks.others if r.has_ended(DEATH_TIMEOUT_S)]
+            self._stop()
+            if ended and not isinstance(error, RankLost):
+                raise ended[0].lost() from error
+            raise
+
+    def _stop(self) -> None:
+        for rank in self._ranks.others:
+            rank.stop()
+
+
+class RankWorker(LocalTrainer):
+    """Any other rank: computes what rank 0 asks for, and never takes a step itself."""
+
+    def __init__(
+        self, policy: LocalPolicy, own: OwnRank, *, custom_loss: LossFunction | None = None
+    ) -> None:
+        super().__init__(policy, threads=own.place.threads, custom_loss=custom_loss)
+        self._own = own
+
+    def serve(self) -> None:
+        """Answer commands until rank 0 closes the channel."""
+        torch.set_num_threads(self._own.place.threads)
+        self._own.channel.send(RankReply())
+        while command := self._own.channel.receive(RankCommand):
+            try:
+                with boundary(TrainerError, "training failed"):
+                    reply = self._run(command)
+            except WhetError as error:  # rank 0 raises it
+                reply = RankReply(
+                    error=str(error), is_finite=not isinstance(error, NonFiniteUpdate)
+                )
+            self._own.channel.send(reply)
+
+    def _run(self, command: RankCommand) -> RankReply:
+        match command.name:
+            case "connect":
+                self._own.place.connect(self._policy.device)
+            case "forward_backward":
+                assert command.loss is not None
+                metrics = self._forward_backward(command.rows, command.loss)
+                return RankReply(metrics=metrics, log_ratios=self.take_log_ratios())
+            case "recompute":
+                return RankReply(rows=tuple(self._recompute_logprobs(command.rows)))
+            case "drop":
+                self._weights.drop_gradient()
+            case "reduce":
+                reduce_gradient(self._weights, rank=self._own.place.rank)
+                self._weights.drop_gradient()
+            case "receive":
+                with self._policy.update(command.version):
+                    broadcast_weights(self._policy)
+            case "keep_reference":
+                self._policy.keep_reference()
+        return RankReply()
+
+
+def deal(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+    """Deal rows into parts of about as many tokens to compute.
+
+    Sorted by their tokens, rows that share a prefix are neighbors: it is computed once in a part.
+    """
+    ordered = sorted(rows, key=lambda row: row.tokens)
+    costs = list(_count_new_tokens(ordered))
+    total, before = sum(costs), 0
+    dealt: list[list[Row]] = [[] for _ in range(parts)]
+    for row, cost in zip(ordered, costs, strict=True):
+        # By the middle of its tokens, so that the parts stay contiguous.
+        dealt[min(parts - 1, int((before + cost / 2) * parts / max(1, total)))].append(row)
+        before += cost
+    return dealt
+
+
+def _count_new_tokens(ordered: Sequence[Row]) -> Iterator[int]:
+    """For each row the tokens after the prefix that it shares with the one before it."""
+    last: tuple[int, ...] = ()
+    for row in ordered:
+        pairs = enumerate(zip(last, row.tokens, strict=False))
+        shared = next((n for n, (a, b) in pairs if a != b), min(len(last), len(row.tokens)))
+        yield len(row.tokens) - shared
+        last = row.tokens
+
+
+def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
+    """Merge the metrics of parts of the rows: totals add up, means are over trained tokens."""
+    sums = {name: sum(part[name] for part in parts) for name in TOTALS}
+    tokens = max(1.0, sums["trained_tokens"])
+    means = {
+        name: sum(part[name] * part["trained_tokens"] for part in parts) / tokens
+        for name in parts[0]
+        if name not in TOTALS
+    }
+    return {**sums, **means}
+
+
+def reduce_gradient(weights: MasterWeights, *, rank: int) -> None:
+    """Sum the accumulated gradients of all ranks at rank 0, in fp32; the others' are undefined."""
+    gradient = weights.accumulated()
+    places = weights.like()
+    used = torch.tensor([float(grad is not None) for grad in gradient], device=places[0].device)
+    dist.all_reduce(used)
+    summed: list[torch.Tensor | None] = []
+    is_used = cast(list[float], used.tolist())
+    for grad, place, count in zip(gradient, places, is_used, strict=True):
+        if not count:  # of no rank: the optimizer leaves such a weight alone
+            summed.append(None)
+            continue
+        total = torch.zeros_like(place) if grad is None else grad
+        dist.reduce(total, dst=0)
+        summed.append(total)
+    if rank == 0:
+        weights.replace_gradient(summed)
+
+
+def broadcast_weights(policy: LocalPolicy) -> None:
+    """Copy the trainable weights of rank 0 to the other ranks."""
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            dist.broadcast(parameter.data, src=0)

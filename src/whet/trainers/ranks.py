@@ -1,0 +1,251 @@
+"""Processes of a training on one machine: their start, their commands, and their collectives.
+
+Rank 0 is the process that trains; it starts the others. Commands and rows are JSON lines on a
+socket pair, so nothing is unpickled; tensors travel by torch's collectives, over gloo on a CPU and
+NCCL on GPUs, whose sockets are bound to the loopback device.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+from pydantic import Field
+from torch import distributed as dist
+
+from whet.config import LossConfig
+from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, boundary
+from whet.io.process import SUPERVISED
+from whet.types import GenerationId, Row, Value
+
+STOP_TIMEOUT_S = 10.0
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Ranks enter a collective together: only a stopped process makes the others wait."""
+
+V = TypeVar("V", bound=Value)
+
+
+class RankCommand(Value):
+    """Work for a rank."""
+
+    name: Literal[
+        "connect", "forward_backward", "recompute", "drop", "reduce", "receive", "keep_reference"
+    ]
+    rows: tuple[Row, ...] = ()
+    loss: LossConfig | None = None
+    version: int = 0
+    """Of the weights to receive."""
+
+
+class RankReply(Value):
+    """Result of a command."""
+
+    metrics: Mapping[str, float] = Field(default_factory=dict[str, float])
+    log_ratios: Mapping[GenerationId, Sequence[float]] = Field(
+        default_factory=dict[GenerationId, Sequence[float]]
+    )
+    rows: tuple[Row, ...] = ()
+    error: str | None = None
+    is_finite: bool = True
+    """False if the error is a NonFiniteUpdate."""
+
+
+class Channel:
+    """Values over a socket, one JSON line each."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("rb")
+
+    def send(self, value: Value) -> None:
+        """Send a value. Raises OSError if the other end is closed."""
+        self._connection.sendall(value.model_dump_json().encode() + b"\n")
+
+    def receive(self, kind: type[V]) -> V | None:
+        """Receive a value, or None once the other end is closed."""
+        try:
+            line = self._lines.readline()
+        except OSError:
+            return None
+        return kind.model_validate_json(line) if line.endswith(b"\n") else None
+
+    def close(self) -> None:
+        """Close this end."""
+        self._lines.close()
+        self._connection.close()
+
+
+class RankPlace(NamedTuple):
+    """The place of a process among all of them."""
+
+    rank: int
+    size: int
+    rendezvous: Path
+    """File by which they find each other."""
+
+    def connect(self, device: torch.device) -> None:
+        """Join the process group; returns once all have. Raises TrainerError."""
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        with boundary(TrainerError, "cannot connect the training processes"):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=f"file://{self.rendezvous}",
+                rank=self.rank,
+                world_size=self.size,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+
+    @property
+    def threads(self) -> int:
+        """This process's share of the CPU cores."""
+        return max(1, (os.cpu_count() or 1) // self.size)
+
+
+class RankProcess:
+    """A rank other than this one, as a process."""
+
+    def __init__(self, place: RankPlace, command: Sequence[str], settings: Value) -> None:
+        self._place = place
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), *map(str, place)],
+                stdin=subprocess.PIPE,  # closed by our death, which ends it
+                env={**os.environ, SUPERVISED: "1"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C is for this process alone
+            )
+        self._channel = Channel(ours)
+        self.send(settings)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, value: Value) -> None:
+        """Send a command. Raises TrainerError if the process has ended."""
+        try:
+            self._channel.send(value)
+        except OSError as error:
+            raise self._explain_end() from error
+
+    def receive(self) -> RankReply:
+        """Return the result of a command.
+
+        Raises:
+            NonFiniteUpdate: the rows are not finite.
+            TrainerError: the work failed.
+            RankLost: the process has ended.
+        """
+        reply = self._channel.receive(RankReply)
+        if reply is None:
+            raise self._explain_end()
+        if reply.error is not None:
+            raise (TrainerError if reply.is_finite else NonFiniteUpdate)(reply.error)
+        return reply
+
+    def has_ended(self, timeout_s: float) -> bool:
+        """Whether the process ends within a time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _explain_end(self) -> "RankLost":
+        self.has_ended(STOP_TIMEOUT_S)
+        return self.lost()
+
+    def lost(self) -> "RankLost":
+        """The error of a process that ended."""
+        code = self._process.returncode
+        how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+        return RankLost(
+            f"training process {self._place.rank} of {self._place.size} ended ({how}); no "
+            "committed step is lost: resume the run"
+        )
+
+    def stop(self) -> None:
+        """End the process."""
+        self._channel.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+class RankLost(TrainerError):
+    """A training process ended: the others cannot go on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """All processes of a training, as rank 0 sees them."""
+
+    place: RankPlace
+    others: Sequence[RankProcess]
+
+
+@contextmanager
+def start_ranks(
+    size: int, command: Sequence[str], settings: Value, *, device: str
+) -> Generator[RankGroup]:
+    """Start the processes of ranks 1 to `size` - 1, and end them with the block.
+
+    Raises:
+        ConfigError: the machine has fewer GPUs, or this process has a process group of its own.
+    """
+    found = torch.cuda.device_count()
+    if device != "cpu" and 0 < found < size:
+        raise ConfigError(f"trainer.gpus is {size} but torch finds {found}: set it to {found}")
+    if dist.is_initialized():
+        raise ConfigError(
+            "trainer.gpus needs torch.distributed, which this process already uses: train in "
+            "another process, or destroy its process group"
+        )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-ranks-")))
+        stack.callback(disconnect)
+        first, *places = (RankPlace(rank, size, folder / "rendezvous") for rank in range(size))
+        others: list[RankProcess] = []
+        for place in places:
+            others.append(RankProcess(place, command, settings))
+            stack.callback(others[-1].stop)
+        yield RankGroup(first, others)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRank:
+    """This process as a rank that another one started."""
+
+    place: RankPlace
+    channel: Channel
+
+
+def join_ranks(arguments: Sequence[str], settings: type[V]) -> tuple[OwnRank, V]:
+    """Read the arguments and the settings that `start_ranks` gave this process."""
+    fileno, rank, size, rendezvous = arguments
+    channel = Channel(socket.socket(fileno=int(fileno)))
+    place = RankPlace(int(rank), int(size), Path(rendezvous))
+    if place.rank < torch.cuda.device_count():
+        torch.cuda.set_device(place.rank)
+    received = channel.receive(settings)
+    if received is None:
+        raise TrainerError("the process that started this one has ended")
+    return OwnRank(place, channel), received
+
+
+def disconnect() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
