@@ -279,8 +279,12 @@ class RunFolder:
     def write_report(self, report: dict[str, object]) -> None:
         """Save the final numbers, also as the card of the trained model."""
         _write_whole(self.report, json.dumps(report, indent=2).encode())
-        if self.model.is_dir():
-            write_card(self.model, self.path, self._kind.read_text(), self.config(), report)
+        config = self.config()
+        for name in config.trained_policies:
+            model, run = (self.model / name, self.model / name) if name else (self.model, self.path)
+            if model.is_dir():
+                own = config.for_policy(name)
+                write_card(model, run, self._kind.read_text(), own, report, policy=name)
 
 
 @contextmanager

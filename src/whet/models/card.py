@@ -43,9 +43,18 @@ KINDS = {
 
 
 def write_card(
-    folder: Path, run: Path, kind: str, config: RunConfig, report: Mapping[str, object]
+    folder: Path,
+    run: Path,
+    kind: str,
+    config: RunConfig,
+    report: Mapping[str, object],
+    *,
+    policy: str = "",
 ) -> None:
-    """Write the card of the model in a folder, from the config and the final numbers of its run."""
+    """Write the card of the model in a folder, from the config and the final numbers of its run.
+
+    The numbers are those of all policies together, if it is one of several.
+    """
     library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
     changed = config.model_dump(mode="json", exclude_defaults=True, exclude={"dir", "name"})
     text = CARD.format(
@@ -54,7 +63,7 @@ def write_card(
         kind=kind,
         name=run.name,
         run=run,
-        summary=_summarize(kind, config, report),
+        summary=_summarize(kind, config, report, policy),
         results=_describe_results(report),
         settings=json.dumps(changed, indent=2),
     )
@@ -62,7 +71,7 @@ def write_card(
         file.write_text(text)
 
 
-def _summarize(kind: str, config: RunConfig, report: Mapping[str, object]) -> str:
+def _summarize(kind: str, config: RunConfig, report: Mapping[str, object], policy: str) -> str:
     what = "an adapter of" if config.trainer.kind == "tinker" else "full weights of"
     if config.trainer.kind == "local" and config.trainer.weights == "lora":
         what = "a LoRA adapter of"
@@ -71,9 +80,10 @@ def _summarize(kind: str, config: RunConfig, report: Mapping[str, object]) -> st
         rollouts, tasks = report.get("rollouts", 0), report.get("tasks", 0)
         how = f"reinforcement learning ({config.algorithm.name}, loss {config.loss.name}"
         how += f", {rollouts:,} rollouts; {tasks} held-out tasks)"
+    role = f" It is the policy {policy!r} of several that were trained together." if policy else ""
     return (
         f"Trained with [whet](https://pypi.org/project/whet): {what} `{config.model}` after "
-        f"{report.get('steps', 0)} steps of {how}."
+        f"{report.get('steps', 0)} steps of {how}.{role}"
     )
 
 

@@ -101,8 +101,10 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     """Print what a run trains, and where it is."""
     config = folder.config()
     sizes = f"{config.steps} steps of {config.tasks_per_step} x {config.group_size} rollouts"
+    trained = ", ".join(filter(None, config.trained_policies))
+    policies = f", policies {trained}," if trained else ""
     console.print(
-        f"run {folder.path}: trains {config.model} on {tasks} tasks, {sizes}",
+        f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}",
         highlight=False,
         soft_wrap=True,
     )
@@ -111,10 +113,12 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
 def print_next(console: Console, folder: RunFolder) -> None:
     """Print where the results of a run are, and what to run next."""
     model = f"   model: {folder.model}" if folder.model.exists() else ""
+    first, *_ = folder.config().trained_policies
+    trained = folder.model / first if first else folder.path
     for line in (
         f"run folder: {folder.path}   picture: {folder.picture}{model}",
         f"next: `whet view {folder.path}` in a browser, `whet show {folder.path}` as text, "
-        f"`whet eval ... --model {folder.path}` to compare it",
+        f"`whet eval ... --model {trained}` to compare it",
     ):
         console.print(line, highlight=False, soft_wrap=True)
 

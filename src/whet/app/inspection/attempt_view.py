@@ -108,6 +108,7 @@ def _call_json(call: Call) -> dict[str, JsonValue]:
         "parent": call.parent,
         "dialect": call.origin.dialect,
         "model": call.origin.model,
+        "policy": call.origin.policy,
         "agent": call.origin.agent,
         "tools": list(call.origin.tools),
         "fork": call.origin.fork.value if call.origin.fork else None,
@@ -181,7 +182,9 @@ def _head(view: AttemptView) -> Text:
 def _call_line(number: int, call: Call) -> Text:
     sampled = sum(len(generation.tokens) for generation in call.generations)
     line = Text(f"call {number}  ", "bold")
-    who = f", agent {call.origin.agent}" if call.origin.agent else ""
+    policy, agent = call.origin.policy, call.origin.agent
+    who = f", policy {policy}" if policy not in ("", call.origin.model) else ""
+    who += f", agent {agent}" if agent else ""
     line.append(
         f"{call.origin.dialect}, {call.origin.model or 'policy'}{who}: prompt "
         f"{call.prompt_length} tokens ({len(call.context)} new), sampled {sampled}",

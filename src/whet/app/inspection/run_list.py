@@ -67,7 +67,7 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
     return RunSummary(
         name=folder.path.name,
         kind=folder.kind(),
-        model=str(config.get("model", "")),
+        model=": ".join(filter(None, (config.get("model"), ", ".join(config.get("policies", ()))))),
         state=state,
         steps=int(report.get("steps") or 0),
         reward=rewards[-1],
