@@ -111,10 +111,12 @@ def test_a_run_of_several_policies_serves_saves_and_lists_each(tmp_path: Path) -
 async def check_calls(folder: RunFolder) -> None:
     async with SQLiteStore(folder.store) as store:
         [step] = await store.steps()
-        for trajectory in await store.trajectories(step.consumed):
+        trajectories = await store.trajectories(step.consumed)
+        assert len(trajectories) == 4
+        for trajectory in trajectories:
             found = [(call.origin.model, call.origin.policy) for call in trajectory.calls]
             assert found == [("planner",) * 2, ("gpt-5-mini", "worker"), ("critic",) * 2]
-        view = await read_attempt(store, trajectory.attempt.rollout)
+        view = await read_attempt(store, trajectories[0].attempt.rollout)
     console = Console(file=StringIO(), width=200)
     console.print(draw_attempt(view))
     assert "chat, gpt-5-mini, policy worker: prompt" in console.file.getvalue()  # pyright: ignore
