@@ -144,7 +144,7 @@ async def test_adapters_on_one_base_share_its_weights() -> None:
         ({"policies": {"a": {"frozen": True}}}, "every policy is frozen"),
         ({"policies": {"a": {}}, "store": "http://127.0.0.1:1"}, "leave out the store"),
         ({"policies": {"a": {}}, "resources": {"a": 1}}, "both a policy and a resource"),
-        ({"policies": {"a": {"algorithm": {"name": "grop"}}}}, "perhaps 'grpo'"),
+        ({"policies": {"a": {"algorithm": {"name": "grpo2"}}}}, "perhaps 'grpo'"),
         ({"policies": {"a": {"model": "nowhere/at-all"}}}, "nowhere/at-all"),
     ],
 )
