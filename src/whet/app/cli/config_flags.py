@@ -40,7 +40,7 @@ TRAINING_KEYS = {
 """The config keys that `--help` shows, by group; `--help-config` shows all of them."""
 
 SHORT_HELP = {
-    "model": "tiny, smollm2, a model folder, a GGUF file, a Hub name or a run",
+    "model": "tiny, smollm2, a folder, a GGUF file, a Hub name, a run",
     "engine.kind": "sample in this process, or with servers",
     "engine.device": "device of the model in this process",
     "engine.max_context": "longest prompt plus completion in tokens (default: the model's limit)",
