@@ -150,7 +150,7 @@ def add_tasks_flags(parser: CommandParser, *, held_out: bool) -> None:
     group.add_argument(
         "--tasks",
         metavar="FILE",
-        help=f"{tasks}, one JSON value a line; several as a.jsonl=0.7,b.jsonl=0.3",
+        help=f"{tasks}, one JSON a line; several: a.jsonl=0.7,b.jsonl=0.3",
     )
     if held_out:
         group.add_argument(
