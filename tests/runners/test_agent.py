@@ -1,5 +1,7 @@
 """Valid agents, their parameters and the arguments they get."""
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -12,7 +14,7 @@ from whet.types import AttemptedRollout, Endpoint, Mode, PromptTemplate
 
 pytestmark = pytest.mark.anyio
 
-PARTNER = {"base_url": "http://partner/v1", "api_key": "secret", "model": "frozen"}
+PARTNER: dict[str, Any] = {"base_url": "http://partner/v1", "api_key": "secret", "model": "frozen"}
 PROMPT = {"template": "Answer {question} briefly, as {{json}}."}
 
 

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from support.trajectories import Conversation, generation
 from whet.algorithms import build_algorithm
-from whet.config import RunConfig, resolve
+from whet.config import LocalTrainerConfig, RunConfig, resolve
 from whet.errors import ConfigError
 from whet.protocols import Collector
 from whet.store.sqlite import SQLiteStore
@@ -283,6 +283,7 @@ def test_a_policy_has_the_settings_of_the_run_and_its_own_over_them() -> None:
     assert (worker.adam.lr, worker.adam.beta2) == (1e-3, 0.5)
     assert worker.algorithm.name == "rloo"
     assert config.for_policy("planner").algorithm.name == "grpo"
+    assert isinstance(worker.trainer, LocalTrainerConfig)
     assert worker.trainer.lora_rank == 4
     assert config.trained_policies == ("planner", "worker")
     assert RunConfig().trained_policies == ("",)

@@ -16,12 +16,8 @@ import httpx
 import pytest
 
 from support.processes import find_gateways
-from whet.app.composition.gateway_pool import (
-    GatewaySettings,
-    count_gateways,
-    open_gateway_pool,
-)
-from whet.app.composition.gateway_server import ADDRESS_FILE
+from whet.app.composition.gateway_pool import GatewaySettings, open_gateway_pool
+from whet.app.composition.gateway_server import ADDRESS_FILE, count_gateways
 from whet.config import resolve
 from whet.engines.fake import FakeEngine
 from whet.engines.socket_engine import EngineServer

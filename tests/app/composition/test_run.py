@@ -9,7 +9,7 @@ import pytest
 
 import whet
 from support.trajectories import single
-from whet.app.composition.local_learning import (
+from whet.app.composition.trainers import (
     algorithm_name,
     check_credit,
     load_loss,

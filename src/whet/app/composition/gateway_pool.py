@@ -38,10 +38,6 @@ from whet.types import Endpoint, GatewayAddress, Value
 
 logger = logging.getLogger(__name__)
 
-CORES_EACH = 4
-"""Cores of a machine for each gateway that is started by default."""
-MAX_PROCESSES = 4
-"""By default."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 MAX_LINE_BYTES = 2**20
@@ -68,35 +64,6 @@ class GatewaySettings(Value):
     """File descriptor of the socket it listens at."""
     engine: int = -1
     """File descriptor of its connection to the engine."""
-
-
-def count_gateways(config: RunConfig) -> int:
-    """Gateway processes of a run; 0 if the gateway is in the process that trains.
-
-    Raises:
-        ConfigError: more than the runners of the config can use.
-    """
-    wanted, most = config.gateway.processes, MAX_PROCESSES
-    # A port, or a file with the address, is that of one gateway; runners of a cluster know one.
-    if config.gateway.port or os.environ.get(ADDRESS_FILE) or config.runner.ray is not None:
-        most = 1
-        if wanted is not None and wanted > most:
-            raise ConfigError(
-                f"gateway.processes is {wanted}, but gateway.port, {ADDRESS_FILE} and runner.ray "
-                "are for one gateway: set it to 1 or 0"
-            )
-    if config.policies:
-        most = 0
-        if wanted:
-            raise ConfigError(
-                f"gateway.processes is {wanted}, but the gateway of several policies is in the "
-                "process that trains: leave it out"
-            )
-    if wanted is not None:
-        return wanted
-    if config.runner.processes == 0 or config.runner.ray is not None:
-        return 0
-    return min(len(os.sched_getaffinity(0)) // CORES_EACH, most)
 
 
 @asynccontextmanager

@@ -44,6 +44,10 @@ logger = logging.getLogger(__name__)
 PORT_FLAG = "--gateway.port"
 ADDRESS_FILE = "LLM_SERVER_NOTIFY_FILE"
 """Environment variable that names the file for the gateway's address."""
+CORES_EACH = 4
+"""Cores of a machine for each gateway process that is started by default."""
+MAX_PROCESSES = 4
+"""Gateway processes that are started by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,35 @@ class Gateway:
         """The endpoint for calls outside attempts, where the config allows them."""
         key = auth.mint_key(auth.ANY_ATTEMPT, self.secret)
         return Endpoint(base_url=f"{self.url}/v1", api_key=key, model=self.model)
+
+
+def count_gateways(config: RunConfig) -> int:
+    """Gateway processes of a run; 0 if the gateway is in the process that trains.
+
+    Raises:
+        ConfigError: more than the runners of the config can use.
+    """
+    wanted, most = config.gateway.processes, MAX_PROCESSES
+    # A port, or a file with the address, is that of one gateway; runners of a cluster know one.
+    if config.gateway.port or os.environ.get(ADDRESS_FILE) or config.runner.ray is not None:
+        most = 1
+        if wanted is not None and wanted > most:
+            raise ConfigError(
+                f"gateway.processes is {wanted}, but gateway.port, {ADDRESS_FILE} and runner.ray "
+                "are for one gateway: set it to 1 or 0"
+            )
+    if config.policies:
+        most = 0
+        if wanted:
+            raise ConfigError(
+                f"gateway.processes is {wanted}, but the gateway of several policies is in the "
+                "process that trains: leave it out"
+            )
+    if wanted is not None:
+        return wanted
+    if config.runner.processes == 0 or config.runner.ray is not None:
+        return 0
+    return min(len(os.sched_getaffinity(0)) // CORES_EACH, most)
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from whet.app.composition.local_learning import open_algorithm, open_local_trainer
 from whet.app.composition.samplers import Sampler, build_renderer, local_sampler
+from whet.app.composition.trainers import open_algorithm, open_local_trainer
 from whet.config import LocalTrainerConfig, RunConfig
 from whet.errors import ConfigError
 from whet.gateway.templates.renderer import Renderer

@@ -6,12 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from whet.app.composition.gateway_pool import (
-    GatewaySettings,
-    count_gateways,
-    open_gateway_pool,
-)
-from whet.app.composition.gateway_server import Gateway, serve_gateway
+from whet.app.composition.gateway_pool import GatewaySettings, open_gateway_pool
+from whet.app.composition.gateway_server import Gateway, count_gateways, serve_gateway
 from whet.app.composition.policies import Policies, open_policy_samplers
 from whet.app.composition.samplers import Sampler, local_sampler, open_sampler, tinker_sampler
 from whet.app.composition.weight_sync import PolicyFollower, read_policy

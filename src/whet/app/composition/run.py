@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from anyio import to_thread
 
 from whet.app.composition.distributed import StoreAddress
-from whet.app.composition.gateway_pool import count_gateways
 from whet.app.composition.gateway_server import (
     Gateway,
     check_own_process,
+    count_gateways,
     open_collector,
     run_agents,
     serve_gateway,
 )
-from whet.app.composition.local_learning import open_algorithm
 from whet.app.composition.policies import Policies, open_policies
 from whet.app.composition.policy_server import serve_policy
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.samplers import open_model_sampler
-from whet.app.composition.trainers import open_trainer
+from whet.app.composition.trainers import open_algorithm, open_trainer
 from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease
 from whet.app.evaluation.models import LocalModel, find_run, read_models
 from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources

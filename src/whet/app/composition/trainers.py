@@ -1,23 +1,37 @@
-"""The trainer of a config: in this process, in several of this machine, or at a Tinker service."""
+"""Trainer and algorithm of a config, the user's own functions included.
 
+The trainer is in this process, in several of this machine, or at a Tinker service.
+"""
+
+import inspect
+import json
+import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from whet.app.composition.local_learning import load_loss, load_start, open_local_trainer
+from pydantic import JsonValue
+
+from whet.algorithms import DISTILLATION, build_algorithm, is_custom
 from whet.config import LocalTrainerConfig, RunConfig, TinkerConfig, VerlConfig
-from whet.errors import ConfigError, requires_extra
-from whet.models.catalog import model_context
+from whet.engines.scorer import LocalScorer
+from whet.errors import ConfigError, boundary, requires_extra
+from whet.models.catalog import model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
-from whet.protocols import TrainingBackend
+from whet.protocols import Algorithm, Scorer, TrainingBackend
+from whet.runners.loading import load_function
 from whet.trainers.data_parallel import DataParallelTrainer
+from whet.trainers.local import LocalTrainer
+from whet.trainers.loss import LossFunction
 from whet.trainers.ranks import start_ranks
 from whet.types import Value
 
 if TYPE_CHECKING:  # the client takes seconds to import
     from whet.models.tinker import TinkerPolicy
+
+Progress = Callable[[str], None]
 
 RANK_MODULE = "whet.app.composition.training_rank"
 
@@ -57,7 +71,7 @@ async def _open_ranks(
 ) -> AsyncGenerator[tuple[DataParallelTrainer, LocalPolicy]]:
     """Open a trainer of several processes, which load their models beside this one."""
     assert isinstance(config.trainer, LocalTrainerConfig)
-    custom = load_loss(config.loss.name) if config.loss.is_custom else None
+    custom = load_loss(config.loss.name)
     with start_ranks(
         config.trainer.gpus,
         [sys.executable, "-m", RANK_MODULE],
@@ -93,3 +107,108 @@ def check_served(policy: LocalPolicy, config: RunConfig) -> None:
             f"{config.engine.kind} does not load adapters of experts in PEFT's form: set "
             "trainer.lora_layers to attention, or sample with --engine local"
         )
+
+
+async def open_local_trainer(policy: LocalPolicy, config: RunConfig) -> LocalTrainer:
+    """The trainer of a policy in this process, at the weights that training starts from."""
+    trainer = LocalTrainer(policy, threads=os.cpu_count(), custom_loss=load_loss(config.loss.name))
+    await load_start(trainer, config)
+    return trainer
+
+
+async def load_start(trainer: LocalTrainer, config: RunConfig) -> None:
+    """Load the weights that training starts from, and keep them if the loss refers to them."""
+    if config.start is not None:
+        await trainer.start_from(config.start)
+    # New adapters have their reference without a copy: the model without them.
+    if config.loss.kl > 0 and (config.start is not None or config.trained_weights == "full"):
+        await trainer.keep_reference()
+
+
+def open_algorithm(config: RunConfig, model: Path, *, progress: Progress) -> Algorithm:
+    """The algorithm of a config, one of ours or the user's own.
+
+    Raises:
+        ConfigError: it is unknown, or its settings do not fit.
+    """
+    if is_custom(config.algorithm.name):
+        return load_algorithm(config.algorithm.name)
+    if config.algorithm.name == DISTILLATION:
+        return build_algorithm(config, teacher=_open_teacher(config, model, progress))
+    return build_algorithm(config)
+
+
+def load_algorithm(name: str) -> Algorithm:
+    """The user's own algorithm, by `module:Class`. Raises ConfigError if it is not one."""
+    found = load_function(name, "algorithm")
+    if isinstance(found, type):
+        with boundary(ConfigError, f"cannot make the algorithm {name!r}"):
+            found = found()
+    return check_credit(found)
+
+
+def load_loss(name: str) -> LossFunction | None:
+    """The user's own loss, by `module:function`; None for one of ours.
+
+    Raises:
+        ConfigError: it is not a loss.
+    """
+    if not is_custom(name):
+        return None
+    found = load_function(name, "loss")
+    if not callable(found):
+        raise ConfigError(f"the loss {name!r} is not a function")
+    try:
+        inspect.signature(found).bind(None, None, None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"a loss takes (logp, ratio, batch, config); {name!r} takes {inspect.signature(found)}"
+        ) from error
+    return cast(LossFunction, found)
+
+
+def check_credit(algorithm: object) -> Algorithm:
+    """Raise ConfigError unless the object has the method of an algorithm."""
+    credit = getattr(algorithm, "credit", None)
+    if not inspect.iscoroutinefunction(credit):
+        raise ConfigError(
+            f"an algorithm has a method `async def credit(self, groups, past)`; "
+            f"{type(algorithm).__name__!r} has none"
+        )
+    try:
+        inspect.signature(credit).bind([], [])
+    except TypeError as error:
+        raise ConfigError(
+            f"credit takes (groups, past); that of {type(algorithm).__name__!r} takes "
+            f"{inspect.signature(credit)}"
+        ) from error
+    return cast(Algorithm, algorithm)
+
+
+def algorithm_name(algorithm: Algorithm) -> str:
+    """The config's name of an object's class, by which a resumed run makes another object."""
+    kind = type(algorithm)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _open_teacher(config: RunConfig, student: Path, progress: Progress) -> Scorer:
+    assert config.algorithm.teacher is not None
+    folder = resolve_model(config.algorithm.teacher, progress=progress)
+    if read_vocabulary(folder) != read_vocabulary(student):
+        raise ConfigError(
+            f"the teacher {config.algorithm.teacher!r} has another tokenizer than "
+            f"{config.model!r}: distillation compares token by token"
+        )
+    # Full weights as loaded: no adapters, and nothing trains them. A Tinker service computes the
+    # student's log-probabilities in a precision of its own.
+    trainer = config.trainer
+    precision = trainer.precision if isinstance(trainer, LocalTrainerConfig) else "auto"
+    frozen = LocalTrainerConfig(weights="full", precision=precision)
+    return LocalScorer(LocalPolicy(folder, frozen, device=config.engine.device, seed=config.seed))
+
+
+def read_vocabulary(folder: Path) -> JsonValue:
+    """The vocabulary of a model: models with equal ones have the same token ids."""
+    with boundary(ConfigError, f"cannot read the tokenizer of {str(folder)!r}"):
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        return [tokenizer["model"]["vocab"], tokenizer.get("added_tokens")]

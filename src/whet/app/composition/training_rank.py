@@ -6,8 +6,7 @@ The process that trains starts it, gives it its settings and then its work, over
 import sys
 from collections.abc import Sequence
 
-from whet.app.composition.local_learning import load_loss
-from whet.app.composition.trainers import RankSettings, load_policy
+from whet.app.composition.trainers import RankSettings, load_loss, load_policy
 from whet.errors import WhetError
 from whet.io.process import follow_supervisor
 from whet.trainers.data_parallel import RankWorker
@@ -20,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         own, settings = join_ranks(arguments, RankSettings)
         config = settings.config
-        custom = load_loss(config.loss.name) if config.loss.is_custom else None
+        custom = load_loss(config.loss.name)
         policy = load_policy(config, settings.model)
         RankWorker(policy, own, custom_loss=custom).serve()
     except WhetError as error:

@@ -14,9 +14,8 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.progress import Progress
 
-from whet.app.composition.local_learning import read_vocabulary
 from whet.app.composition.samplers import build_renderer
-from whet.app.composition.trainers import open_trainer
+from whet.app.composition.trainers import open_trainer, read_vocabulary
 from whet.app.experiment import open_trackers
 from whet.app.run_folder import RunFolder, list_leaves
 from whet.app.supervised.best_rollouts import read_best, read_pairs
