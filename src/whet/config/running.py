@@ -47,7 +47,7 @@ class GatewayConfig(Section):
     """Port to listen on; 0 is any free one."""
     processes: Annotated[int, Field(ge=0, le=64)] | None = None
     """Processes of the gateway in a run of one machine; 0 is the one that trains. If absent one for
-    each 4 cores, at most 4, but one with a fixed port, and 0 where `runner.processes` is 0."""
+    each 4 cores, at most 2, but one with a fixed port, and 0 where `runner.processes` is 0."""
     models: tuple[str, ...] = ()
     """Further model names for the policy."""
     endpoints: tuple[str, ...] = ()

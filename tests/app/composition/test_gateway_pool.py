@@ -201,7 +201,7 @@ def test_the_number_of_gateways_depends_on_cores_and_settings(
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
         return count_gateways(resolve(json.loads(json.dumps(settings))))
 
-    assert [count(cores) for cores in (1, 2, 3, 4, 8, 16, 64)] == [0, 0, 0, 1, 2, 4, 4]
+    assert [count(cores) for cores in (1, 2, 3, 4, 8, 16, 64)] == [0, 0, 0, 1, 2, 2, 2]
     assert count(16, runner={"processes": 0}) == 0, "one setting: everything in one process"
     assert count(2, gateway={"processes": 3}) == 3
     assert count(16, gateway={"port": 8000}) == 1
