@@ -39,6 +39,8 @@ def test_it_trains_draws_the_curve_shows_rollouts_and_serves(notebook: Any, tmp_
     trained = read_text(cells["result = whet.train("])
     assert "   6/6 " in trained
     assert "held-out accuracy" in trained
+    [curve] = [html for html in read_html(cells["result = whet.train("]) if "<svg" in html]
+    assert "mean reward of steps 1 to 6" in curve, "one picture, drawn anew after each step"
     [result] = cells["result"].outputs
     html = result.data["text/html"]
     assert "<th>greedy</th>" in html
@@ -56,3 +58,8 @@ def read_text(cell: Any) -> str:
     """The outputs of a cell as plain text, without what went to stderr."""
     found = [each.data["text/plain"] for each in cell.outputs if "data" in each]
     return "".join(found)
+
+
+def read_html(cell: Any) -> list[str]:
+    """The outputs of a cell as HTML."""
+    return [each.data.get("text/html", "") for each in cell.outputs if "data" in each]

@@ -1,9 +1,10 @@
-"""Progress of a run in the terminal."""
+"""Progress of a run in the terminal, and in a notebook its learning curve."""
 
 import shlex
 import sys
+from importlib import import_module
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -37,7 +38,7 @@ class Display(Protocol):
 
 
 class ConsoleDisplay(Display):
-    """One line a step, and in a terminal a progress bar below them."""
+    """One line a step; in a terminal a progress bar below them, in a notebook a curve."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,6 +53,7 @@ class ConsoleDisplay(Display):
         self._live = Live(self._bar, console=console, refresh_per_second=8, transient=True)
         self._left = ""
         self._header = False
+        self._curve = NotebookCurve() if console.is_jupyter and not console.quiet else None
 
     def __enter__(self) -> "ConsoleDisplay":
         if self._console.is_terminal:
@@ -94,6 +96,55 @@ class ConsoleDisplay(Display):
         self.note(
             f"{record.step + 1:>4}/{steps:<4} {shown:>7} {bar:<20}  "
             f"{tokens:>7.0f} {seconds:>8.1f}  {left:.0f} s{_held_out(record)}{_components(record)}"
+        )
+        if self._curve is not None:
+            self._curve.add(record, steps)
+
+
+class NotebookCurve:
+    """Rewards of the steps so far as a picture in a notebook's cell, drawn anew after each step."""
+
+    WIDTH, HEIGHT = 480, 120
+
+    def __init__(self) -> None:
+        self._rewards: list[tuple[int, float]] = []
+        self._held_out: list[tuple[int, float]] = []
+        self._handle: Any = None  # IPython has no types for it
+
+    def add(self, record: StepRecord, steps: int) -> None:
+        """Show one more step."""
+        number, reward, held_out = record.step + 1, record.metrics.get("reward"), headline(record)
+        self._rewards += [] if reward is None else [(number, reward)]
+        self._held_out += [] if held_out is None else [(number, held_out)]
+        notebook: Any = import_module("IPython.display")  # a notebook has it
+        picture = notebook.HTML(self.draw(steps))
+        if self._handle is None:
+            self._handle = notebook.display(picture, display_id=True)
+        else:
+            self._handle.update(picture)
+
+    def draw(self, steps: int) -> str:
+        """The picture as SVG: a line of mean rewards, and circles of held-out measures."""
+        values = [value for _, value in (*self._rewards, *self._held_out)]
+        low, high = min(0.0, *values, 0.0), max(1.0, *values, 1.0)
+
+        def place(step: int, value: float) -> tuple[float, float]:
+            x = self.WIDTH * step / max(1, steps)
+            return round(x, 1), round(self.HEIGHT * (high - value) / (high - low), 1)
+
+        line = " ".join(f"{x},{y}" for x, y in (place(*point) for point in self._rewards))
+        circles = "".join(
+            f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in (place(*p) for p in self._held_out)
+        )
+        last = f"{self._rewards[-1][1]:.2f}" if self._rewards else "-"
+        title = f"mean reward of steps 1 to {steps}, from {low:g} to {high:g}; now {last}"
+        return (
+            f'<svg role="img" width="{self.WIDTH + 8}" height="{self.HEIGHT + 28}" '
+            f'viewBox="-4 -4 {self.WIDTH + 8} {self.HEIGHT + 28}" stroke="currentColor">'
+            f'<rect width="{self.WIDTH}" height="{self.HEIGHT}" fill="none" opacity="0.3"/>'
+            f'<polyline points="{line}" fill="none" stroke-width="2"/>{circles}'
+            f'<text y="{self.HEIGHT + 18}" stroke="none" fill="currentColor" font-size="12">'
+            f"{title}</text></svg>"
         )
 
 
