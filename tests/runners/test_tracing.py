@@ -94,7 +94,12 @@ async def test_an_operation_keeps_no_keys(store: SQLiteStore) -> None:
     inputs = span.attributes["whet.operation.input"]
     assert isinstance(inputs, dict)
     hidden = {"api_key": "...", "reward_key": "..."}
-    assert inputs["0"] == {"base_url": "http://nowhere/r0.1", "model": "p", **hidden}
+    assert inputs["0"] == {
+        "base_url": "http://nowhere/r0.1",
+        "model": "p",
+        "policies": [],
+        **hidden,
+    }
     assert str(inputs["unknown"]).startswith("<module 'threading'")
 
 
