@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 import pytest
@@ -95,9 +95,12 @@ def try_out(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
     """Train for one step with an agent that another process runs."""
     taps: list[Tap] = []
     build_app = gateway_server.build_app
-    patch.setattr(
-        gateway_server, "build_app", lambda *given: taps.append(Tap(build_app(*given))) or taps[0]
-    )
+
+    def tapped(*given: Any, **named: Any) -> Tap:
+        taps.append(Tap(build_app(*given, **named)))
+        return taps[0]
+
+    patch.setattr(gateway_server, "build_app", tapped)
     config = resolve(
         {
             "steps": 1,
