@@ -68,9 +68,7 @@ class VerlEngine(Engine):
                 prompt_ids=tokens,
                 sampling_params=_sampling_params(sampling, limit),
             )
-        request = SampleRequest(
-            tokens=list(prompt), sampling=sampling, limit=limit, stream=False, seed=0
-        )
+        request = SampleRequest(tokens=tokens, sampling=sampling, limit=limit, stream=False, seed=0)
         yield self._cut(request, output)
 
     async def close(self) -> None:

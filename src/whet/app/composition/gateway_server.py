@@ -248,7 +248,7 @@ async def run_agents(
     config: RunnerConfig,
     store: RunnerStore,
     endpoints: Endpoints,
-    on_outcome: Callable[[Attempt, Outcome], None],
+    on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     *,
     hooks: Sequence[Hooks] = (),
     on_warning: Callable[[str], None] | None = None,

@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 import anyio
-from anyio import create_task_group
 from pydantic import JsonValue
 from rich.console import Console
 
@@ -22,6 +21,7 @@ from whet.app.composition.distributed import (
     find_store,
     watch_workers,
 )
+from whet.app.composition.gateway_server import run_agents
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.inputs import Tasks, load_tasks
 from whet.app.run_folder import RunFolder
@@ -30,12 +30,11 @@ from whet.config import RunConfig, VerlConfig
 from whet.errors import ConfigError, RunFailed
 from whet.gateway import auth
 from whet.io.process import SUPERVISED
-from whet.io.threads import run_async, unwrap_group
+from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.protocols import Store
 from whet.runners.agent import Agent
 from whet.runners.endpoints import RemoteEndpoints
-from whet.runners.runner import Runner
 from whet.store import DEFAULT_RUN
 from whet.store.http import token
 from whet.store.http.server import StoreServer
@@ -119,7 +118,12 @@ async def _run(
         if config.runner.ray is not None and agent is not None:
             running = run_agents_on_ray(agent, config.runner, store, address, report=note)
         elif agent is not None and store_url is None:
-            running = _run_agents(agent, config, store, address, note)
+            endpoints = RemoteEndpoints(
+                store,
+                partial(auth.mint_key, secret=address.secret),
+                partial(auth.mint_reward_key, secret=address.secret),
+            )
+            running = run_agents(agent, config.runner, store, endpoints, on_warning=note)
         else:
             running = watch_workers(store, note)
         await stack.enter_async_context(running)
@@ -246,27 +250,3 @@ async def _serve_store(store: SQLStore, folder: RunFolder) -> AsyncGenerator[Sto
         yield StoreAddress(server.url, DEFAULT_RUN, key)
     finally:
         await anyio.to_thread.run_sync(server.close)
-
-
-@asynccontextmanager
-async def _run_agents(
-    agent: Agent,
-    config: RunConfig,
-    store: Store,
-    address: StoreAddress,
-    note: Callable[[str], None],
-) -> AsyncGenerator[None]:
-    """Run the agent in this process, with the gateway that verl's process registers."""
-    endpoints = RemoteEndpoints(
-        store,
-        partial(auth.mint_key, secret=address.secret),
-        partial(auth.mint_reward_key, secret=address.secret),
-    )
-    runner = Runner(agent, config.runner, store=store, endpoints=endpoints, on_warning=note)
-    try:
-        async with create_task_group() as tasks:
-            tasks.start_soon(runner.run)
-            yield
-            tasks.cancel_scope.cancel()
-    except ExceptionGroup as group:
-        raise unwrap_group(group) from group
