@@ -204,3 +204,33 @@ def test_however_ids_are_cut_a_stream_adds_up_to_the_whole_message(
 def test_an_empty_generation_is_an_empty_message(tmp_path: Path) -> None:
     renderer = Renderer(template_of(tmp_path, "qwen2_5", trl_templates()["qwen2_5"]))
     assert decode(renderer, "").content == ""
+
+
+RECIPIENTS = """
+{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{% if m.role == "assistant" %}{% if m.content %}{{ ">>>all\n" + m.content }}{% endif -%}
+{%- for c in m.tool_calls or [] %}{{ ">>>" + c.function.name + "\n" + c.function.arguments }}
+{%- endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n>>>" }}{% endif -%}
+"""
+"""A template in which a turn names its recipients, as functionary 3.2 does."""
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_the_recipient_of_an_answer_is_not_part_of_it(tmp_path: Path, tools: bool) -> None:
+    renderer = Renderer(template_of(tmp_path, "qwen", RECIPIENTS))
+    assert renderer.report.parser == "functionary_3_2"
+    assert renderer.report.mode == "merged"
+    message = decode(renderer, "all\nIt is all\n5.<|im_end|>", tools=tools)
+    assert (message.content, message.tool_calls) == ("It is all\n5.", ())
+    ids = renderer.template.encode('all\nLet me see.>>>f\n{"a": 1}<|im_end|>')
+    whole = decode_message(renderer, ids, Sampling(), tools=tools)
+    assert len(whole.tool_calls) == tools
+    assert whole.content.startswith("Let me see.")
+    for at in range(len(ids)):
+        stream = StreamDecoder(renderer, Sampling(), tools=tools)
+        deltas = [stream.feed(ids[:at]), stream.feed(ids[at:]), stream.finish(whole)]
+        assert "".join(delta.content for delta in deltas) == whole.content

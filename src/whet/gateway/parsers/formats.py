@@ -8,19 +8,21 @@ from whet.gateway.parsers.gemma import GemmaParser
 from whet.gateway.parsers.harmony import ATEM, HARMONY
 from whet.gateway.parsers.json_calls import HERMES, JSON_CALLS
 from whet.gateway.parsers.llama import LlamaParser
+from whet.gateway.parsers.minimax_m3 import MinimaxM3Parser
 from whet.gateway.parsers.mistral import MistralParser
 from whet.gateway.parsers.parser import NoParser, ToolParser
 from whet.gateway.parsers.pythonic import PYTHONIC
-from whet.gateway.parsers.sections import DEEPSEEK, FUNCTIONARY, KIMI, SOLAR
+from whet.gateway.parsers.sections import DEEPSEEK, FUNCTIONARY, FUNCTIONARY_32, KIMI, SOLAR
 from whet.gateway.parsers.xml_tags import GLM, QWEN_XML, XML_TAGS
 
 PARSERS: tuple[ToolParser, ...] = (
     *(HARMONY, ATEM, DEEPSEEK, KIMI, SOLAR, GemmaParser()),
+    MinimaxM3Parser(),
     *XML_TAGS,
     *(GLM, QWEN_XML, MistralParser()),
     *PYTHONIC,
     *JSON_CALLS,
-    *(LlamaParser(), HERMES, FUNCTIONARY),
+    *(LlamaParser(), HERMES, FUNCTIONARY, FUNCTIONARY_32),
 )
 """The more specific first, since several formats share a tag."""
 NO_PARSER = NoParser()

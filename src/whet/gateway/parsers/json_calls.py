@@ -25,6 +25,7 @@ from whet.gateway.parsers.parser import (
     parse_json_call,
     require_all,
     split_objects,
+    strip_fence,
 )
 
 
@@ -40,16 +41,20 @@ class JsonCallParser(ToolParser):
     id_key: str = "id"
     named_by_key: bool = False
     """Whether the name of a tool is the key of its arguments: {"calculator": {...}}."""
+    may_be_open: bool = False
+    """Whether the end of the turn may stand for the end of the calls."""
 
     def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
-        open = self.format.markers[0]
+        markers = [marker for marker in self.format.markers if marker in text]
+        open = min(markers, key=text.find, default=self.format.markers[0])
         before, found, after = text.partition(open)
         bodies: list[str] | None = [after] if found else None
         if self.close:
-            between = re.compile(rf"\s*+{re.escape(open)}(.*?){re.escape(self.close)}\s*+", re.S)
+            end = re.escape(self.close) + (r"|\Z" if self.may_be_open else "")
+            between = re.compile(rf"\s*+{re.escape(open)}(.*?)(?:{end})\s*+", re.DOTALL)
             matches = match_all(between, text[len(before) :])
             bodies = [match[1] for match in matches] if matches else None
-        objects = [split_objects(body) or [""] for body in bodies or []]
+        objects = [split_objects(strip_fence(body)) or [""] for body in bodies or []]
         calls = require_all([self._parse_call(body) for found in objects for body in found])
         return ParsedOutput(before.rstrip(), calls) if calls else None
 
@@ -79,14 +84,21 @@ TOOL_CALLS = JsonCallParser(
 """Apriel in a list, MiniMax M1 line by line."""
 NEMOTRON_V2 = JsonCallParser(_tags("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"), "</TOOLCALL>")
 GRANITE = JsonCallParser(
-    replace(_tags("granite", "<|tool_call|>"), content_tags=("<response>", "</response>"))
+    replace(
+        _tags("granite", "<|tool_call|>"),
+        markers=("<|tool_call|>", "<tool_call>"),
+        content_tags=("<response>", "</response>"),
+    )
 )
 GIGACHAT3 = JsonCallParser(
     _tags("gigachat3", "function call<|role_sep|>\n", marks=("'function call'", "<|role_sep|>"))
 )
 GIGACHAT31 = JsonCallParser(_tags("gigachat3_1", "<|function_call|>"))
 APERTUS = JsonCallParser(
-    _tags("apertus", "<|tools_prefix|>", "<|tools_suffix|>"), "<|tools_suffix|>", named_by_key=True
+    _tags("apertus", "<|tools_prefix|>", "<|tools_suffix|>"),
+    "<|tools_suffix|>",
+    named_by_key=True,
+    may_be_open=True,
 )
 COHERE = JsonCallParser(
     _tags("cohere", "<|START_ACTION|>", "<|END_ACTION|>"),
@@ -95,4 +107,15 @@ COHERE = JsonCallParser(
     arguments_key="parameters",
     id_key="tool_call_id",
 )
-JSON_CALLS = (TOOL_CALLS, NEMOTRON_V2, GRANITE, GIGACHAT31, GIGACHAT3, APERTUS, COHERE)
+COMMAND_R = JsonCallParser(
+    _tags("command_r", "Action:", marks=("Action:", "```json", '"tool_name"')),
+    name_key="tool_name",
+    arguments_key="parameters",
+)
+"""A list in a code fence, as Command R and R+ write it."""
+FUNCTOOLS = JsonCallParser(_tags("functools", "functools"))
+"""FireFunction and Phi 4 mini."""
+JSON_CALLS = (
+    *(TOOL_CALLS, NEMOTRON_V2, GRANITE, GIGACHAT31, GIGACHAT3, APERTUS, COHERE),
+    *(COMMAND_R, FUNCTOOLS),
+)

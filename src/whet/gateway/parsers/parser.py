@@ -43,6 +43,8 @@ class ToolCallFormat:
     """Special tokens that `parse` needs; all others are removed before."""
     content_tags: Sequence[str] = ()
     """Tags around content, which are not part of it."""
+    content_prefix: str = ""
+    """Text with which a turn starts if it starts with content; otherwise it starts with a call."""
 
 
 class ToolParser(Protocol):
@@ -111,6 +113,11 @@ def dump_arguments(values: dict[str, JsonValue]) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
+def strip_fence(text: str) -> str:
+    """Remove the code fence that some models put around JSON."""
+    return text.strip().removeprefix("```json").removesuffix("```").strip()
+
+
 def split_objects(text: str) -> list[str] | None:
     """Split a JSON list of objects, or objects one after the other, into their texts.
 
@@ -166,28 +173,3 @@ def _slice_value(body: str, key: str, value: JsonValue) -> str:
         if found == value:  # not a key of the same name deeper in the object
             return body[match.end() : end]
     return json.dumps(value, ensure_ascii=False)
-
-
-def coerce_argument(text: str, name: str, key: str, tools: Sequence[JsonValue]) -> JsonValue:
-    """Convert an argument that was written without quotes to the type its tool declares.
-
-    Without a declared type it is JSON if it parses as JSON, and text otherwise.
-    """
-    if _declared_type(name, key, tools) == "string":
-        return text
-    try:
-        return parse_json(text)
-    except ValueError:
-        return text
-
-
-def _declared_type(name: str, key: str, tools: Sequence[JsonValue]) -> JsonValue:
-    for tool in tools:
-        match tool:
-            case {"function": {"name": found, "parameters": {"properties": dict(properties)}}}:
-                declared = properties.get(key)
-                if found == name and isinstance(declared, dict):
-                    return declared.get("type")
-            case _:
-                pass
-    return None

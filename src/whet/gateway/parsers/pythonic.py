@@ -4,14 +4,13 @@ The text is parsed as syntax and never executed.
 """
 
 import ast
-import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
 from whet.gateway.messages import ToolCall
+from whet.gateway.parsers.literals import evaluate_literal, parse_python
 from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
@@ -22,10 +21,6 @@ from whet.gateway.parsers.parser import (
 )
 
 OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-STRING = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
-MAX_LENGTH = 100_000
-"""Characters; Python's parser is not made for hostile text."""
-JSON_NAMES: dict[str, JsonValue] = {"true": True, "false": False, "null": None}
 
 
 @dataclass
@@ -63,18 +58,11 @@ PYTHONIC = (
 
 def _parse_calls(text: str) -> tuple[ToolCall, ...] | None:
     """Parse a list of calls, or calls line by line."""
-    if len(text) > MAX_LENGTH:
+    try:
+        body = parse_python(text)
+        return require_all([_parse_call(node) for node in _list_expressions(body or [])])
+    except (ValueError, RecursionError):
         return None
-    # Some models write line breaks in strings as they are, which is not Python.
-    for source in (text, STRING.sub(lambda match: match[0].replace("\n", "\\n"), text)):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about unknown escapes in a model's strings
-                body = ast.parse(source).body
-            return require_all([_parse_call(node) for node in _list_expressions(body)])
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-    return None
 
 
 def _list_expressions(statements: Sequence[ast.stmt]) -> list[ast.expr]:
@@ -92,35 +80,7 @@ def _list_expressions(statements: Sequence[ast.stmt]) -> list[ast.expr]:
 def _parse_call(node: ast.expr) -> ToolCall | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
-    arguments = {str(keyword.arg): _parse_value(keyword.value) for keyword in node.keywords}
+    arguments = {str(keyword.arg): evaluate_literal(keyword.value) for keyword in node.keywords}
     if any(keyword.arg is None for keyword in node.keywords):
         return None
     return new_call(ast.unparse(node.func), dump_arguments(arguments))
-
-
-def _parse_value(node: ast.expr) -> JsonValue:
-    """Evaluate a literal in Python's or JSON's spelling. Raises ValueError for anything else."""
-    match node:
-        case ast.Constant(value=str() | int() | None as value):
-            return value
-        case ast.Constant(value=float(value)) if value - value == 0:
-            return value
-        case ast.Name(id=name) if name in JSON_NAMES:
-            return JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_parse_value(item) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            pairs = zip(keys, values, strict=True)
-            return {_parse_key(key): _parse_value(value) for key, value in pairs}
-        case _:
-            raise ValueError("not a literal")
-
-
-def _parse_key(node: ast.expr | None) -> str:
-    match node:
-        case ast.Constant(value=str(key)):
-            return key
-        case _:
-            raise ValueError("not the key of an object")

@@ -17,6 +17,10 @@ Solar:
     <|tool_call:args|>{"expression": "2 + 3"}<|tool_call:end|>
 functionary 3.1:
     <function=calculator>{"expression": "2 + 3"}</function>
+functionary 3.2, where the prompt ends with >>>:
+    all
+    Let me see.>>>calculator
+    {"expression": "2 + 3"}
 """
 
 import re
@@ -32,6 +36,7 @@ from whet.gateway.parsers.parser import (
     match_all,
     new_call,
     require_all,
+    strip_fence,
 )
 
 
@@ -43,26 +48,48 @@ class SectionParser(ToolParser):
     close: str
     """End of the section, which starts with the format's marker; "" if the turn ends it."""
     call: re.Pattern[str]
-    """One call, with the groups `name`, `arguments` and perhaps `id`."""
+    """One call, with the groups `name`, `arguments` and perhaps `id`. Its start may be a second
+    marker of the format: some models leave out the start of the section."""
 
     def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
-        before, found, after = text.partition(self.format.markers[0])
-        if not found:
+        starts = [at for marker in self.format.markers if (at := text.find(marker)) >= 0]
+        if not starts:
             return None
+        before, after = text[: min(starts)], text[min(starts) :]
+        after = after.removeprefix(self.format.markers[0])
         section = after.partition(self.close)[0] if self.close else after
         matches = match_all(self.call, section) or []
         calls = require_all(
             [
-                new_call(m["name"], _strip_fence(m["arguments"]), m.groupdict().get("id") or "")
+                new_call(m["name"], strip_fence(m["arguments"]), m.groupdict().get("id") or "")
                 for m in matches
             ]
         )
         return ParsedOutput(before.rstrip(), calls) if calls else None
 
 
-def _strip_fence(arguments: str) -> str:
-    """Arguments without the code fence that DeepSeek V3 and R1 put around them."""
-    return arguments.strip().removeprefix("```json").removesuffix("```").strip()
+@dataclass
+class RecipientParser(ToolParser):
+    """Parse messages that each start with the name of a recipient, in a line of its own."""
+
+    format: ToolCallFormat
+    header: re.Pattern[str]
+    """The start of a message, with the recipient as group 1."""
+    user: str
+    """The recipient of content."""
+
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        marker = self.format.markers[0]
+        text = marker + text.removeprefix(marker)  # the prompt ends with the first one
+        headers = [*self.header.finditer(text)]
+        if not headers or headers[0].start() > 0:
+            return None
+        ends = [*(header.start() for header in headers[1:]), len(text)]
+        bodies = [text[h.end() : end].strip() for h, end in zip(headers, ends, strict=True)]
+        messages = [(h[1], body) for h, body in zip(headers, bodies, strict=True)]
+        content = [body for recipient, body in messages if recipient == self.user]
+        calls = require_all([new_call(r, body) for r, body in messages if r != self.user])
+        return ParsedOutput("\n".join(content), calls) if calls else None
 
 
 def _deepseek_token(words: str) -> str:
@@ -87,19 +114,22 @@ DEEPSEEK = SectionParser(
     ),
 )
 KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL = "<|tool_call_begin|>"
 KIMI = SectionParser(
-    _section(
+    ToolCallFormat(
         "kimi",
-        KIMI_BEGIN,
-        KIMI_END,
-        "<|tool_call_begin|>",
-        "<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
+        template_marks=(KIMI_BEGIN,),
+        markers=(KIMI_BEGIN, KIMI_CALL),
+        special_tokens=(
+            *(KIMI_BEGIN, KIMI_END, KIMI_CALL),
+            *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ),
     ),
     close=KIMI_END,
     call=re.compile(
         r"\s*+<\|tool_call_begin\|>\s*+(?P<id>(?:functions\.)?(?P<name>[^\s<:]++)(?::\d++)?+)\s*+"
-        r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>\s*+",
+        r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)"
+        r"(?:<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z)\s*+",
         re.DOTALL,
     ),
 )
@@ -125,4 +155,14 @@ FUNCTIONARY = SectionParser(
     call=re.compile(
         r"\s*+(?:<function=)?+(?P<name>[^\s<>{]++)>(?P<arguments>\{.*?\})</function>\s*+", re.DOTALL
     ),
+)
+FUNCTIONARY_32 = RecipientParser(
+    ToolCallFormat(
+        "functionary_3_2",
+        template_marks=(">>>all",),
+        markers=(">>>",),
+        content_prefix="all\n",
+    ),
+    header=re.compile(r">>>([\w.:/-]++)\n"),
+    user="all",
 )

@@ -17,6 +17,7 @@ GLM:
 Where the values are not typed, the schema of the tool gives their types.
 """
 
+import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from whet.gateway.messages import ToolCall
+from whet.gateway.parsers.argument_types import coerce_value, find_property, find_schema
 from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
     ToolParser,
-    coerce_argument,
     dump_arguments,
     match_all,
     new_call,
@@ -45,7 +46,8 @@ class XmlTagParser(ToolParser):
     """One call, with two groups: its name and the text of its arguments."""
     argument: re.Pattern[str]
     """One argument, with two groups: its name and its value. With a group `typed`, which is "true"
-    or "string" if the value is text and anything else if it is JSON, the value is group `value`."""
+    or "string" if the value is text and anything else if it is JSON, the value is group `value`. A
+    group `verbatim` is the value if it matches."""
     wrapper: re.Pattern[str] | None = None
     """All calls with the tags around them, of which group 1 is the calls."""
 
@@ -60,19 +62,23 @@ class XmlTagParser(ToolParser):
         return ParsedOutput(text[:start].rstrip(), calls) if calls else None
 
     def _parse_call(self, name: str, body: str, tools: Sequence[JsonValue]) -> ToolCall | None:
-        matches = match_all(self.argument, body)
+        matches = match_all(self.argument, body.strip())
         if matches is None:
             return None
-        values = {m[1]: self._parse_value(m, name, tools) for m in matches}
+        schema = find_schema(name, tools)
+        values = {
+            html.unescape(m[1]): _parse_value(m, find_property(schema, html.unescape(m[1])))
+            for m in matches
+        }
         return new_call(name, dump_arguments(values))
 
-    def _parse_value(
-        self, match: re.Match[str], tool: str, tools: Sequence[JsonValue]
-    ) -> JsonValue:
-        value = match.groupdict().get("value", match[2])
-        if match.groupdict().get("typed") in ("true", "string"):
-            return value
-        return coerce_argument(value, tool, match[1], tools)
+
+def _parse_value(match: re.Match[str], schema: JsonValue) -> JsonValue:
+    groups = match.groupdict()
+    value = groups.get("value", match[2])
+    if groups.get("typed") in ("true", "string"):
+        return value
+    return coerce_value(groups.get("verbatim") or value or "", schema)
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -129,23 +135,15 @@ MINIMAX_M2 = XmlTagParser(
     argument=_compile(r'<parameter name="([^"\n]++)">(.*?)</parameter>'),
     wrapper=_compile("<minimax:tool_call>(.*)</minimax:tool_call>"),
 )
-MINIMAX = "]<]minimax[>["
-_M = re.escape(MINIMAX)
-MINIMAX_M3 = XmlTagParser(
-    ToolCallFormat(
-        name="minimax_m3",
-        template_marks=(MINIMAX,),
-        markers=(f"{MINIMAX}<tool_call>",),
-        special_tokens=(MINIMAX,),
-    ),
-    call=_compile(rf'{_M}<invoke name="([^"\n]++)">(.*?){_M}</invoke>'),
-    argument=_compile(rf"{_M}<([^>/\s]++)>(.*?){_M}</\1>"),
-    wrapper=_compile(rf"{_M}<tool_call>(.*){_M}</tool_call>"),
-)
 MINICPM5 = XmlTagParser(
     ToolCallFormat("minicpm5", ('<function name="', "<param name="), ('<function name="',)),
-    call=_compile(r'<function name="([^"\n]++)">(.*?)</function>'),
-    argument=_compile(r'<param name="([^"\n]++)">(.*?)</param>'),
+    call=_compile(
+        r'<function name="([^"\n]++)">((?:<!\[CDATA\[.*?\]\]>|[^<]|<(?!/function>))*+)</function>'
+    ),
+    argument=_compile(
+        r'<param name="([^"\n]++)">'
+        r"(?:\s*+<!\[CDATA\[(?P<verbatim>.*?)\]\]>\s*+|(?P<value>.*?))</param>"
+    ),
 )
 DSML = "\uff5cDSML\uff5c"
 DEEPSEEK_DSML = XmlTagParser(
@@ -162,17 +160,26 @@ DEEPSEEK_DSML = XmlTagParser(
     ),
     wrapper=_compile(rf"<{DSML}(?:function|tool)_calls>(.*)</{DSML}(?:function|tool)_calls>"),
 )
+_HY3_TAGS = ("tool_calls", "tool_call", "arg_key", "arg_value")
+_HY3_ENDS = ("", ":opensource")
 HY3 = XmlTagParser(
     ToolCallFormat(
         name="hy3",
         template_marks=("<tool_calls", "<tool_sep", "<arg_key"),
-        markers=("<tool_calls:",),
+        markers=("<tool_calls:", "<tool_calls>"),
+        special_tokens=(
+            *(f"<{slash}{t}{e}>" for t in _HY3_TAGS for e in _HY3_ENDS for slash in ("", "/")),
+            *(f"<tool_sep{e}>" for e in _HY3_ENDS),
+        ),
     ),
-    call=_compile(r"<tool_call:\w++>\s*+([^\s<]++)\s*+<tool_sep:\w++>(.*?)</tool_call:\w++>"),
+    call=_compile(
+        r"<tool_call(?::\w++)?+>\s*+([^\s<]++)\s*+<tool_sep(?::\w++)?+>(.*?)</tool_call(?::\w++)?+>"
+    ),
     argument=_compile(
-        r"<arg_key:\w++>(.*?)</arg_key:\w++>\s*+<arg_value:\w++>(.*?)</arg_value:\w++>"
+        r"<arg_key(?::\w++)?+>(.*?)</arg_key(?::\w++)?+>\s*+"
+        r"<arg_value(?::\w++)?+>(.*?)</arg_value(?::\w++)?+>"
     ),
-    wrapper=_compile(r"<tool_calls:\w++>(.*)</tool_calls:\w++>"),
+    wrapper=_compile(r"<tool_calls(?::\w++)?+>(.*)</tool_calls(?::\w++)?+>"),
 )
 K3_OPEN, K3_CLOSE, K3_SEP = "<|open|>", "<|close|>", "<|sep|>"
 _O, _C, _S = (re.escape(token) for token in (K3_OPEN, K3_CLOSE, K3_SEP))
@@ -194,4 +201,4 @@ KIMI_K3 = XmlTagParser(
     ),
     wrapper=_compile(rf"{_O}tools{_S}(.*){_C}tools{_S}(?:{_C}message{_S})?+"),
 )
-XML_TAGS = (SEED, MINIMAX_M2, MINIMAX_M3, MINICPM5, DEEPSEEK_DSML, HY3, KIMI_K3)
+XML_TAGS = (SEED, MINIMAX_M2, MINICPM5, DEEPSEEK_DSML, HY3, KIMI_K3)

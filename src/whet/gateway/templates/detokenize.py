@@ -183,9 +183,14 @@ def _new_parser(
         renderer.ends_in_thinking(prompt) if prompt else renderer.prompt_opens_thinking
     )
     parser = renderer.parser if tools and not as_text else None
-    tags = () if as_text else renderer.parser.format.content_tags
+    format = renderer.parser.format
     return InlineMessageParser(
-        reasoning, parser, in_thinking=in_thinking, removed=visibility.shown, tags=tags
+        reasoning,
+        parser,
+        in_thinking=in_thinking,
+        removed=visibility.shown,
+        tags=() if as_text else format.content_tags,
+        prefix="" if as_text else format.content_prefix,
     )
 
 
@@ -207,7 +212,7 @@ class InlineMessageParser(MessageParser):
     """Parse thinking between two tags, then content, then perhaps tool calls.
 
     New lines next to the tags belong to the tags. `removed` are special tokens that are no content
-    where no parser consumes them; `tags` stand around content.
+    where no parser consumes them; `tags` stand around content, `prefix` before it.
     """
 
     def __init__(
@@ -218,12 +223,16 @@ class InlineMessageParser(MessageParser):
         in_thinking: bool,
         removed: Sequence[str] = (),
         tags: Sequence[str] = (),
+        prefix: str = "",
     ) -> None:
         """`in_thinking`: the prompt ends inside a thinking block."""
         self._reasoning = reasoning
         self._parser = parser
         self._removed = removed
         self._tags = tags
+        self._prefix = prefix
+        self._expected_prefix = prefix
+        """The prefix until it was read."""
         self._markers = (*(parser.format.markers if parser else ()), *removed, *tags)
         self._starts = tuple(parser.format.starts) if parser else ()
         self._in_thinking = in_thinking
@@ -253,7 +262,7 @@ class InlineMessageParser(MessageParser):
         for tag in self._tags:
             text = text.replace(tag, "")
         parsed = self._parser.parse(text, tools) if self._parser else None
-        content, calls = parsed or (text, ())
+        content, calls = parsed or (text.removeprefix(self._prefix), ())
         for token in self._removed:
             content = content.replace(token, "")
         return Message("assistant", content, calls, reasoning=thinking)
@@ -315,7 +324,7 @@ class InlineMessageParser(MessageParser):
         """State: content, up to what may be a tool call."""
         if self._after_thinking and not self._content:
             self._pending = self._pending.lstrip("\n")
-        if self._may_start_with_call():
+        if self._may_start_with_call() or self._may_lack_prefix():
             return
         start = find_first_marker(self._pending, self._markers)
         content = self._pending[:start]
@@ -336,6 +345,19 @@ class InlineMessageParser(MessageParser):
             self._state = InlineMessageParser._hold
             return True
         return not text or any(start.startswith(text) for start in self._starts)
+
+    def _may_lack_prefix(self) -> bool:
+        """Whether the text so far may be a call, since content would start with a prefix."""
+        prefix, self._expected_prefix = self._expected_prefix, ""
+        if self._pending.startswith(prefix):
+            self._pending = self._pending[len(prefix) :]
+            return False
+        if prefix.startswith(self._pending):
+            self._expected_prefix = prefix
+            return True
+        if self._parser:
+            self._state = InlineMessageParser._hold
+        return self._parser is not None
 
     def _hold(self) -> None:
         """State: perhaps a call, which is known only at the end; nothing more is sent."""
