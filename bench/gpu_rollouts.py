@@ -5,13 +5,14 @@
 The same model in bf16 with fp32 master weights, prompts, group size of 16, answer length, reward
 and learning rate; full weights. A step samples every prompt 16 times and updates once. TRL
 generates with transformers, as it does without vLLM. Each way does one step first, uncounted.
-Exits 1 if the local engine and trainer are less than three times as fast. `--gateway` also measures
-the whole path: agents with the OpenAI client, gateway, store.
+The whole path has agents with the OpenAI client, gateway, store and checkpoints besides engine and
+trainer. Exits 1 if either is less than three times as fast as TRL.
 """
 
 import argparse
 import asyncio
 import gc
+import os
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from statistics import fmean
 import gpu_common as gpu
 import torch
 from datasets import Dataset
-from openai import AsyncOpenAI
+from path_agents import digit_share, single_turn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -38,11 +39,6 @@ GOAL = 3.0
 RATE = 1e-6
 
 
-def reward(text: str) -> float:
-    """Something that differs between answers: the share of digits."""
-    return sum(letter.isdigit() for letter in text) / max(1, len(text))
-
-
 async def own(folder, prompts, answer: int, steps: int, device: str) -> tuple[float, float, dict]:
     gpu.forget_peak()
     capacity = 1 << (max(map(len, prompts)) + answer).bit_length()
@@ -53,7 +49,9 @@ async def own(folder, prompts, answer: int, steps: int, device: str) -> tuple[fl
     parts = {"sample": 0.0, "train": 0.0}
 
     def credit(rows: list[Row]) -> list[Row]:
-        rewards = [reward(template.decode(row.tokens[row.segments[0].start :])) for row in rows]
+        rewards = [
+            digit_share(template.decode(row.tokens[row.segments[0].start :])) for row in rows
+        ]
         credited: list[Row] = []
         for begin in range(0, len(rows), GROUP):
             mean = fmean(rewards[begin : begin + GROUP])
@@ -116,7 +114,7 @@ def by_trl(folder, prompts, answer: int, steps: int, device: str, micro: int) ->
         )
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            reward_funcs=lambda completions, **_: [reward(text) for text in completions],
+            reward_funcs=lambda completions, **_: [digit_share(text) for text in completions],
             args=config,
             train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
             processing_class=AutoTokenizer.from_pretrained(folder),
@@ -126,21 +124,12 @@ def by_trl(folder, prompts, answer: int, steps: int, device: str, micro: int) ->
     return (ends[-1] - ends[0]) / steps, gpu.peak_gb()
 
 
-def by_gateway(folder, prompts: int, answer: int, steps: int, device: str) -> float:
-    """Seconds a step of the whole path takes, without the checkpoint."""
-
-    async def agent(task: dict, llm: whet.Endpoint) -> float:
-        async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
-            reply = await client.chat.completions.create(
-                model=llm.model,
-                messages=[{"role": "user", "content": task["question"]}],
-                max_tokens=answer,
-            )
-        return reward(reply.choices[0].message.content or "")
-
+def by_whole_path(folder, prompts: int, answer: int, steps: int, device: str) -> float:
+    """Seconds of a step with agents in other processes, gateway, store and checkpoint."""
+    os.environ["WHET_BENCH_TOKENS"] = str(answer)  # of processes that start from now on
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         result = whet.train(
-            agent,
+            single_turn,
             problems("train", 500, 0),
             quiet=True,
             model=str(folder),
@@ -153,10 +142,10 @@ def by_gateway(folder, prompts: int, answer: int, steps: int, device: str) -> fl
             adam={"lr": RATE},
             runner={"concurrency": 512},
         )
-    timings = [s.metrics["collect_seconds"] + s.metrics["train_seconds"] for s in result.steps[1:]]
     for step in result.steps:
-        print({k: round(step.metrics[k], 2) for k in ("collect_seconds", "train_seconds")})
-    return fmean(timings)
+        names = ("collect_seconds", "train_seconds", "step_seconds")
+        print({name: round(step.metrics[name], 2) for name in names})
+    return fmean(step.metrics["step_seconds"] for step in result.steps[1:])
 
 
 def main() -> int:
@@ -167,7 +156,6 @@ def main() -> int:
     parser.add_argument("--micro", type=int, default=64)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--gateway", action="store_true")
     args = parser.parse_args()
     folder = gpu.model_folder(args.model)
     rollouts = args.prompts * GROUP
@@ -179,14 +167,14 @@ def main() -> int:
     split = ", ".join(f"{name} {value:.2f} s" for name, value in parts.items())
     print(f"{'whet':<16} {rollouts / seconds:>10.0f} {seconds:>8.2f} {'':>6} {peak:>8.1f}  {split}")
     gc.collect()
-    if args.gateway:
-        whole = by_gateway(folder, args.prompts, args.answer, args.steps, args.device)
-        print(f"{'whet, gateway':<16} {rollouts / whole:>10.0f} {whole:>8.2f}", flush=True)
+    whole = by_whole_path(folder, args.prompts, args.answer, args.steps, args.device)
+    print(f"{'whet, whole path':<16} {rollouts / whole:>10.0f} {whole:>8.2f}", flush=True)
+    gc.collect()
     micro = min(args.micro, rollouts)
     base, peak = by_trl(folder, prompts, args.answer, args.steps, args.device, micro)
     print(f"{'TRL':<16} {rollouts / base:>10.0f} {base:>8.2f} {1.0:>6.1f} {peak:>8.1f}")
-    print(f"whet is {base / seconds:.1f} times as fast")
-    return 0 if base / seconds >= GOAL else 1
+    print(f"whet is {base / seconds:.1f} times as fast, the whole path {base / whole:.1f} times")
+    return 0 if min(base / seconds, base / whole) >= GOAL else 1
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@
 Agents make two calls of 64 tokens each with the OpenAI client, built as users build it. On a CPU
 the engine is simulated: it takes as long as an H200 takes for SmolLM2-135M at that batch, and
 samples random tokens; gateway, store, runner, trainer and the tiny model are real. On a GPU all is.
-The first step is not counted. The phases of a step add up to its wall time. The table of parts has
-the CPU seconds of a step, by thread and process; with what was left idle they add up to the cores
-times the wall time.
+The first two steps are not counted: kernels are compiled in the first update. The phases of a step
+add up to its wall time. The table of parts has the CPU seconds of a step, by thread and process;
+with what was left idle they add up to the cores times the wall time. The share of the engine is of
+what it samples by itself, without clients, gateway and store.
 """
 
 import argparse
 import asyncio
+import gc
 import os
 import random
 import tempfile
@@ -39,6 +41,8 @@ from whet.protocols import Engine
 from whet.types import Sampling, TokenChunk
 
 GROUP = 16
+WARM_UP = 2
+"""Steps that are not counted."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 STEP_S = 0.00215
@@ -133,7 +137,7 @@ def measure(agent, processes: int, gateways: int, args: argparse.Namespace) -> N
         settings: dict[str, Any] = {
             "model": str(args.model),
             "dir": directory,
-            "steps": args.steps + 1,
+            "steps": args.steps + WARM_UP,
             "tasks_per_step": args.rollouts // GROUP,
             "group_size": GROUP,
             "engine": {"device": args.device, "kv_tokens": 512 * args.rollouts},
@@ -150,18 +154,17 @@ def measure(agent, processes: int, gateways: int, args: argparse.Namespace) -> N
 
 
 def report(agent, processes: int, gateways: int, result, snapshots: list[Snapshot], args) -> None:
-    first, last = snapshots[0], snapshots[-1]
-    steps = len(snapshots) - 1
+    first, last = snapshots[WARM_UP - 1], snapshots[-1]
+    steps = len(snapshots) - WARM_UP
     wall = (last.at - first.at) / steps
-    collect = [step.metrics["collect_seconds"] for step in result.steps[1:]]
-    train = fmean(step.metrics["train_seconds"] for step in result.steps[1:])
+    collect = [step.metrics["collect_seconds"] for step in result.steps[WARM_UP:]]
+    train = fmean(step.metrics["train_seconds"] for step in result.steps[WARM_UP:])
     calls, tokens = 2 * args.rollouts, 2 * args.rollouts * path_agents.TOKENS
-    engine = 1 / (STEP_S / args.rollouts + 1 / PEAK_TOKENS)
     print(
         f"{agent.__name__:<14} {processes:>9} {gateways:>8} {wall:>7.2f} {fmean(collect):>8.2f}"
         f" {collect[0]:>6.2f} {collect[-1]:>6.2f} {train:>7.2f} {args.rollouts / wall:>10.0f}"
         f" {calls / fmean(collect):>8.0f} {tokens / fmean(collect):>9,.0f}"
-        f" {tokens / fmean(collect) / engine:>7.0%}",
+        f" {tokens / fmean(collect) / args.engine_rate:>7.0%}",
         flush=True,
     )
     print(f"  {wall:.2f} s: " + ", ".join(describe_phases(result, wall)), flush=True)
@@ -174,11 +177,30 @@ def report(agent, processes: int, gateways: int, result, snapshots: list[Snapsho
     print(f"  {cores} cores x {wall:.2f} s: " + ", ".join(shares), flush=True)
 
 
+def measure_engine(folder: Path, rollouts: int) -> float:
+    """Tokens a second that the engine samples by itself: one call of every rollout at once."""
+    import gpu_common as gpu  # noqa: PLC0415 - only if needed
+
+    async def sample() -> float:
+        local = gpu.load(folder, "cuda", 512 * rollouts)
+        prompts = [p for p in gpu.prompts(folder, rollouts // GROUP) for _ in range(GROUP)]
+        seconds = 0.0
+        for _ in range(3):  # the last is warm
+            local.policy.revision += 1  # as after a step: no prefix is left from before
+            began = time.perf_counter()
+            await local.sample(prompts, max_tokens=path_agents.TOKENS)
+            seconds = time.perf_counter() - began
+        await local.engine.close()
+        return seconds
+
+    return rollouts * path_agents.TOKENS / asyncio.run(sample())
+
+
 def describe_phases(result, wall: float) -> list[str]:
     """Mean seconds of each phase of a step; with the rows, and what is between steps, its wall."""
 
     def mean(name: str) -> float:
-        return fmean(step.metrics[f"{name}_seconds"] for step in result.steps[1:])
+        return fmean(step.metrics[f"{name}_seconds"] for step in result.steps[WARM_UP:])
 
     phases = {name: mean(name) for name in ("collect", "credit", "train", "publish", "save")}
     phases["rows and metrics"] = mean("step") - sum(phases.values())
@@ -202,11 +224,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cpu":
         policy_server.local_sampler = simulated_sampler
+        args.engine_rate = 1 / (STEP_S / args.rollouts + 1 / PEAK_TOKENS)
     else:
         import gpu_common as gpu  # noqa: PLC0415 - only if needed
 
         gpu.head("the whole path")
         args.model = gpu.model_folder(args.model)
+        args.engine_rate = measure_engine(args.model, args.rollouts)
+        gc.collect()
+        gpu.forget_peak()
+        print(f"the engine by itself: {args.engine_rate:,.0f} tokens/s")
     print(
         f"{'agent':<14} {'processes':>9} {'gateways':>8} {'step s':>7} {'collect':>8}"
         f" {'first':>6} {'last':>6} {'train':>7} {'rollouts/s':>10} {'calls/s':>8}"

@@ -1,4 +1,4 @@
-"""Agents of `path.py`, in a module that runner processes can import: two calls each."""
+"""Agents of `path.py` and `gpu_rollouts.py`, in a module that runner processes can import."""
 
 import os
 
@@ -11,16 +11,32 @@ _client = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0,
 
 
 async def shared_client(task: dict, llm: whet.Endpoint) -> float:
-    """One client for all rollouts of a process."""
+    """Two calls, with one client for all rollouts of a process."""
     client = _client.with_options(base_url=llm.base_url, api_key=llm.api_key)
     return await _converse(client, task, llm)
 
 
 async def own_client(task: dict, llm: whet.Endpoint) -> float:
-    """A client for each rollout, as most agents build it."""
+    """Two calls, with a client for each rollout, as most agents build it."""
     client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, timeout=600)
     async with client:
         return await _converse(client, task, llm)
+
+
+async def single_turn(task: dict, llm: whet.Endpoint) -> float:
+    """One call, with one client for all rollouts of a process."""
+    client = _client.with_options(base_url=llm.base_url, api_key=llm.api_key)
+    reply = await client.chat.completions.create(
+        model=llm.model,
+        messages=[{"role": "user", "content": task["question"]}],
+        max_tokens=TOKENS,
+    )
+    return digit_share(reply.choices[0].message.content or "")
+
+
+def digit_share(text: str) -> float:
+    """Something that differs between answers."""
+    return sum(letter.isdigit() for letter in text) / max(1, len(text))
 
 
 async def _converse(client: AsyncOpenAI, task: dict, llm: whet.Endpoint) -> float:

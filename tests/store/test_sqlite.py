@@ -1,5 +1,6 @@
 """The SQLite store beyond the contract: its file, its threads, its failures."""
 
+import fcntl
 import re
 import sqlite3
 import threading
@@ -261,6 +262,16 @@ async def test_a_file_locked_by_another_process_holds_up_no_event_loop(
         other.execute("COMMIT")
     other.close()
     assert sorted(gaps)[-3] < 0.05
+    assert (await claim(store)).id == "a.1"
+
+
+async def test_processes_with_one_file_write_in_turns(store: SQLiteStore, path: Path) -> None:
+    async with anyio.create_task_group() as group:
+        with path.with_name(f"{path.name}-turn").open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            group.start_soon(store.enqueue, rollouts("a"))
+            await anyio.sleep(0.05)
+            assert not await store.rollouts()
     assert (await claim(store)).id == "a.1"
 
 

@@ -146,7 +146,7 @@ class RunFolder:
         rounded = {id: [round(value, 3) for value in values] for id, values in found.items()}
         with _writing(self.path):
             self._log_ratios.mkdir(exist_ok=True)
-            content = gzip.compress(json.dumps(rounded).encode(), mtime=0)
+            content = gzip.compress(json.dumps(rounded).encode(), compresslevel=1, mtime=0)
             _write_whole(self._log_ratios / f"step-{step:06d}.json.gz", content)
 
     def read_log_ratios(self, step: int) -> dict[str, list[float | None]]:

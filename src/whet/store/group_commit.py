@@ -10,7 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -55,6 +55,7 @@ class Writer:
         expire_leases: Callable[[Db], float | None],
         announce: Callable[[Db], None] | None = None,
         errors: Callable[[], AbstractContextManager[None]] = _store_errors,
+        turn: AbstractContextManager[object] | None = None,
         is_transient: Callable[[BaseException | None], bool] = _never,
     ) -> None:
         """Start the thread.
@@ -66,6 +67,7 @@ class Writer:
                 expires.
             announce: called before every commit, to notify other processes of the marked keys.
             errors: a context that raises the database's errors as StoreError.
+            turn: held during each transaction, where other processes write the same database.
             is_transient: whether an error came from a conflict with another process, so that the
                 transaction is tried again.
         """
@@ -74,6 +76,7 @@ class Writer:
         self._expire_leases = expire_leases
         self._announce = announce
         self._errors = errors
+        self._turn = turn or nullcontext()
         self._is_transient = is_transient
         self._next_expiry = math.inf
         """On the monotonic clock."""
@@ -173,7 +176,7 @@ class Writer:
 
     def _commit(self, items: Sequence[Item], with_savepoints: bool) -> list[Result]:
         results: list[Result] = []
-        with self._errors():
+        with self._errors(), self._turn:
             self._db.execute("BEGIN IMMEDIATE")
             if with_savepoints:
                 results = [(item, self._apply_in_savepoint(item)) for item in items]

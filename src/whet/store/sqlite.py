@@ -1,5 +1,6 @@
 """The store in one SQLite file, for everything that runs on one machine."""
 
+import fcntl
 import sqlite3
 import time
 from collections.abc import Callable, Generator
@@ -50,6 +51,7 @@ class SQLiteDatabase(Database):
         """Open the file, or create it. Raises StoreError."""
         self._path = path
         writes = _open(path)
+        self._turn = _WriteTurn(path)
         self._reads = _connect_read_only(path)
         self.notifier = Notifier()
         self.queue = Queue(clock, self.notifier)
@@ -58,6 +60,7 @@ class SQLiteDatabase(Database):
             self.notifier,
             expire_leases=self.queue.expire_leases if expires_leases else lambda db: None,
             errors=partial(sqlite_errors, path),
+            turn=self._turn,
         )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
         self._long_reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-long-reader")
@@ -77,6 +80,7 @@ class SQLiteDatabase(Database):
 
     def close(self) -> None:
         self._writer.close()
+        self._turn.close()
         self._reader.shutdown()
         self._long_reader.shutdown()
         self._reads.close()
@@ -90,6 +94,27 @@ class SQLiteDatabase(Database):
             finally:
                 if db.in_transaction:  # else an I/O error has ended it
                     db.execute("ROLLBACK")
+
+
+class _WriteTurn:
+    """A lock that the processes with this file take before a transaction, in turns.
+
+    SQLite itself looks for its lock again after a pause, up to 100 ms after it was free. The lock
+    is of a file of its own: closing the database's would release SQLite's locks on it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with sqlite_errors(path, "cannot open the store"):
+            self._file = path.with_name(f"{path.name}-turn").open("wb")
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *exc_info: object) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class SQLiteStore(SQLStore):

@@ -4,6 +4,7 @@ Its settings are one line of JSON on stdin, whose end is the end of that process
 lines of JSON on stdout.
 """
 
+import gc
 import json
 import logging
 import os
@@ -65,6 +66,7 @@ async def _serve(settings: GatewaySettings, messages: "PipeWriter") -> None:
                     progress=lambda text: messages.send(note=text),
                 ),
             ):
+                gc.freeze()  # what is loaded by now stays
                 messages.send(ready=True)
                 while os.getppid() == parent:  # noqa: ASYNC110 - no event tells of its death
                     await anyio.sleep(PARENT_POLL_S)

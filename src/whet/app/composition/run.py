@@ -4,6 +4,7 @@
 training of a distributed run. `serve_model` serves a model that nothing trains.
 """
 
+import gc
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Callable
@@ -131,6 +132,8 @@ async def open_run(
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
         folder.keep()
+        gc.freeze()  # a model and its libraries: a million objects, visited by every collection
+        stack.callback(gc.unfreeze)
         yield run
 
 

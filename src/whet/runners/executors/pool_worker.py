@@ -3,6 +3,7 @@
 Both are lines of JSON. What an agent prints goes to stderr instead.
 """
 
+import gc
 import json
 import os
 import signal
@@ -76,6 +77,7 @@ def main() -> None:
     except ConfigError as error:
         responses.send({"error": str(error)})
         return
+    gc.freeze()  # what is loaded by now stays
     responses.send({"ready": True})
     executor = InProcessExecutor(agent, AgentSandbox(settings["attempts"]))
     anyio.run(_serve, executor, requests, responses)
