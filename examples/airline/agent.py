@@ -1,8 +1,8 @@
 """An assistant at the desk of an airline, and the customer it talks to. Nothing here knows of whet.
 
 Both are models. The customer is another agent of the same attempt, named by a header, so that
-only the assistant is trained (`--selection.agents assistant`). With CUSTOMER_BASE_URL and
-CUSTOMER_MODEL (and CUSTOMER_API_KEY) any OpenAI-compatible model plays the customer.
+only the assistant is trained. CUSTOMER_MODEL names its model, which is otherwise the assistant's;
+with CUSTOMER_BASE_URL and CUSTOMER_API_KEY it is one of any OpenAI-compatible endpoint.
 """
 
 import os
@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 GREETING = "Hello, how can I help?"
 TURNS, CALLS = 5, 6
 """Turns of a conversation, and model calls in one turn of the assistant."""
-MAX_TOKENS = 64
+MAX_TOKENS = 96
 
 
 class AirlineDesk:

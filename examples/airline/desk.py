@@ -17,7 +17,7 @@ Task = dict[str, Any]
 POLICY = Path(__file__).with_name("policy.md").read_text().strip()
 NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Hana", "Ivan", "Kim", "Leo", "Mia", "Noah"]
 KINDS = ["cancel flex", "cancel basic", "change flex", "change basic", "change full"]
-TASKS = 60
+TASKS = 120
 FEE = 20
 FIELDS = {"code": "code of the booking", "flight": "number of the flight"}
 

@@ -32,9 +32,11 @@ def modules() -> Generator[dict[str, Any]]:
     sys.modules.update(kept)
 
 
-def test_there_are_60_tasks_and_no_held_out_booking_is_trained_on(modules: dict[str, Any]) -> None:
+def test_there_are_120_tasks_and_no_held_out_booking_is_trained_on(
+    modules: dict[str, Any],
+) -> None:
     train, test = modules["desk"].tasks("train"), modules["desk"].tasks("test")
-    assert len(train) == len(test) == 30
+    assert len(train) == len(test) == 60
     codes = [
         {code for task in half for code in task["database"]["bookings"]} for half in (train, test)
     ]
@@ -102,6 +104,7 @@ def test_only_tokens_of_the_assistant_are_trained(
     # It never says "bye" by itself: short conversations are enough here.
     monkeypatch.setattr(modules["agent"], "TURNS", 2)
     monkeypatch.setattr(modules["agent"], "MAX_TOKENS", 16)
+    monkeypatch.setenv("CUSTOMER_MODEL", "customer")
 
     class EveryOther(modules["agent"].AirlineDesk):
         """Rewards every other attempt: a signal, whatever the model says."""
@@ -122,17 +125,19 @@ def test_only_tokens_of_the_assistant_are_trained(
         steps=1,
         tasks_per_step=1,
         group_size=4,
-        selection={"agents": ["assistant"]},
+        policies={"assistant": {}, "customer": {"frozen": True}},
         runner={"processes": 0},
     )
     tokens = {"assistant": 0, "customer": 0}
     for trajectory in read(result.run):
         for call in trajectory.calls:
-            tokens[call.origin.agent] += sum(len(one.tokens) for one in call.generations)
+            assert call.origin.agent == call.origin.policy
+            tokens[call.origin.policy] += sum(len(one.tokens) for one in call.generations)
     metrics = result.steps[0].metrics
     assert tokens["customer"] > 0
-    assert metrics["trained_tokens"] == tokens["assistant"] > 0
-    assert metrics["unselected_generations"] > 0
+    assert metrics["assistant/trained_tokens"] == metrics["trained_tokens"] == tokens["assistant"]
+    assert tokens["assistant"] > 0
+    assert not any(name.startswith("customer/") for name in metrics)
     assert metrics["unproven_rows"] == 0
 
 
