@@ -42,7 +42,7 @@ test-cookbook: $(READY) ## run recipes of tinker-cookbook against the Tinker ser
 
 .cookbook/.installed:
 	$(PYTHON) -m venv .cookbook
-	.cookbook/bin/pip install --quiet 'tinker-cookbook[math-rl]==0.5.8' tinker==0.36.0
+	@$(call install,.cookbook/bin/python,'tinker-cookbook[math-rl]==0.5.8' tinker==0.36.0 torch==2.13.0)
 	@touch $@
 
 test-agents: $(READY) ## run coding agents against the gateway; WHET_CODING_AGENTS names the folder of their programs
@@ -132,18 +132,25 @@ clean: ## remove the environment and caches; runs in .whet stay
 
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py
 
-# PyPI's torch is the build for NVIDIA GPUs, ten times the size of the one for CPUs.
-TORCH_CPU := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10
+# uv installs in seconds what takes pip a minute. It chooses the build of torch for this machine: PyPI's is the one for NVIDIA
+# GPUs, ten times the size of the one for CPUs. It reads no settings of pip, so where it fails pip goes on.
+UV = $(BIN)/uv pip install --quiet $(addprefix --find-links ,$(PIP_FIND_LINKS)) --python
+# $(call install,PYTHON,OPTIONS AND PACKAGES)
+install = UV_HTTP_RETRIES=1 UV_HTTP_TIMEOUT=10 $(UV) $(1) --torch-backend auto $(2) 2>/dev/null || \
+	{ echo "download.pytorch.org is out of reach: taking PyPI's torch" && $(UV) $(1) $(2); } || \
+	$(1) -m pip install --quiet $(2)
 
 $(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "whet needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	@command -v nvidia-smi >/dev/null || $(BIN)/python -m pip install --quiet -c constraints.txt --no-deps $(TORCH_CPU) torch \
-		2>/dev/null || echo "no CPU build of torch from download.pytorch.org: installing PyPI's"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[local]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt uv
+	@echo "installing whet, torch and what they need into .venv"
+	@$(call install,$(BIN)/python,-c constraints.txt -e '.[local]')
 	@touch $@
 
 $(READY): $(DEMO)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo "installing the tools of the tests into .venv"
+	@$(call install,$(BIN)/python,-c constraints.txt -e '.[dev]')
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # tests start many processes; templates among packages do not compile
 	@touch $@

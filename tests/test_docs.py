@@ -133,9 +133,9 @@ def test_files_named_in_decisions_and_internals_exist() -> None:
             assert any(place.exists() for place in places), f"{file.name}: {name}"
 
 
-def run(program: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *program: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, program],
+        [sys.executable, *program],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -146,14 +146,20 @@ def run(program: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_programs_of_the_quickstart_run_as_printed(tmp_path: Path) -> None:
-    programs = dict(PROGRAM.findall((DOCS / "quickstart.md").read_text()))
-    assert set(programs) == {"agent.py", "train.py"}
+    page = (DOCS / "quickstart.md").read_text()
+    programs = dict(PROGRAM.findall(page))
+    assert [*programs] == ["agent.py", "tasks.py", "train.py"]
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
-    done = run("train.py", tmp_path)
+    assert run(tmp_path, "tasks.py").returncode == 0
+    done = run(tmp_path, "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("last step: ")
-    assert (tmp_path / ".whet" / "runs" / "even" / "report.json").exists()
+    [folder] = (tmp_path / ".whet" / "runs").iterdir()
+    assert (folder / "report.json").exists()
+    [command] = re.findall(r"^whet (train agent.py:answer .*)$", page, re.MULTILINE)
+    tried = run(tmp_path, "-m", "whet", *command.split(), "--debug")
+    assert tried.returncode == 0, tried.stderr
 
 
 @pytest.mark.slow
@@ -167,7 +173,7 @@ def test_the_blocks_on_agents_as_code_are_one_program_that_runs(tmp_path: Path) 
     small = "steps=1, tasks_per_step=2, group_size=4, hooks=[Sandboxes()]"
     tasks = 'train = test = [{"question": "What is 2 + 3?", "answer": "5"}] * 2\n'
     (tmp_path / "program.py").write_text(agent + hooks + tasks + training.replace(large, small))
-    done = run("program.py", tmp_path)
+    done = run(tmp_path, "program.py")
     assert done.returncode == 0, done.stderr
     assert "held-out accuracy" in done.stdout
 
@@ -180,7 +186,7 @@ def test_the_first_screen_shows_the_first_example_in_twelve_lines() -> None:
 
 @pytest.mark.slow
 def test_the_program_of_the_first_screen_runs_as_printed(tmp_path: Path) -> None:
-    done = run(ROOT / "examples" / "quickstart" / "train.py", tmp_path)
+    done = run(tmp_path, ROOT / "examples" / "quickstart" / "train.py")
     assert done.returncode == 0, done.stderr
     base, trained = re.findall(r"greedy +│ +([\d.]+)% │ +([\d.]+)%", done.stdout)[0]
     assert float(trained) - float(base) >= 30
