@@ -5,9 +5,10 @@
 
 Each runner is a `whet runner` process with an agent without model calls that waits `--think`
 seconds. Every claim and outcome is durable before it counts. Rollouts per second from the first
-attempt that began to the last that ended, all runners having joined before the queue is filled; the
-last column is the rate against one runner. With a wait the question is how many rollouts a store
-holds at once: `--think 10 --at-once 1000`.
+attempt that began to the last that ended, all runners having joined before the queue is filled;
+`of one` is the rate against one runner. The cores are those that runners and store kept busy, from
+/proc, so Linux's alone. It bends where more runners give less than half of what they should. With a
+wait the question is how many rollouts a store holds at once: `--think 10 --at-once 1000`.
 """
 
 import argparse
@@ -18,8 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from whet.io.process import find_free_port
 from whet.protocols import Store
@@ -66,16 +69,51 @@ def command(folder: Path, *arguments: str) -> Generator[None]:
         process.wait(60)
 
 
-async def measure(url: str, run: str, runners: int, rollouts: int, think: float) -> float:
-    """Fill the queue once all runners wait at it; returns seconds from first begin to last end."""
+class Case(NamedTuple):
+    """Result of one store with so many runners."""
+
+    rate: float
+    """Rollouts per second."""
+    runner_cores: float
+    store_cores: float
+
+
+async def measure(url: str, run: str, runners: int, rollouts: int, think: float) -> Case:
+    """Fill the queue once all runners wait at it."""
     async with open_store(url, run=run, token=TOKEN) as store:
         while len(await store.workers()) < runners:  # noqa: ASYNC110 - other processes
             await asyncio.sleep(0.1)
         ids = [f"r{n}" for n in range(rollouts)]
+        before, began = busy_seconds(), time.monotonic()
         await store.enqueue([Rollout(id=id, group="g", task=think) for id in ids])
         await store.wait(ids)
+        took, after = time.monotonic() - began, busy_seconds()
         attempts = await last_attempts(store, ids)
-        return max(a.ended or 0 for a in attempts) - min(a.started for a in attempts)
+        seconds = max(a.ended or 0 for a in attempts) - min(a.started for a in attempts)
+        cores = [(b - a) / took for a, b in zip(before, after, strict=True)]
+        return Case(rollouts / seconds, *cores)
+
+
+def busy_seconds() -> tuple[float, float]:
+    """CPU seconds of all runners, and of the store's processes, which this process has started."""
+    tick = os.sysconf("SC_CLK_TCK")
+    found: dict[int, tuple[int, float, str]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            parent, user, system = (status[n] for n in (1, 11, 12))
+            command = (folder / "cmdline").read_text()
+            found[int(folder.name)] = int(parent), (int(user) + int(system)) / tick, command
+    runners = store = 0.0
+    for pid, (_, seconds, _) in found.items():
+        top = pid
+        while top in found and found[top][0] != os.getpid():
+            top = found[top][0]
+        if top in found and "\0runner\0" in found[top][2]:
+            runners += seconds
+        elif top in found:
+            store += seconds
+    return runners, store
 
 
 async def last_attempts(store: Store, ids: list[str]) -> list[AttemptRecord]:
@@ -88,8 +126,8 @@ async def last_attempts(store: Store, ids: list[str]) -> list[AttemptRecord]:
     return await asyncio.gather(*map(last, ids))
 
 
-def run_case(store: str, runners: int, args: argparse.Namespace) -> float:
-    """Rollouts per second of one store with so many runners."""
+def run_case(store: str, runners: int, args: argparse.Namespace) -> Case:
+    """Start a store and so many runners, and measure them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "agent.py").write_text(AGENT)
@@ -99,8 +137,16 @@ def run_case(store: str, runners: int, args: argparse.Namespace) -> float:
         for _ in range(runners):
             place = ("--store", url, "--run", run, "--dir=.")
             stack.enter_context(command(folder, "runner", "agent.py:work", *place, *flags))
-        seconds = asyncio.run(measure(url, run, runners, args.rollouts, args.think))
-    return args.rollouts / seconds
+        return asyncio.run(measure(url, run, runners, args.rollouts, args.think))
+
+
+def find_bend(rates: dict[int, float]) -> int | None:
+    """The number of runners after which more of them give less than half of what they should."""
+    counts = sorted(rates)
+    for few, more in pairwise(counts):
+        if rates[more] / rates[few] - 1 < (more / few - 1) / 2:
+            return few
+    return None
 
 
 def main() -> None:
@@ -113,15 +159,21 @@ def main() -> None:
     args = parser.parse_args()
     counts = [int(n) for n in args.runners.split(",")]
     print(f"{args.rollouts} rollouts, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{'store':<10} {'runners':>7} {'rollouts/s':>11} {'of one':>7}")
+    print(
+        f"{'store':<10} {'runners':>7} {'rollouts/s':>11} {'of one':>7} "
+        f"{'runner cores':>13} {'store cores':>12}"
+    )
     for store in args.stores.split(","):
-        first: float | None = None
+        rates: dict[int, float] = {}
         for runners in counts:
-            began = time.monotonic()
-            rate = run_case(store, runners, args)
-            first = first or rate
-            took = time.monotonic() - began
-            print(f"{store:<10} {runners:>7} {rate:>11.0f} {rate / first:>7.2f}   ({took:.0f} s)")
+            case = run_case(store, runners, args)
+            rates[runners] = case.rate
+            print(
+                f"{store:<10} {runners:>7} {case.rate:>11.0f} {case.rate / rates[counts[0]]:>7.2f} "
+                f"{case.runner_cores:>13.1f} {case.store_cores:>12.1f}"
+            )
+        bend = find_bend(rates)
+        print(f"{store}: " + (f"bends at {bend} runners" if bend else "does not bend"))
 
 
 if __name__ == "__main__":

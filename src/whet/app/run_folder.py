@@ -62,6 +62,7 @@ MAY_CHANGE = frozenset(
         "trainer.gpus",
         "trainer.micro_batch_tokens",
         "trainer.python",
+        "trainer.shard",
     }
 )
 """Keys that a resumed run may change: where, how fast and how long it runs, not what it learns."""

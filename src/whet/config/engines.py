@@ -57,6 +57,10 @@ class SGLangConfig(_EngineSection):
 Layer = Literal["attention", "mlp", "head"]
 
 
+SHARDLESS_KEYS = {"compile", "optimizer"}
+"""Keys of the local trainer that a sharded model does not support."""
+
+
 class LocalTrainerConfig(Section):
     """Train in this process."""
 
@@ -80,11 +84,24 @@ class LocalTrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, for a fraction of the memory."""
     gpus: Annotated[int, Field(ge=1)] = 1
-    """GPUs of this machine to train on, a process and a copy of the model on each; without a GPU,
-    processes. Rows are dealt by tokens; the optimizer is on the first, which samples too."""
+    """GPUs of this machine to train on, with a process each; without a GPU, processes. Rows are
+    dealt by tokens; the first GPU samples too."""
+    shard: Literal["auto", "yes", "no"] = "auto"
+    """With `gpus`: divide the trained model, its gradient and its optimizer among them (FSDP2), or
+    have a copy on each; `auto` divides what would fill more than half of a GPU."""
     compile: bool = False
     """Compile the layers for training: up to a minute at the first step, then faster; for a GPU and
     long runs."""
+
+    @model_validator(mode="after")
+    def _check_shard(self) -> Self:
+        if self.shard != "yes":
+            return self
+        if self.gpus == 1:
+            raise ValueError("shard divides the model among several GPUs: set gpus too")
+        if odd := changed_keys(self) & SHARDLESS_KEYS:
+            raise ValueError(f"a sharded model has no {min(odd)}: leave it out, or set shard to no")
+        return self
 
 
 class TinkerConfig(Section):

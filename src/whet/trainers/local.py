@@ -50,11 +50,12 @@ class LocalTrainer(TrainingBackend):
         *,
         threads: int | None = None,
         custom_loss: LossFunction | None = None,
+        micro_batches: "MicroBatches | None" = None,
     ) -> None:
         """`custom_loss` is the function that `loss.name` names, where it is the user's own."""
         self._policy = policy
         self._custom_loss = custom_loss
-        self._micro_batches = MicroBatches(policy, threads)
+        self._micro_batches = micro_batches or MicroBatches(policy, threads)
         self._weights = self._micro_batches.weights
         self._snapshot: Snapshot | None = None
         """The last snapshot, while it may not be copied yet."""
@@ -136,10 +137,7 @@ class LocalTrainer(TrainingBackend):
     def _train_tree(self, tree: PrefixTree[Row], loss: LossConfig) -> dict[str, float]:
         """Accumulate a tree's gradient, all of it or nothing; returns sums of its metrics."""
         reference_N = self._reference_logprobs(tree) if loss.kl else None
-        hidden_LD = self._micro_batches.hidden_states(tree)
-        # Built while a GPU still computes the hidden states; the copy to it waits for them.
-        batch = Batch.of(tree).to(self._policy.device)
-        scores = self._micro_batches.score(hidden_LD, batch, entropy_grad=bool(loss.entropy))
+        scores, batch = self._micro_batches.score_tree(tree, entropy_grad=bool(loss.entropy))
         ratio_N = ratios(scores.logp_N, batch, loss)
         value = total(scores, ratio_N, reference_N, batch, loss, self._custom_loss)
         gradient = self._weights.gradient(value)
@@ -167,8 +165,7 @@ class LocalTrainer(TrainingBackend):
 
     def _recompute_tree(self, tree: PrefixTree[Row]) -> dict[int, Row]:
         """The tree's rows with the log-probabilities of the current weights, by identity."""
-        batch = Batch.of(tree).to(self._policy.device)
-        scores = self._micro_batches.score(self._micro_batches.hidden_states(tree), batch)
+        scores, _ = self._micro_batches.score_tree(tree)
         values = iter(cast(list[float], scores.logp_N.tolist()))
         return {
             id(row): replace(
@@ -184,8 +181,8 @@ class LocalTrainer(TrainingBackend):
     def _reference_logprobs(self, tree: PrefixTree[Row]) -> Tensor:
         """Log-probabilities of the sampled tokens under the weights before training."""
         with torch.no_grad(), self._policy.use_reference():
-            batch = Batch.of(tree).to(self._policy.device)
-            return self._micro_batches.score(self._micro_batches.hidden_states(tree), batch).logp_N
+            scores, _ = self._micro_batches.score_tree(tree)
+            return scores.logp_N
 
     @torch.no_grad()
     def _measure(
@@ -223,16 +220,22 @@ class LocalTrainer(TrainingBackend):
 
     def _restore(self, folder: Path) -> None:
         self._complete_snapshot()
-        with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
-            version = int(json.loads((folder / STATE).read_text())["version"])
-        self._weights.restore(folder, version)
+        self._weights.restore(folder, read_version(folder))
+
+
+def read_version(folder: Path) -> int:
+    """Version of the weights in a checkpoint. Raises TrainerError if it cannot be read."""
+    with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
+        return int(json.loads((folder / STATE).read_text())["version"])
 
 
 class MicroBatches:
     """Forward and backward passes of a policy over as many packed tokens as memory holds."""
 
-    def __init__(self, policy: LocalPolicy, threads: int | None) -> None:
-        self.weights = MasterWeights(policy)
+    def __init__(
+        self, policy: LocalPolicy, threads: int | None, weights: MasterWeights | None = None
+    ) -> None:
+        self.weights = weights or MasterWeights(policy)
         self._policy = policy
         self._threads = threads
         self._max_tokens = policy.config.micro_batch_tokens or policy.micro_batch_tokens()
@@ -290,6 +293,15 @@ class MicroBatches:
         )
         return cast(Tensor, output.last_hidden_state)[0]
 
+    def score_tree(
+        self, tree: PrefixTree[Row], *, entropy_grad: bool = False
+    ) -> tuple[PolicyScores, Batch]:
+        """Score the sampled tokens of a tree."""
+        hidden_LD = self.hidden_states(tree)
+        # Built while a GPU still computes the hidden states; the copy to it waits for them.
+        batch = Batch.of(tree).to(self._policy.device)
+        return self.score(hidden_LD, batch, entropy_grad=entropy_grad), batch
+
     def score(self, hidden_LD: Tensor, batch: Batch, *, entropy_grad: bool = False) -> PolicyScores:
         """Score a batch's tokens; no other logits are computed."""
         return score_tokens(
@@ -317,7 +329,7 @@ class MicroBatches:
         try:
             return True, run_tree(tree)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             single = len({row.tokens for row, _ in tree.rows}) == 1
             if single or self._max_tokens <= MIN_MICRO_BATCH_TOKENS:
@@ -334,7 +346,8 @@ class MicroBatches:
         return False, None
 
 
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether an error says that memory ran out."""
     message = "can't allocate memory"  # torch's for a CPU
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or message in str(error)
 

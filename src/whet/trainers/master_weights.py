@@ -1,12 +1,13 @@
 """Trained parameters in fp32, and their optimizer state."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
@@ -24,9 +25,14 @@ MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "adamw_8bit": {"step", "s
 class MasterWeights:
     """The trained parameters in fp32, and their optimizer state."""
 
-    def __init__(self, policy: LocalPolicy) -> None:
+    def __init__(
+        self, policy: LocalPolicy, parameters: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        """`parameters` are what this process has of the trainable ones, if not all of them."""
         self._policy = policy
-        self._model = policy.trainable()
+        trainable = policy.trainable()
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
+        self._model = parameters or trainable
         self._master = {name: _in_fp32(parameter) for name, parameter in self._model.items()}
         self._adam = _open_optimizer(policy.config.optimizer, list(self._master.values()))
 
@@ -67,7 +73,9 @@ class MasterWeights:
         Raises:
             NonFiniteUpdate: the norm is not finite; no weight was changed.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self._master.values(), adam.max_grad_norm).item()
+        total = self._measure_norm()
+        torch.nn.utils.clip_grads_with_norm_(self._master.values(), adam.max_grad_norm, total)
+        norm = total.item()
         if not math.isfinite(norm):
             self.drop_gradient()
             raise NonFiniteUpdate(f"the gradient's norm is {norm}: nothing was changed")
@@ -83,6 +91,10 @@ class MasterWeights:
             self._copy_to_model()
         self.drop_gradient()
         return norm
+
+    def _measure_norm(self) -> Tensor:
+        """Norm of the accumulated gradient."""
+        return torch.nn.utils.get_total_norm([g for g in self.accumulated() if g is not None])
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state."""
@@ -107,8 +119,9 @@ class MasterWeights:
             TrainerError: it does not fit the model; nothing was changed.
         """
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
-            weights = safetensors.load_file(folder / WEIGHTS)
-            moments = safetensors.load_file(folder / OPTIMIZER) if optimizer else {}
+            self.check(folder)
+            weights = self._load_file(folder / WEIGHTS)
+            moments = self._load_file(folder / OPTIMIZER) if optimizer else {}
             states: dict[str, dict[str, Tensor]] = {}
             for key, value in moments.items():
                 name, _, moment = key.rpartition("/")
@@ -116,7 +129,6 @@ class MasterWeights:
             for state in states.values():
                 if missing := MOMENTS[self._policy.config.optimizer] - state.keys():
                     raise TrainerError(f"{str(folder)!r} lacks {min(missing)!r} of a weight")
-        self._check_shapes(weights, folder)
         with self._policy.update(version), torch.no_grad():
             self._adam.state.clear()
             self.drop_gradient()
@@ -135,29 +147,39 @@ class MasterWeights:
         return loaded
 
     def start_from(self, folder: Path) -> None:
-        """Load weights of a checkpoint or a PEFT adapter, with a new optimizer."""
+        """Load weights of a checkpoint or a PEFT adapter, with a new optimizer.
+
+        Raises:
+            TrainerError: they do not fit the model; nothing was changed.
+        """
         with boundary(TrainerError, f"cannot start from {str(folder)!r}"):
-            if (file := folder / WEIGHTS).is_file():
-                weights = safetensors.load_file(file)
-            else:
-                saved = safetensors.load_file(folder / "adapter_model.safetensors")
-                weights = {parameter_name(name): tensor for name, tensor in saved.items()}
-        self._check_shapes(weights, folder)
+            self.check(folder)
+            file = _weights_file(folder)
+            weights = {_parameter(n, file): tensor for n, tensor in self._load_file(file).items()}
         with self._policy.update(0), torch.no_grad():
             for name, weight in self._master.items():
                 weight.copy_(weights[name])
             self._copy_to_model()
 
-    def _check_shapes(self, weights: dict[str, Tensor], folder: Path) -> None:
-        found = {name: tuple(weight.shape) for name, weight in weights.items()}
-        expected = {name: tuple(weight.shape) for name, weight in self._master.items()}
-        if found == expected:
+    def check(self, folder: Path) -> None:
+        """Check that the weights of a checkpoint or a PEFT adapter fit the model.
+
+        Raises:
+            TrainerError: they do not. What reading a file raises is left to the caller.
+        """
+        file = _weights_file(folder)
+        found = {_parameter(name, file): shape for name, shape in _read_shapes(file)}
+        if found == self._shapes:
             return
-        odd = sorted({*found.items()} ^ {*expected.items()})[0][0]
+        odd = sorted({*found.items()} ^ {*self._shapes.items()})[0][0]
         raise TrainerError(
             f"the checkpoint {str(folder)!r} is of another model or other trainer settings: "
-            f"{odd!r} is {found.get(odd, 'missing')}, expected {expected.get(odd, 'none')}"
+            f"{odd!r} is {found.get(odd, 'missing')}, expected {self._shapes.get(odd, 'none')}"
         )
+
+    def _load_file(self, file: Path) -> dict[str, Tensor]:
+        """Read what this process has of the tensors in a file."""
+        return safetensors.load_file(file)
 
     def _copy_to_model(self) -> None:
         """Round the master weights into the parameters the model runs with."""
@@ -165,6 +187,28 @@ class MasterWeights:
             for name, parameter in self._model.items():
                 if parameter is not self._master[name]:
                     parameter.copy_(self._master[name])
+
+
+def _weights_file(folder: Path) -> Path:
+    """The weights of a checkpoint, or of a PEFT adapter."""
+    file = folder / WEIGHTS
+    return file if file.is_file() else folder / "adapter_model.safetensors"
+
+
+def _parameter(name: str, file: Path) -> str:
+    """The parameter that a tensor in a file is for."""
+    return name if file.name == WEIGHTS else parameter_name(name)
+
+
+def _read_shapes(file: Path) -> Iterable[tuple[str, tuple[int, ...]]]:
+    with open_tensors(file) as tensors:
+        for name in cast(list[str], tensors.keys()):
+            yield name, tuple(cast(list[int], tensors.get_slice(name).get_shape()))
+
+
+def open_tensors(file: Path) -> Any:
+    """Open a file of tensors to read parts of it. Any: safetensors has no types."""
+    return cast(Any, safe_open)(file, "pt")
 
 
 def _open_optimizer(name: str, weights: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -22,12 +22,15 @@ class Snapshot:
     That is the thread that writes them, while the next rollouts are sampled, or the next update.
     """
 
-    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
-        """`tensors` are by file and name, and stay unchanged until `copy` returns."""
+    def __init__(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], version: int, *, is_copied: bool = False
+    ) -> None:
+        """`tensors` are by file and name, and stay unchanged until `copy` returns, unless they are
+        copies in memory already."""
         self._tensors: Mapping[str, Mapping[str, Tensor]] = tensors
         self._version = version
         self._lock = threading.Lock()
-        self._is_copied = False
+        self._is_copied = is_copied
 
     def copy(self) -> None:
         """Copy the tensors, unless they are copied already."""

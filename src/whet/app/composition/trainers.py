@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.algorithms import DISTILLATION, build_algorithm, is_custom
@@ -22,10 +23,11 @@ from whet.models.catalog import model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Scorer, TrainingBackend
 from whet.runners.loading import load_function
-from whet.trainers.data_parallel import DataParallelTrainer
 from whet.trainers.local import LocalTrainer
 from whet.trainers.loss import LossFunction
-from whet.trainers.ranks import start_ranks
+from whet.trainers.parallel.data_parallel import DataParallelTrainer
+from whet.trainers.parallel.ranks import start_ranks
+from whet.trainers.parallel.sharded import ModelShard, ShardedTrainer, shards_model
 from whet.types import Value
 
 if TYPE_CHECKING:  # the client takes seconds to import
@@ -68,7 +70,7 @@ async def open_trainer(
 @asynccontextmanager
 async def _open_ranks(
     config: RunConfig, model: Path
-) -> AsyncGenerator[tuple[DataParallelTrainer, LocalPolicy]]:
+) -> AsyncGenerator[tuple[DataParallelTrainer | ShardedTrainer, LocalPolicy]]:
     """Open a trainer of several processes, which load their models beside this one."""
     assert isinstance(config.trainer, LocalTrainerConfig)
     custom = load_loss(config.loss.name)
@@ -79,10 +81,29 @@ async def _open_ranks(
         device=config.engine.device,
     ) as ranks:
         policy = load_policy(config, model)
-        trainer = DataParallelTrainer(policy, ranks, custom_loss=custom)
-        await trainer.connect()
+        if shards_model(policy):
+            whole = _load_whole(config, model, policy)
+
+            def build() -> ModelShard:
+                return ModelShard(policy, ranks.place, whole=whole, custom_loss=custom)
+
+            part = await to_thread.run_sync(lambda: ranks.connect(policy.device, build, shard=True))
+            trainer = ShardedTrainer(part, whole, ranks)
+        else:
+            whole = policy
+            trainer = DataParallelTrainer(policy, ranks, custom_loss=custom)
+            await trainer.connect()
         await load_start(trainer, config)
-        yield trainer, policy
+        yield trainer, whole
+
+
+def _load_whole(config: RunConfig, model: Path, sharded: LocalPolicy) -> LocalPolicy:
+    """The whole model beside a sharded one: where it samples, or else in host memory."""
+    if config.engine.kind == "local":
+        return load_policy(config, model)
+    precision = "fp32" if sharded.dtype.itemsize == 4 else "bf16"
+    settings = sharded.config.model_copy(update={"precision": precision})
+    return LocalPolicy(model, settings, device="cpu", seed=config.seed)
 
 
 def load_policy(config: RunConfig, model: Path) -> LocalPolicy:
@@ -116,7 +137,7 @@ async def open_local_trainer(policy: LocalPolicy, config: RunConfig) -> LocalTra
     return trainer
 
 
-async def load_start(trainer: LocalTrainer, config: RunConfig) -> None:
+async def load_start(trainer: LocalTrainer | ShardedTrainer, config: RunConfig) -> None:
     """Load the weights that training starts from, and keep them if the loss refers to them."""
     if config.start is not None:
         await trainer.start_from(config.start)

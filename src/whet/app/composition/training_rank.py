@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from whet.app.composition.trainers import RankSettings, load_loss, load_policy
-from whet.errors import WhetError
+from whet.errors import TrainerError, WhetError, boundary
 from whet.io.process import follow_supervisor
-from whet.trainers.data_parallel import RankWorker
-from whet.trainers.ranks import join_ranks
+from whet.trainers.parallel.data_parallel import RankWorker
+from whet.trainers.parallel.ranks import RankCommand, RankReply, join_ranks
+from whet.trainers.parallel.sharded import ModelShard
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,7 +22,18 @@ def main(arguments: Sequence[str]) -> int:
         config = settings.config
         custom = load_loss(config.loss.name)
         policy = load_policy(config, settings.model)
-        RankWorker(policy, own, custom_loss=custom).serve()
+        own.channel.send(RankReply())
+        if (first := own.channel.receive(RankCommand)) is None:
+            return 0  # the first process ended while this one loaded its model
+        own.place.connect(policy.device)
+        if first.shard:
+            with boundary(TrainerError, "cannot shard the model"):
+                part = ModelShard(policy, own.place, custom_loss=custom)
+            own.channel.send(RankReply())
+            own.serve(part.run, ends_on_error=True)
+        else:
+            own.channel.send(RankReply())
+            RankWorker(policy, own, custom_loss=custom).serve()
     except WhetError as error:
         sys.stderr.write(f"whet: {error}\n")
         return 1

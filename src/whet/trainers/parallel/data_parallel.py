@@ -13,19 +13,16 @@ import torch
 from torch import distributed as dist
 
 from whet.config import AdamStep, LossConfig
-from whet.errors import NonFiniteUpdate, TrainerError, WhetError, boundary
+from whet.errors import TrainerError, WhetError, boundary
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import TOTALS, LocalTrainer
 from whet.trainers.loss import LossFunction
 from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import check_rows
-from whet.trainers.ranks import OwnRank, RankCommand, RankGroup, RankLost, RankReply
+from whet.trainers.parallel.ranks import OwnRank, RankCommand, RankGroup, RankLost, RankReply
 from whet.types import Metrics, Row
 
 T = TypeVar("T")
-
-DEATH_TIMEOUT_S = 5.0
-"""Between the failure of a collective and the end of the process that caused it."""
 
 
 class DataParallelTrainer(LocalTrainer):
@@ -38,13 +35,10 @@ class DataParallelTrainer(LocalTrainer):
         self._ranks = ranks
 
     async def connect(self) -> None:
-        """Wait until all ranks have loaded their models, and give them this one's weights."""
+        """Connect with the other ranks as copies, and give them this one's weights."""
 
         def connect() -> None:
-            for rank in self._ranks.others:
-                rank.receive()  # before the collective, which would wait for one that failed
-            place, device = self._ranks.place, self._policy.device
-            self._run_together(RankCommand(name="connect"), lambda: place.connect(device))
+            self._ranks.connect(self._policy.device, lambda: None, shard=False)
             self._share_weights()
 
         await self._in_thread(connect)
@@ -77,7 +71,7 @@ class DataParallelTrainer(LocalTrainer):
         return [known[id(row)] for row in rows]
 
     def _optim_step(self, adam: AdamStep) -> Metrics:
-        self._run_together(
+        self._ranks.run_same(
             RankCommand(name="reduce"), lambda: reduce_gradient(self._weights, rank=0)
         )
         metrics = super()._optim_step(adam)
@@ -99,7 +93,7 @@ class DataParallelTrainer(LocalTrainer):
 
     def _share_weights(self) -> None:
         command = RankCommand(name="receive", version=self._policy.version)
-        self._run_together(command, lambda: broadcast_weights(self._policy))
+        self._ranks.run_same(command, lambda: broadcast_weights(self._policy))
 
     def _run_apart(
         self, commands: Sequence[RankCommand], own: Callable[[], T]
@@ -119,7 +113,7 @@ class DataParallelTrainer(LocalTrainer):
             try:
                 replies.append(rank.receive())
             except RankLost:
-                self._stop()
+                self._ranks.stop()
                 raise
             except WhetError as error:
                 failures.append(error)
@@ -135,25 +129,6 @@ class DataParallelTrainer(LocalTrainer):
         for rank in self._ranks.others:
             rank.receive()
 
-    def _run_together(self, command: RankCommand, own: Callable[[], None]) -> None:
-        """Run a collective on all ranks. If it fails, they cannot go on."""
-        try:
-            for rank in self._ranks.others:
-                rank.send(command)
-            own()
-            for rank in self._ranks.others:
-                rank.receive()
-        except Exception as error:
-            ended = [r for r in self._ranks.others if r.has_ended(DEATH_TIMEOUT_S)]
-            self._stop()
-            if ended and not isinstance(error, RankLost):
-                raise ended[0].lost() from error
-            raise
-
-    def _stop(self) -> None:
-        for rank in self._ranks.others:
-            rank.stop()
-
 
 class RankWorker(LocalTrainer):
     """Any other rank: computes what rank 0 asks for, and never takes a step itself."""
@@ -166,22 +141,10 @@ class RankWorker(LocalTrainer):
 
     def serve(self) -> None:
         """Answer commands until rank 0 closes the channel."""
-        torch.set_num_threads(self._own.place.threads)
-        self._own.channel.send(RankReply())
-        while command := self._own.channel.receive(RankCommand):
-            try:
-                with boundary(TrainerError, "training failed"):
-                    reply = self._run(command)
-            except WhetError as error:  # rank 0 raises it
-                reply = RankReply(
-                    error=str(error), is_finite=not isinstance(error, NonFiniteUpdate)
-                )
-            self._own.channel.send(reply)
+        self._own.serve(self._run, ends_on_error=False)
 
     def _run(self, command: RankCommand) -> RankReply:
         match command.name:
-            case "connect":
-                self._own.place.connect(self._policy.device)
             case "forward_backward":
                 assert command.loss is not None
                 metrics = self._forward_backward(command.rows, command.loss)
@@ -198,6 +161,8 @@ class RankWorker(LocalTrainer):
                     broadcast_weights(self._policy)
             case "keep_reference":
                 self._policy.keep_reference()
+            case _:
+                raise TrainerError(f"a copy of the model has no command {command.name!r}")
         return RankReply()
 
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,15 +21,18 @@ import torch
 from pydantic import Field
 from torch import distributed as dist
 
-from whet.config import LossConfig
-from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, boundary
+from whet.config import AdamStep, LossConfig
+from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, WhetError, boundary
 from whet.io.process import SUPERVISED
 from whet.types import GenerationId, Row, Value
 
 STOP_TIMEOUT_S = 10.0
+DEATH_TIMEOUT_S = 5.0
+"""Between the failure of a collective and the end of the process that caused it."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Ranks enter a collective together: only a stopped process makes the others wait."""
 
+T = TypeVar("T")
 V = TypeVar("V", bound=Value)
 
 
@@ -37,12 +40,27 @@ class RankCommand(Value):
     """Work for a rank."""
 
     name: Literal[
-        "connect", "forward_backward", "recompute", "drop", "reduce", "receive", "keep_reference"
+        "connect",
+        "forward_backward",
+        "recompute",
+        "drop",
+        "reduce",
+        "receive",
+        "keep_reference",
+        "step",
+        "gather",
+        "restore",
+        "start_from",
     ]
     rows: tuple[Row, ...] = ()
     loss: LossConfig | None = None
+    adam: AdamStep | None = None
     version: int = 0
-    """Of the weights to receive."""
+    """Of the weights to receive or restore."""
+    folder: Path | None = None
+    """The checkpoint to load."""
+    shard: bool = False
+    """Whether the ranks connect as shards of one model, not as copies."""
 
 
 class RankReply(Value):
@@ -195,6 +213,74 @@ class RankGroup:
     place: RankPlace
     others: Sequence[RankProcess]
 
+    def connect(self, device: torch.device, build: Callable[[], T], *, shard: bool) -> T:
+        """Wait until all ranks have loaded their models, and join them; returns what `build` does
+        here while the others build theirs."""
+        for rank in self.others:
+            rank.receive()  # before the collective, which would wait for one that failed
+
+        def join() -> T:
+            self.place.connect(device)
+            return build()
+
+        return self.run_same(RankCommand(name="connect", shard=shard), join)
+
+    def run_together(
+        self, commands: Sequence[RankCommand], own: Callable[[], T]
+    ) -> tuple[T, list[RankReply]]:
+        """Run work with collectives: a command on each other rank, and `own` here.
+
+        If it fails in the middle, the ranks cannot go on, and are stopped.
+
+        Raises:
+            NonFiniteUpdate: of any rank, after all of them have ended the work.
+            TrainerError: it failed, or a process has ended.
+        """
+        results: list[T] = []
+        replies: list[RankReply] = []
+        refusals: list[NonFiniteUpdate] = []
+        try:
+            for rank, command in zip(self.others, commands, strict=True):
+                rank.send(command)
+            try:
+                results.append(own())
+            except NonFiniteUpdate as error:  # raised after the last collective
+                refusals.append(error)
+            for rank in self.others:
+                try:
+                    replies.append(rank.receive())
+                except NonFiniteUpdate as error:
+                    refusals.append(error)
+        except Exception as error:
+            cause = self._find_cause(error)
+            self.stop()
+            raise cause from error
+        if refusals:
+            raise refusals[0]
+        return results[0], replies
+
+    def run_same(self, command: RankCommand, own: Callable[[], T]) -> T:
+        """Run work with collectives by the same command on each other rank."""
+        result, _ = self.run_together([command for _ in self.others], own)
+        return result
+
+    def _find_cause(self, error: Exception) -> Exception:
+        """What another rank reported before it ended, or that it ended; else the error itself."""
+        if isinstance(error, TrainerError):
+            return error
+        for rank in self.others:
+            if rank.has_ended(DEATH_TIMEOUT_S):
+                try:
+                    rank.receive()
+                except TrainerError as cause:
+                    return cause
+        return error
+
+    def stop(self) -> None:
+        """End the other processes."""
+        for rank in self.others:
+            rank.stop()
+
 
 @contextmanager
 def start_ranks(
@@ -230,6 +316,25 @@ class OwnRank:
 
     place: RankPlace
     channel: Channel
+
+    def serve(self, run: Callable[[RankCommand], RankReply], *, ends_on_error: bool) -> None:
+        """Answer commands until rank 0 closes the channel.
+
+        With `ends_on_error` a failure ends this process, and thereby the collectives in which the
+        others wait for it.
+        """
+        torch.set_num_threads(self.place.threads)
+        while command := self.channel.receive(RankCommand):
+            try:
+                with boundary(TrainerError, "training failed"):
+                    reply = run(command)
+            except WhetError as error:  # rank 0 raises it
+                is_finite = not isinstance(error, NonFiniteUpdate)
+                self.channel.send(RankReply(error=str(error), is_finite=is_finite))
+                if ends_on_error and is_finite:
+                    raise
+                continue
+            self.channel.send(reply)
 
 
 def join_ranks(arguments: Sequence[str], settings: type[V]) -> tuple[OwnRank, V]:

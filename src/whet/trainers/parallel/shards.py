@@ -1,0 +1,179 @@
+"""Shards of a model: its parameters divided among ranks by torch's FSDP2, and their optimizer.
+
+A layer's parameters are gathered for its passes and freed after them; gradients are summed into the
+shards. The optimizer works on this rank's part of every tensor, which is a plain tensor.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from whet.models.huggingface import LocalPolicy
+from whet.trainers.master_weights import WEIGHTS, MasterWeights, open_tensors
+from whet.trainers.parallel.ranks import RankPlace
+
+T = TypeVar("T")
+
+
+class ShardedPass(nn.Module):
+    """Runs a function that uses the model, with its parameters outside layers gathered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+
+def shard_policy(policy: LocalPolicy, size: int) -> ShardedPass:
+    """Divide the parameters of a policy among all ranks, layer by layer.
+
+    Trainable ones are kept in fp32 and rounded to the policy's precision when they are gathered.
+    """
+    mesh = init_device_mesh(policy.device.type, (size,))
+    layers = cast(Iterable[nn.Module], getattr(policy.body, "layers", ()))
+    for layer in layers:
+        _shard(layer, policy, mesh)
+    root = ShardedPass(policy.model).eval()
+    _shard(root, policy, mesh)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is a sum over tokens, and so is its gradient: not a mean over ranks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    return root
+
+
+def _shard(module: nn.Module, policy: LocalPolicy, mesh: DeviceMesh) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter.data, DTensor):
+            parameter.data = parameter.data.float()
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=True,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=None if policy.dtype == torch.float32 else policy.dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        ),
+    )
+
+
+class ShardWeights(MasterWeights):
+    """This rank's part of the trained parameters in fp32, and of their optimizer state."""
+
+    def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
+        self._place = place
+        self._sharded = cast(dict[str, DTensor], policy.trainable())
+        # The memory of the shards themselves: what the optimizer changes is gathered next.
+        own = {n: nn.Parameter(_local(p.detach())) for n, p in self._sharded.items()}
+        super().__init__(policy, own)
+        self._reference: Mapping[str, Tensor] = {}
+
+    def gradient(self, loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Add the gradient of a loss to that of the shards, on all ranks."""
+        loss.backward()
+        return (None,) * len(self._sharded)
+
+    def accumulated(self) -> list[Tensor | None]:
+        for sharded, own in zip(self._sharded.values(), self._master.values(), strict=True):
+            own.grad = None if sharded.grad is None else _local(sharded.grad)
+        return super().accumulated()
+
+    def drop_gradient(self) -> None:
+        for sharded in self._sharded.values():
+            sharded.grad = None
+        super().drop_gradient()
+
+    def _measure_norm(self) -> Tensor:
+        squared = super()._measure_norm() ** 2
+        dist.all_reduce(squared)
+        return squared.sqrt()
+
+    # ----------------------------------------------------------------- whole tensors
+
+    def copy_to(self, whole: Mapping[str, nn.Parameter] | None) -> None:
+        """Gather the weights, and copy them into a whole model on the rank that has one."""
+        with torch.no_grad():
+            for name, own in self._master.items():
+                gathered = self._gather(name, own.detach())
+                if whole is not None:
+                    whole[name].copy_(gathered)
+
+    def gather(self) -> dict[str, dict[str, Tensor]]:
+        """Weights and optimizer state of all ranks by file, at rank 0 alone and in host memory."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for file, named in self.tensors().items():
+            found[file] = {}
+            for key, own in named.items():
+                name = key if file == WEIGHTS else key.rpartition("/")[0]
+                whole = self._gather(name, own) if own.ndim else own  # the step is a number
+                if self._place.rank == 0:
+                    found[file][key] = whole.to("cpu", copy=True)
+        return found
+
+    def _gather(self, name: str, own: Tensor) -> Tensor:
+        like = self._sharded[name]
+        whole = DTensor.from_local(
+            own,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+        return whole.full_tensor()
+
+    def _load_file(self, file: Path) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        with open_tensors(file) as tensors:
+            for key in cast(list[str], tensors.keys()):
+                part = tensors.get_slice(key)
+                shape = cast(list[int], part.get_shape())
+                found[key] = part[self._own_slice(shape[0])] if shape else tensors.get_tensor(key)
+        return found
+
+    def _own_slice(self, length: int) -> slice:
+        """What a rank has of a tensor's first dimension, by the rule of torch's `chunk`."""
+        size = -(-length // self._place.size)
+        return slice(*(min(length, n * size) for n in (self._place.rank, self._place.rank + 1)))
+
+    # ----------------------------------------------------------------- reference
+
+    @property
+    def has_reference(self) -> bool:
+        return bool(self._reference)
+
+    def keep_reference(self) -> None:
+        """Keep a copy of the weights as they are now, for `use_reference`."""
+        self._reference = {n: own.detach().clone() for n, own in self._master.items()}
+
+    @contextmanager
+    def use_reference(self) -> Generator[None]:
+        """Context in which the model has the kept weights."""
+        trained = {n: own.detach().clone() for n, own in self._master.items()}
+        try:
+            self._fill(self._reference)
+            yield
+        finally:
+            self._fill(trained)
+
+    def _fill(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, own in self._master.items():
+                own.copy_(weights[name])
+
+
+def _local(sharded: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory."""
+    return cast(DTensor, sharded).to_local()
