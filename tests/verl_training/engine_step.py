@@ -1,6 +1,7 @@
-"""Train verl's FSDP2 engine on rows of a file, on a CPU. Started by a test in a process of its own.
+"""Train verl's FSDP2 engine on rows of a file. Started by a test in a process of its own.
 
-verl registers its engine for GPUs alone: the platform and the registration here are the test's.
+verl registers its engine for GPUs alone: the platform and the registration for a CPU are the test's.
+With WHET_VERL_DEVICE=cuda neither is used.
 """
 
 import contextlib
@@ -12,9 +13,10 @@ import types
 from pathlib import Path
 from typing import Any
 
+DEVICE = os.environ.get("WHET_VERL_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="engine_step")
 os.environ.update(
-    VERL_PLATFORM="cpu",
-    VERL_USE_EXTERNAL_MODULES="engine_step",
     TORCH_COMPILE_DISABLE="1",
     RANK="0",
     WORLD_SIZE="1",
@@ -116,10 +118,11 @@ def build_engine() -> Any:
 
     from whet.models.catalog import TINY
 
-    register = EngineRegistry.register(
-        model_type="language_model", backend=["fsdp2"], device=["cpu"]
-    )
-    register(FSDPEngineWithLMHead)
+    if DEVICE == "cpu":
+        register = EngineRegistry.register(
+            model_type="language_model", backend=["fsdp2"], device=["cpu"]
+        )
+        register(FSDPEngineWithLMHead)
     model = HFModelConfig(
         path=str(TINY),
         use_remove_padding=False,
@@ -183,7 +186,8 @@ def main(folder: Path) -> None:
 
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
     os.environ["MASTER_PORT"] = str(store.port)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
@@ -207,7 +211,7 @@ def main(folder: Path) -> None:
     difference = 0.0
     for place, prompt in enumerate(rows["prompts"]):
         # verl's log-probability at a position is that of the next token.
-        found = logprobs[place][len(prompt) - 1 : -1]
+        found = logprobs[place][len(prompt) - 1 : -1].cpu()
         mask = torch.tensor(rows["response_mask"][place], dtype=torch.bool)
         gap = (found - torch.tensor(rows["rollout_log_probs"][place]))[mask].abs().max()
         difference = max(difference, float(gap))
@@ -223,6 +227,7 @@ def main(folder: Path) -> None:
     after = parameters(engine)
     change = max(float((after[name] - before[name]).abs().max()) for name in before)
     result = {"logprob_difference": difference, "losses": losses, "change": change}
+    result["place"] = f"{next(iter(after.values())).device.type}, {dist.get_backend()}"
     sys.stdout.write(json.dumps(result) + "\n")
 
 

@@ -196,6 +196,7 @@ def test_verls_engine_takes_optimizer_steps_on_the_rows(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    sys.stdout.write(done.stdout.splitlines()[-1] + "\n")
     result = json.loads(done.stdout.splitlines()[-1])
     # The sampler's log-probabilities are those of verl's actor, in the same context.
     assert result["logprob_difference"] < 1e-4
