@@ -18,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+from load import cpu_s
 
 from whet.io.process import find_free_port
 from whet.protocols import Store
@@ -55,7 +57,8 @@ STORES = {"http": http_store, "postgres": postgres_store}
 
 
 @contextmanager
-def command(folder: Path, *arguments: str) -> Generator[None]:
+def command(folder: Path, *arguments: str) -> Generator[int]:
+    """A `whet` command; yields its process id."""
     process = subprocess.Popen(
         [sys.executable, "-m", "whet", *arguments],
         cwd=folder,
@@ -63,7 +66,7 @@ def command(folder: Path, *arguments: str) -> Generator[None]:
         stdout=subprocess.DEVNULL,
     )
     try:
-        yield
+        yield process.pid
     finally:
         process.terminate()
         process.wait(60)
@@ -78,42 +81,26 @@ class Case(NamedTuple):
     store_cores: float
 
 
-async def measure(url: str, run: str, runners: int, rollouts: int, think: float) -> Case:
+def busy_seconds(runners: Sequence[int]) -> tuple[float, float]:
+    """CPU seconds of runners, and of the store's processes: this one has started no others."""
+    of_runners = sum(map(cpu_s, runners))
+    return of_runners, cpu_s(os.getpid()) - time.process_time() - of_runners
+
+
+async def measure(url: str, run: str, pids: Sequence[int], rollouts: int, think: float) -> Case:
     """Fill the queue once all runners wait at it."""
     async with open_store(url, run=run, token=TOKEN) as store:
-        while len(await store.workers()) < runners:  # noqa: ASYNC110 - other processes
+        while len(await store.workers()) < len(pids):  # noqa: ASYNC110 - other processes
             await asyncio.sleep(0.1)
         ids = [f"r{n}" for n in range(rollouts)]
-        before, began = busy_seconds(), time.monotonic()
+        before, began = busy_seconds(pids), time.monotonic()
         await store.enqueue([Rollout(id=id, group="g", task=think) for id in ids])
         await store.wait(ids)
-        took, after = time.monotonic() - began, busy_seconds()
+        took, after = time.monotonic() - began, busy_seconds(pids)
         attempts = await last_attempts(store, ids)
         seconds = max(a.ended or 0 for a in attempts) - min(a.started for a in attempts)
         cores = [(b - a) / took for a, b in zip(before, after, strict=True)]
         return Case(rollouts / seconds, *cores)
-
-
-def busy_seconds() -> tuple[float, float]:
-    """CPU seconds of all runners, and of the store's processes, which this process has started."""
-    tick = os.sysconf("SC_CLK_TCK")
-    found: dict[int, tuple[int, float, str]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            status = (folder / "stat").read_text().rpartition(")")[2].split()
-            parent, user, system = (status[n] for n in (1, 11, 12))
-            command = (folder / "cmdline").read_text()
-            found[int(folder.name)] = int(parent), (int(user) + int(system)) / tick, command
-    runners = store = 0.0
-    for pid, (_, seconds, _) in found.items():
-        top = pid
-        while top in found and found[top][0] != os.getpid():
-            top = found[top][0]
-        if top in found and "\0runner\0" in found[top][2]:
-            runners += seconds
-        elif top in found:
-            store += seconds
-    return runners, store
 
 
 async def last_attempts(store: Store, ids: list[str]) -> list[AttemptRecord]:
@@ -134,10 +121,12 @@ def run_case(store: str, runners: int, args: argparse.Namespace) -> Case:
         url = stack.enter_context(STORES[store](folder))
         run = f"n{runners}"
         flags = (f"--concurrency={args.at_once}", "--processes=0", "--gateway=none")
-        for _ in range(runners):
-            place = ("--store", url, "--run", run, "--dir=.")
+        place = ("--store", url, "--run", run, "--dir=.")
+        pids = [
             stack.enter_context(command(folder, "runner", "agent.py:work", *place, *flags))
-        return asyncio.run(measure(url, run, runners, args.rollouts, args.think))
+            for _ in range(runners)
+        ]
+        return asyncio.run(measure(url, run, pids, args.rollouts, args.think))
 
 
 def find_bend(rates: dict[int, float]) -> int | None:

@@ -1,7 +1,7 @@
 """Train verl's FSDP2 engine on rows of a file. Started by a test in a process of its own.
 
-verl registers its engine for GPUs alone: the platform and the registration for a CPU are the test's.
-With WHET_VERL_DEVICE=cuda neither is used.
+verl registers its engine for GPUs alone: platform and registration for a CPU are the test's. With
+WHET_VERL_DEVICE=cuda neither is used.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ import types
 from pathlib import Path
 from typing import Any
 
-DEVICE = os.environ.get("WHET_VERL_DEVICE", "cpu")
-if DEVICE == "cpu":
-    os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="engine_step")
+os.environ.setdefault("WHET_VERL_DEVICE", "cpu")
 os.environ.update(
+    {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "engine_step"}
+    if os.environ["WHET_VERL_DEVICE"] == "cpu"
+    else {},
     TORCH_COMPILE_DISABLE="1",
     RANK="0",
     WORLD_SIZE="1",
@@ -26,6 +27,8 @@ os.environ.update(
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+
+DEVICE = os.environ["WHET_VERL_DEVICE"]
 
 if __name__ != "__main__":  # verl imports this module as its plugin
     from verl.plugin.platform.platform_base import PlatformBase

@@ -265,7 +265,7 @@ class RankGroup:
         return result
 
     def _find_cause(self, error: Exception) -> Exception:
-        """What another rank reported before it ended, or that it ended; else the error itself."""
+        """Return what another rank reported before it ended, or that it ended; else the error."""
         if isinstance(error, TrainerError):
             return error
         for rank in self.others:

@@ -196,7 +196,7 @@ class ModelShard(LocalTrainer):
         self._shards.check(folder)
 
     def take_gathered(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What the command `gather` has gathered at rank 0."""
+        """Return what the command `gather` has gathered at rank 0."""
         taken, self._gathered = self._gathered, {}
         return taken
 

@@ -144,7 +144,7 @@ class ShardWeights(MasterWeights):
         return found
 
     def _own_slice(self, length: int) -> slice:
-        """What a rank has of a tensor's first dimension, by the rule of torch's `chunk`."""
+        """This rank's part of a tensor's first dimension, by the rule of torch's `chunk`."""
         size = -(-length // self._place.size)
         return slice(*(min(length, n * size) for n in (self._place.rank, self._place.rank + 1)))
 
