@@ -32,7 +32,7 @@ import path_agents
 
 import whet
 from whet.algorithms import build_algorithm
-from whet.app.composition import policy_server
+from whet.app.composition import run as composition
 from whet.app.composition.samplers import LocalWeights, Sampler, build_renderer
 from whet.config import resolve
 from whet.demos.problems import problems
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--dir", help="folder for the runs, such as /dev/shm")
     args = parser.parse_args()
     if args.device == "cpu":
-        policy_server.local_sampler = simulated_sampler
+        composition.local_sampler = simulated_sampler
         args.engine_rate = 1 / (STEP_S / args.rollouts + 1 / PEAK_TOKENS)
     else:
         import gpu_common as gpu  # noqa: PLC0415 - only if needed

@@ -20,10 +20,10 @@ from pathlib import Path
 import anyio
 
 from whet.config import RunnerConfig
-from whet.runners.endpoints import FixedEndpoint
+from whet.runners.endpoints import NoEndpoint
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, Endpoint, Rollout
+from whet.types import Endpoint, Rollout
 
 THEIRS = {"cs": "processes over HTTP", "shm": "threads in memory"}
 
@@ -36,10 +36,6 @@ def work(task: object, llm: Endpoint) -> float:
     return 1.0
 
 
-def endpoint(attempt: Attempt) -> Endpoint:
-    return Endpoint(base_url=f"http://127.0.0.1:1/{attempt.id}", api_key="key", model="policy")
-
-
 async def ours(rollouts: int, at_once: int, *, is_async: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         async with SQLiteStore(Path(folder) / "store.db") as store:
@@ -47,7 +43,7 @@ async def ours(rollouts: int, at_once: int, *, is_async: bool) -> dict[str, floa
                 agent if is_async else work,
                 RunnerConfig(concurrency=at_once),
                 store=store,
-                endpoints=FixedEndpoint(endpoint),
+                endpoints=NoEndpoint(),
             )
             wanted = [Rollout(id=f"r{n}", group="g", task={"n": n}) for n in range(rollouts)]
             await store.enqueue(wanted)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from whet.app.composition.gateway_pool import GatewaySettings, open_gateway_pool
+from whet.app.composition.gateway_server import Gateway
 from whet.config import (
     GatewayConfig,
     LocalEngineConfig,
@@ -21,7 +22,6 @@ from whet.demos.arithmetic import solve
 from whet.demos.problems import problems
 from whet.engines.local.engine import LocalEngine
 from whet.engines.socket_engine import EngineServer
-from whet.gateway import auth
 from whet.gateway.app import build_app
 from whet.gateway.pipeline import CallPipeline
 from whet.gateway.templates.chat_template import ChatTemplate
@@ -32,11 +32,11 @@ from whet.models.distribution import Shaping, log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Engine
 from whet.runners.collector import QueueCollector
-from whet.runners.endpoints import Endpoints, FixedEndpoint
+from whet.runners.endpoints import Endpoints
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
 from whet.training.rows import build_rows
-from whet.types import Attempt, Credit, Endpoint, Group, Rollout, Row, Sampling, TokenChunk
+from whet.types import Credit, Group, Rollout, Row, Sampling, TokenChunk
 
 SECRET = b"secret"
 
@@ -74,12 +74,7 @@ async def serve_here(
     )
     server = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
 
-    def endpoint(attempt: Attempt) -> Endpoint:
-        path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
-        key = auth.mint_key(attempt.id, SECRET)
-        return Endpoint(base_url=server.url + path, api_key=key, model="policy")
-
-    yield FixedEndpoint(endpoint)
+    yield Gateway(server.url, SECRET, "policy")
     await engine.close()
     server.close()
 

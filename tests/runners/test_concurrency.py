@@ -11,6 +11,7 @@ import pytest
 
 import whet
 from support.cross_thread import until
+from support.run_agents import FixedEndpoint
 from whet.config import GatewayConfig, RunnerConfig
 from whet.gateway import auth
 from whet.gateway.app import build_app
@@ -20,7 +21,6 @@ from whet.gateway.templates.renderer import Renderer
 from whet.io.server import AppServer
 from whet.protocols import Engine
 from whet.runners.collector import QueueCollector
-from whet.runners.endpoints import FixedEndpoint
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, Endpoint, Group, Rollout, Sampling, TokenChunk, Trajectory

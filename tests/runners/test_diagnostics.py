@@ -7,6 +7,7 @@ from types import ModuleType
 import anyio
 import pytest
 
+from support.run_agents import FixedEndpoint
 from support.trajectories import Conversation, generation
 from whet.config import RunnerConfig
 from whet.runners.diagnostics import (
@@ -16,7 +17,6 @@ from whet.runners.diagnostics import (
     find_known_pitfalls,
     read_warnings,
 )
-from whet.runners.endpoints import FixedEndpoint
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
 from whet.types import (

@@ -13,10 +13,9 @@ import anyio
 import pytest
 
 import whet
-from support.run_agents import endpoint, get_failure, run
+from support.run_agents import FixedEndpoint, endpoint, get_failure, run
 from whet.config import RunnerConfig
 from whet.runners.agent import Agent
-from whet.runners.endpoints import FixedEndpoint
 from whet.runners.executors.env_guard import _changed
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore

@@ -9,11 +9,10 @@ import pytest
 
 from support import pool_agents
 from support.cross_thread import until
-from support.run_agents import endpoint, run
+from support.run_agents import FixedEndpoint, endpoint, run
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.runners.attempt import count_processes
-from whet.runners.endpoints import FixedEndpoint
 from whet.runners.loading import get_spec, load_function
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore

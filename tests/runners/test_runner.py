@@ -8,11 +8,10 @@ import pytest
 import whet
 from support.cross_thread import Count, Flag
 from support.records import call
-from support.run_agents import endpoint, get_failure, run
+from support.run_agents import FixedEndpoint, endpoint, get_failure, run
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.io.genai_spans import build_refusal
-from whet.runners.endpoints import FixedEndpoint
 from whet.runners.runner import RELEASED, Runner
 from whet.store.sqlite import SQLiteStore
 from whet.types import CallId, Endpoint, FailureKind, Rollout, Status, Target

@@ -1,6 +1,7 @@
 """Run an agent on a few tasks at a store, and read the outcome."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -8,7 +9,7 @@ import anyio
 from whet.config import RunnerConfig
 from whet.runners.agent import Agent
 from whet.runners.collector import QueueCollector
-from whet.runners.endpoints import FixedEndpoint
+from whet.runners.endpoints import Connection, Endpoints
 from whet.runners.hooks import Hooks
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
@@ -17,6 +18,19 @@ from whet.types import Attempt, Endpoint, Group, Mode, Rollout
 
 def endpoint(attempt: Attempt) -> Endpoint:
     return Endpoint(base_url=f"http://nowhere/{attempt.id}", api_key=f"key-{attempt.id}", model="p")
+
+
+@dataclass(frozen=True, slots=True)
+class FixedEndpoint(Endpoints):
+    """Endpoints by a function, as of a gateway that lives as long as the runner."""
+
+    build: Callable[[Attempt], Endpoint]
+
+    async def wait_ready(self) -> None:
+        pass
+
+    def connect(self, attempt: Attempt) -> Connection:
+        return Connection(self.build(attempt))
 
 
 async def run(

@@ -1,6 +1,7 @@
 """Likelihood training on the best rollout of each group."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from whet.algorithms.baselines import has_signal
 from whet.algorithms.returns import score
@@ -9,19 +10,19 @@ from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
 
 
+@dataclass(frozen=True, slots=True)
 class BestOfN(Algorithm):
     """Advantage is 1 for the best rollout of a group; the others are left out.
 
     The first of equally good ones; a group whose rewards are all equal is dropped.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self._config = config
+    config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         credits: list[Credit] = []
         for group in groups:
-            scores = [score(trajectory, self._config) for trajectory in group]
+            scores = [score(trajectory, self.config) for trajectory in group]
             if has_signal(scores):
                 credits.append(Credit.even(group[scores.index(max(scores))], 1.0))
         return credits

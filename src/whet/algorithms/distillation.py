@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from whet.algorithms.returns import score
 from whet.config import AlgorithmConfig
@@ -11,6 +12,7 @@ from whet.training.rows import build_rows
 from whet.types import Credit, GenerationId, Group, SampledSegment, StepRecord
 
 
+@dataclass(frozen=True, slots=True)
 class Distillation(Algorithm):
     """Advantage of a token is its log-probability under the teacher minus that under the sampler.
 
@@ -18,18 +20,17 @@ class Distillation(Algorithm):
     (thinkingmachines.ai/blog/on-policy-distillation). Rewards are logged and not read.
     """
 
-    def __init__(self, config: AlgorithmConfig, teacher: Scorer) -> None:
-        self._config = config
-        self._teacher = teacher
+    config: AlgorithmConfig
+    teacher: Scorer
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         trajectories = {t.attempt.id: t for group in groups for t in group}
         for trajectory in trajectories.values():
-            score(trajectory, self._config)  # refuses rewards that nobody would read
+            score(trajectory, self.config)  # refuses rewards that nobody would read
         everything = [Credit.even(trajectory, 0.0) for trajectory in trajectories.values()]
         advantages = defaultdict[str, dict[GenerationId, tuple[float, ...]]](dict)
         rows = build_rows(everything).rows
-        scored = await self._teacher.logprobs([row.tokens for row in rows])
+        scored = await self.teacher.logprobs([row.tokens for row in rows])
         for row, teacher in zip(rows, scored, strict=True):
             for segment in row.segments:
                 _check_plain_sampling(segment, row.rollout)

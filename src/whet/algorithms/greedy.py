@@ -1,6 +1,7 @@
 """Likelihood training on successful greedy generations."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from whet.algorithms.returns import score
 from whet.config import AlgorithmConfig
@@ -8,6 +9,7 @@ from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
 
 
+@dataclass(frozen=True, slots=True)
 class GreedyOutputs(Algorithm):
     """Advantage is 1 where the reward reaches `success_threshold`; other rollouts are left out.
 
@@ -15,10 +17,9 @@ class GreedyOutputs(Algorithm):
     exploration: it reinforces what the model already gets right.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self._config = config
+    config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        threshold = self._config.success_threshold
+        threshold = self.config.success_threshold
         everything = [trajectory for group in groups for trajectory in group]
-        return [Credit.even(t, 1.0) for t in everything if score(t, self._config) >= threshold]
+        return [Credit.even(t, 1.0) for t in everything if score(t, self.config) >= threshold]

@@ -1,6 +1,7 @@
 """Group relative policy optimization (GRPO)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
@@ -12,6 +13,7 @@ EPSILON = 1e-6
 """Added to standard deviations, so that rounding differences give no signal."""
 
 
+@dataclass(frozen=True, slots=True)
 class GRPO(Algorithm):
     """Advantage is reward minus the group's mean (arXiv:2402.03300).
 
@@ -20,11 +22,10 @@ class GRPO(Algorithm):
     so no forward pass is spent on it.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self._config = config
+    config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        return compare(groups, self._config, self._baselines)
+        return compare(groups, self.config, self._baselines)
 
     def _baselines(self, scores: Scores) -> Baselines:
         return [self._group_baselines(group) for group in scores]
@@ -32,5 +33,5 @@ class GRPO(Algorithm):
     def _group_baselines(self, scores: Sequence[float]) -> Sequence[Baseline] | None:
         if not has_signal(scores):
             return None
-        scale = stdev(scores) + EPSILON if self._config.divide_by_std else 1.0
+        scale = stdev(scores) + EPSILON if self.config.divide_by_std else 1.0
         return [Baseline(fmean(scores), scale)] * len(scores)

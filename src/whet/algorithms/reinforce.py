@@ -1,6 +1,7 @@
 """REINFORCE with a running baseline."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from whet.algorithms.baselines import Baseline, Baselines, Scores, compare
@@ -9,6 +10,7 @@ from whet.protocols import Algorithm
 from whet.types import LENGTH_PENALTY, Credit, Group, StepRecord
 
 
+@dataclass(frozen=True, slots=True)
 class Reinforce(Algorithm):
     """Advantage is reward minus the running mean of the rewards of earlier steps (Williams 1992).
 
@@ -16,8 +18,7 @@ class Reinforce(Algorithm):
     not kept in memory. The first step is compared with its own mean.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self._config = config
+    config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         before = self._running_mean(past)
@@ -30,15 +31,15 @@ class Reinforce(Algorithm):
                 for group in scores
             ]
 
-        return compare(groups, self._config, baselines)
+        return compare(groups, self.config, baselines)
 
     def _running_mean(self, past: Sequence[StepRecord]) -> float | None:
         mean = None
-        decay = self._config.baseline_decay
+        decay = self.config.baseline_decay
         for record in past:
             metrics = record.metrics
             if "reward" in metrics:
-                further = (LENGTH_PENALTY, *self._config.reward_keys)
+                further = (LENGTH_PENALTY, *self.config.reward_keys)
                 keys = ("reward", *(f"reward/{key}" for key in further))
                 # A key that was added on resume is in no earlier step.
                 reward = sum(metrics.get(key, 0.0) for key in keys)

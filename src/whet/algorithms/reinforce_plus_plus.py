@@ -1,6 +1,7 @@
 """REINFORCE++: normalized over the whole step."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
@@ -10,6 +11,7 @@ from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
 
 
+@dataclass(frozen=True, slots=True)
 class ReinforcePlusPlus(Algorithm):
     """Advantage is reward minus the step's mean, by the step's deviation (arXiv:2501.03262).
 
@@ -17,17 +19,16 @@ class ReinforcePlusPlus(Algorithm):
     residuals, so that hard and easy tasks are each compared with themselves.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self._config = config
+    config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        return compare(groups, self._config, self._baselines)
+        return compare(groups, self.config, self._baselines)
 
     def _baselines(self, scores: Scores) -> Baselines:
         everything = [score for group in scores for score in group]
         if not has_signal(everything):
             return [None] * len(scores)
-        if not self._config.group_baseline:
+        if not self.config.group_baseline:
             baseline = Baseline(fmean(everything), stdev(everything) + EPSILON)
             return [[baseline] * len(group) for group in scores]
         means = [fmean(group) if group else 0.0 for group in scores]

@@ -1,6 +1,7 @@
 """REINFORCE with a leave-one-out baseline (RLOO)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
@@ -9,6 +10,7 @@ from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
 
 
+@dataclass(frozen=True, slots=True)
 class RLOO(Algorithm):
     """Advantage is reward minus the mean of the group's other rollouts (arXiv:2402.14740).
 
@@ -16,11 +18,10 @@ class RLOO(Algorithm):
     groups whose rewards are all equal are dropped as there.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self._config = config
+    config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        return compare(groups, self._config, _baselines)
+        return compare(groups, self.config, _baselines)
 
 
 def _baselines(scores: Scores) -> Baselines:

@@ -48,19 +48,6 @@ class Endpoints(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class FixedEndpoint(Endpoints):
-    """Endpoints at the gateway of this process, which lives as long as the runner."""
-
-    build: Callable[[Attempt], Endpoint]
-
-    async def wait_ready(self) -> None:
-        pass
-
-    def connect(self, attempt: Attempt) -> Connection:
-        return Connection(self.build(attempt))
-
-
 class NoEndpoint(Endpoints):
     """Empty endpoints, for agents that reach their models without whet."""
 

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -23,6 +22,7 @@ from whet.app.cli.flags import (
 from whet.app.composition.distributed import (
     StoreAddress,
     connect_store,
+    find_endpoints,
     find_store,
     print_line,
     raise_file_limit,
@@ -36,13 +36,12 @@ from whet.app.composition.ray_runners import (
 )
 from whet.config import RunnerConfig, resolve
 from whet.errors import ConfigError
-from whet.gateway import auth
 from whet.io.process import follow_supervisor, stoppable
 from whet.io.threads import run_async
 from whet.protocols import Store
 from whet.runners.agent import POLICY, Agent, inspect_agent
 from whet.runners.attempt import check_runnable
-from whet.runners.endpoints import Endpoints, NoEndpoint, RemoteEndpoints
+from whet.runners.endpoints import Endpoints, NoEndpoint
 from whet.runners.hooks import Hooks, load_hooks
 from whet.runners.runner import Runner
 from whet.types import Attempt, GatewayAddress, Outcome
@@ -275,9 +274,7 @@ def _endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
     if url == NO_GATEWAY:
         return NoEndpoint()
     fixed = [GatewayAddress(url.removesuffix("/v1"), POLICY)] if url else []
-    mint_key = partial(auth.mint_key, secret=place.secret)
-    mint_reward_key = partial(auth.mint_reward_key, secret=place.secret)
-    return RemoteEndpoints(store, mint_key, mint_reward_key, addresses=fixed, report=print_line)
+    return find_endpoints(store, place.secret, fixed, print_line)
 
 
 def _describe(counts: Counter[str]) -> str:

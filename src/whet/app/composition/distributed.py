@@ -1,17 +1,19 @@
-"""Processes of a distributed run: how each reaches the store, and which runners are alive.
+"""Processes of a distributed run: how each reaches store and gateways, and which runners live.
 
 Light to import: every command uses the default addresses.
 """
 
+import logging
 import math
 import os
 import resource
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 from anyio import create_task_group
@@ -19,6 +21,12 @@ from anyio import create_task_group
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_store
 from whet.store.http import token
+from whet.types import GatewayAddress
+
+if TYPE_CHECKING:
+    from whet.runners.endpoints import RemoteEndpoints
+
+logger = logging.getLogger(__name__)
 
 PORT = 4747
 DEFAULT_STORE = f"http://127.0.0.1:{PORT}"
@@ -95,6 +103,21 @@ async def connect_store(address: StoreAddress) -> AsyncGenerator[Store]:
             await store.resources()
             tasks.cancel_scope.cancel()
         yield store
+
+
+def find_endpoints(
+    store: Store,
+    secret: bytes,
+    addresses: Sequence[GatewayAddress] = (),
+    report: Callable[[str], None] = logger.info,
+) -> "RemoteEndpoints":
+    """Endpoints at the gateways of a run, which the store has registered, or at fixed addresses."""
+    from whet.gateway import auth  # noqa: PLC0415 - not for `--help`
+    from whet.runners.endpoints import RemoteEndpoints  # noqa: PLC0415
+
+    mint_key = partial(auth.mint_key, secret=secret)
+    mint_reward_key = partial(auth.mint_reward_key, secret=secret)
+    return RemoteEndpoints(store, mint_key, mint_reward_key, addresses=addresses, report=report)
 
 
 @asynccontextmanager

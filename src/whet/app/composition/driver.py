@@ -16,6 +16,7 @@ from whet.app.composition.distributed import (
     STORE_VARIABLE,
     StoreAddress,
     connect_store,
+    find_endpoints,
     find_store,
     watch_workers,
 )
@@ -188,13 +189,8 @@ async def _announce(store: Store, folder: "RunFolder") -> None:
 
 async def _find_gateway(store: Store, address: StoreAddress) -> Endpoint:
     from whet.app.composition.gateway_server import Gateway  # noqa: PLC0415 - only if needed
-    from whet.gateway import auth  # noqa: PLC0415
-    from whet.runners.endpoints import RemoteEndpoints  # noqa: PLC0415
 
-    secret = address.secret
-    gateways = RemoteEndpoints(
-        store, partial(auth.mint_key, secret=secret), partial(auth.mint_reward_key, secret=secret)
-    )
+    gateways = find_endpoints(store, address.secret)
     await gateways.wait_ready()
     found = gateways.addresses[0]
-    return Gateway(found.url, secret, found.model).own_endpoint
+    return Gateway(found.url, address.secret, found.model).own_endpoint

@@ -12,9 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,20 @@ from anyio import CancelScope, create_task_group, fail_after, move_on_after
 from anyio.abc import Process, TaskStatus
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from whet.app.composition.distributed import find_endpoints
 from whet.app.composition.gateway_server import ADDRESS_FILE, PORT_FLAG, Gateway, address_file
+from whet.app.composition.samplers import Sampler
+from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
 from whet.engines.socket_engine import EngineServer
 from whet.errors import ConfigError, EngineError
-from whet.gateway import auth
 from whet.io.process import SUPERVISED, RestartBackoff
 from whet.io.server import get_url, listen
 from whet.io.threads import unwrap_group
 from whet.protocols import Store
 from whet.runners.agent import POLICY
-from whet.runners.endpoints import Endpoints, RemoteEndpoints
-from whet.types import Endpoint, GatewayAddress, Value
+from whet.runners.endpoints import Endpoints
+from whet.types import Attempt, Endpoint, GatewayAddress, Value
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +87,8 @@ async def open_gateway_pool(
             note = progress if n == 0 else logger.debug
             processes.append(GatewayProcess(listener, settings, server, note))
         urls = [get_url(process.listener) for process in processes]
-        endpoints = RemoteEndpoints(
-            store,
-            partial(auth.mint_key, secret=secret),
-            partial(auth.mint_reward_key, secret=secret),
-            addresses=[GatewayAddress(url, POLICY) for url in urls],
-        )
+        addresses = [GatewayAddress(url, POLICY) for url in urls]
+        endpoints = find_endpoints(store, secret, addresses)
         stack.enter_context(address_file(urls[0]))
         try:
             async with create_task_group() as tasks:
@@ -102,6 +99,38 @@ async def open_gateway_pool(
                 tasks.cancel_scope.cancel()
         except ExceptionGroup as group:
             raise unwrap_group(group) from group
+
+
+@asynccontextmanager
+async def serve_in_processes(
+    count: int,
+    sampler: Sampler,
+    model: Path,
+    folder: RunFolder,
+    store: Store,
+    secret: bytes,
+    prepare: Callable[[Attempt], Awaitable[None]] | None,
+    judge: Endpoint | None,
+    progress: Progress,
+) -> AsyncGenerator[tuple[Gateway, Endpoints]]:
+    """Serve the sampler of a run by gateways in processes, as `open_gateway_pool` yields them."""
+    server = EngineServer(sampler.engine, prepare)
+    settings = GatewaySettings(
+        config=folder.config(),
+        model=model,
+        context_length=sampler.context_length,
+        secret=secret.hex(),
+        store=folder.store,
+        run=store.run,
+        judge=judge,
+        prepares=prepare is not None,
+        log_level=logging.getLogger("whet").getEffectiveLevel(),
+    )
+    try:
+        async with open_gateway_pool(count, settings, server, store, progress) as served:
+            yield served
+    finally:
+        await server.close()
 
 
 class GatewayProcess:

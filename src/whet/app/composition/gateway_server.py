@@ -32,7 +32,7 @@ from whet.io.threads import unwrap_group
 from whet.protocols import Collector, Resources, Store
 from whet.runners.agent import POLICY, Agent
 from whet.runners.collector import QueueCollector
-from whet.runners.endpoints import Endpoints
+from whet.runners.endpoints import Connection, Endpoints
 from whet.runners.hooks import Hooks
 from whet.runners.judges.group_ranking import JudgedCollector
 from whet.runners.judges.judge import Judge
@@ -51,8 +51,8 @@ MAX_PROCESSES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """Address and credentials of a running gateway."""
+class Gateway(Endpoints):
+    """Address and credentials of a running gateway, which lives as long as its runner."""
 
     url: str
     secret: bytes
@@ -70,6 +70,12 @@ class Gateway:
             reward_key=auth.mint_reward_key(attempt.id, self.secret),
             policies=self.policies,
         )
+
+    async def wait_ready(self) -> None:
+        pass
+
+    def connect(self, attempt: Attempt) -> Connection:
+        return Connection(self.endpoint(attempt))
 
     @property
     def own_endpoint(self) -> Endpoint:

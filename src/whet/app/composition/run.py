@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from anyio import to_thread
 
 from whet.app.composition.distributed import StoreAddress
+from whet.app.composition.gateway_pool import serve_in_processes
 from whet.app.composition.gateway_server import (
     Gateway,
     check_own_process,
@@ -24,12 +25,22 @@ from whet.app.composition.gateway_server import (
     run_agents,
     serve_gateway,
 )
-from whet.app.composition.policies import Policies, open_policies
-from whet.app.composition.policy_server import serve_policy
+from whet.app.composition.policies import Policies, open_policies, open_policy_samplers
 from whet.app.composition.ray_runners import run_agents_on_ray
-from whet.app.composition.samplers import open_model_sampler
+from whet.app.composition.samplers import (
+    Sampler,
+    local_sampler,
+    open_model_sampler,
+    open_sampler,
+    tinker_sampler,
+)
 from whet.app.composition.trainers import open_algorithm, open_trainer
-from whet.app.composition.weight_sync import PublishingTrainer, TrainerLease
+from whet.app.composition.weight_sync import (
+    PolicyFollower,
+    PublishingTrainer,
+    TrainerLease,
+    read_policy,
+)
 from whet.app.evaluation.models import LocalModel, find_run, read_models
 from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
 from whet.app.run_folder import RunFolder
@@ -125,7 +136,7 @@ async def open_run(
         if agent is not None:
             shared = policy if shares_weights else None
             secret = _store_address(folder, "").secret if config.runner.ray else folder.secret()
-            serving = serve_policy(shared, model, folder, store, secret, judge, progress)
+            serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
             placed = agent, folder, store, gateway, endpoints
             running = _run_agent(*placed, context, on_outcome, progress)
@@ -303,6 +314,70 @@ async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None
     )
     if repeated:
         progress(f"repeated {repeated} updates since the last checkpoint, from stored rollouts")
+
+
+@asynccontextmanager
+async def _serve_policy(
+    shared: "LocalPolicy | TinkerPolicy | Policies | None",
+    model: Path,
+    folder: RunFolder,
+    store: Store,
+    secret: bytes,
+    judge: Endpoint | None,
+    progress: Progress,
+) -> AsyncGenerator[tuple[Gateway, Endpoints]]:
+    """Serve the policy object that the trainer updates, or servers that load what it publishes.
+
+    The gateway is in this process, or in others that use the engine of this one.
+    """
+    config = folder.config()
+    async with AsyncExitStack() as stack:
+        prepare = None
+        if shared is None:
+            published = read_policy(await store.latest(POLICY))
+            opened = open_sampler(model, published, config, folder=folder.path, progress=progress)
+            sampler = await stack.enter_async_context(opened)
+            samplers = {"": sampler}
+            follower = PolicyFollower(sampler.weights, published, store)
+            await follower.load_newest()
+            prepare = follower.prepare
+        else:
+            samplers = await stack.enter_async_context(_open_samplers(shared, model, config))
+        if count := count_gateways(config):
+            serving = serve_in_processes(
+                count, samplers[""], model, folder, store, secret, prepare, judge, progress
+            )
+            yield await stack.enter_async_context(serving)
+            return
+        algorithms = [config.for_policy(name).algorithm for name in config.trained_policies]
+        serving = serve_gateway(
+            samplers,
+            config,
+            store,
+            secret,
+            prepare=prepare,
+            algorithms=lambda: algorithms,
+            judge=judge,
+            progress=progress,
+        )
+        gateway = await stack.enter_async_context(serving)
+        yield gateway, gateway
+
+
+@asynccontextmanager
+async def _open_samplers(
+    shared: "LocalPolicy | TinkerPolicy | Policies", model: Path, config: RunConfig
+) -> AsyncGenerator[dict[str, Sampler]]:
+    """Sample from the weights being trained: by policy, or with an empty name from the only one."""
+    if isinstance(shared, Policies):
+        async with open_policy_samplers(shared, config) as samplers:
+            yield samplers
+    elif isinstance(shared, LocalPolicy):
+        async with local_sampler(shared, config) as sampler:
+            yield {"": sampler}
+    else:
+        async with tinker_sampler(shared, model, config) as sampler:
+            yield {"": sampler}
 
 
 def _run_agent(

@@ -49,7 +49,6 @@ from whet.io.server import AppServer
 from whet.io.threads import run_async
 from whet.runners.agent import Agent, check_agent
 from whet.runners.collector import QueueCollector
-from whet.runners.endpoints import FixedEndpoint
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, Endpoint, Outcome
 
@@ -279,9 +278,7 @@ async def _evaluate_model(
             display.phase(f"evaluate {model.name}", left)
             async with (
                 _serve(model, config, store, folder, key, judge) as gateway,
-                run_agents(
-                    agent, config.runner, store, FixedEndpoint(gateway.endpoint), on_outcome
-                ),
+                run_agents(agent, config.runner, store, gateway, on_outcome),
             ):
                 versions = await publish_resources(store, resources)
                 collector = QueueCollector(queue=store, log=store, resources=versions)

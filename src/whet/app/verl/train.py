@@ -18,6 +18,7 @@ from whet.app.composition.distributed import (
     STORE_VARIABLE,
     StoreAddress,
     connect_store,
+    find_endpoints,
     find_store,
     watch_workers,
 )
@@ -28,13 +29,11 @@ from whet.app.run_folder import RunFolder
 from whet.app.train import KIND, prepare_run
 from whet.config import RunConfig, VerlConfig
 from whet.errors import ConfigError, RunFailed
-from whet.gateway import auth
 from whet.io.process import SUPERVISED
 from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.protocols import Store
 from whet.runners.agent import Agent
-from whet.runners.endpoints import RemoteEndpoints
 from whet.store import DEFAULT_RUN
 from whet.store.http import token
 from whet.store.http.server import StoreServer
@@ -118,11 +117,7 @@ async def _run(
         if config.runner.ray is not None and agent is not None:
             running = run_agents_on_ray(agent, config.runner, store, address, report=note)
         elif agent is not None and store_url is None:
-            endpoints = RemoteEndpoints(
-                store,
-                partial(auth.mint_key, secret=address.secret),
-                partial(auth.mint_reward_key, secret=address.secret),
-            )
+            endpoints = find_endpoints(store, address.secret)
             running = run_agents(agent, config.runner, store, endpoints, on_warning=note)
         else:
             running = watch_workers(store, note)
