@@ -111,8 +111,15 @@ async def test_what_is_not_whole_is_an_error_that_may_be_retried(output: dict[st
         await ask(open_engine(Client(**output)), PROMPT, max_tokens=3)
 
 
-async def test_a_closed_engine_refuses() -> None:
-    engine = open_engine(Client())
-    await engine.close()
-    with pytest.raises(EngineError):
+async def test_a_closed_engine_refuses_and_fails_what_is_in_flight() -> None:
+    class ClosingClient(Client):
+        async def generate(self, request_id: str, **request: Any) -> Any:
+            output = await super().generate(request_id, **request)
+            await engine.close()
+            return output
+
+    engine = open_engine(ClosingClient())
+    with pytest.raises(EngineError, match="was closed"):
+        await ask(engine, PROMPT, max_tokens=3)
+    with pytest.raises(EngineError, match="is closed"):
         await ask(engine, PROMPT)

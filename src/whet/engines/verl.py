@@ -1,13 +1,13 @@
 """Engine on the inference servers of a verl run, through verl's own client: token ids only."""
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from whet.engines.request import SampledTokens, SampleRequest, remaining_context
+from whet.engines.request import SampledTokens
+from whet.engines.single_chunk import SingleChunkEngine
 from whet.errors import EngineError, RequestError, boundary
-from whet.protocols import Engine
-from whet.types import Sampling, TokenChunk
+from whet.types import Sampling
 
 COMPLETED = ("completed", "stop", "length", None)
 """Stop reasons of a generation that is whole; others mean that servers took new weights."""
@@ -23,11 +23,10 @@ class TokenClient(Protocol):
         ...
 
 
-class VerlEngine(Engine):
-    """Samples one continuation per request. verl does not stream: a stream is a single chunk.
+class VerlEngine(SingleChunkEngine):
+    """Samples from the servers of a verl run, whose stop strings differ and are not used."""
 
-    Stop strings end a generation here, after it was sampled, since verl's servers differ in them.
-    """
+    SERVICE = "verl"
 
     def __init__(
         self,
@@ -37,45 +36,26 @@ class VerlEngine(Engine):
         context_length: int,
         version: int = 0,
     ) -> None:
-        """`decode` turns ids into text, to find stop strings."""
+        super().__init__(decode, context_length)
         self._client = client
-        self._decode = decode
-        self._closed = False
-        self.context_length = context_length
         self.version = version
         """Version of tokens whose server does not report one: verl's global step."""
 
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        stream: bool = False,
-        affinity: str = "",
-    ) -> AsyncGenerator[TokenChunk]:
-        room = remaining_context(prompt, self.context_length)
-        if sampling.grammar is not None:
-            raise RequestError("verl's servers take no grammars: leave the output format out")
+    async def _sample(
+        self, prompt: list[int], sampling: Sampling, limit: int, affinity: str
+    ) -> Iterator[tuple[SampledTokens, int]]:
         if sampling.top_logprobs:
             raise RequestError("verl's servers return no top log-probabilities: leave them out")
-        if self._closed:
-            raise EngineError("the engine is closed")
-        limit = min(sampling.max_tokens or room, room)
-        tokens = list(prompt)
         with boundary(EngineError, "verl's servers failed"):
             output = await self._client.generate(
                 affinity or uuid.uuid4().hex,
-                prompt_ids=tokens,
+                prompt_ids=prompt,
                 sampling_params=_sampling_params(sampling, limit),
             )
-        request = SampleRequest(tokens=tokens, sampling=sampling, limit=limit, stream=False, seed=0)
-        yield self._cut(request, output)
+        return self._split_tokens(output)
 
-    async def close(self) -> None:
-        self._closed = True
-
-    def _cut(self, request: SampleRequest, output: Any) -> TokenChunk:
-        """Check what verl returned and cut it at the first requested stop."""
+    def _split_tokens(self, output: Any) -> Iterator[tuple[SampledTokens, int]]:
+        """Check what verl returned; yields each token with its log-probability and version."""
         ids: list[int] = list(output.token_ids)
         logprobs: list[float] = list(output.log_probs or ())
         if output.stop_reason not in COMPLETED:
@@ -90,10 +70,7 @@ class VerlEngine(Engine):
             # Between the two it is not known when servers took new weights: the bounds are kept.
             version = oldest if place == 0 else newest
             stop = "stop" if place == len(ids) - 1 else None
-            drawn = SampledTokens([token], [float(logprob)], stop=stop)
-            if (chunk := request.append(drawn, version, self._decode)) is not None:
-                return chunk
-        raise AssertionError("the last token always stops a request")
+            yield SampledTokens([token], [float(logprob)], stop=stop), version
 
     def _read_version(self, fields: dict[str, Any], key: str) -> int:
         found = fields.get(key)

@@ -188,7 +188,7 @@ class RowProbe:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._model, self._body, self._device, self._dtype = model, body, device, dtype
+        self._body, self._device, self._dtype = body, device, dtype
         self._flash = runs_flash(device, dtype)
         size = self.PREFIX + 2 * self.BRANCH
         self._ids_L = (7 * torch.arange(size, device=device) + 3) % min(vocabulary, 256)
