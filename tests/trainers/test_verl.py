@@ -47,6 +47,14 @@ def test_settings_of_whet_become_keys_of_verl_and_its_own_keys_pass_through() ->
     assert keys["trainer.logger"] == ["console", "wandb"]
 
 
+def test_the_temperature_is_that_of_the_run_and_zero_is_refused() -> None:
+    key = "actor_rollout_ref.rollout.temperature"
+    assert translate(configure())[key] == 1.0
+    assert translate(configure(runner={"temperature": 0.25}))[key] == 0.25
+    with pytest.raises(ConfigError, match=r"runner\.temperature"):
+        configure(runner={"temperature": 0})
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_sets_the_same_sizes(preset: str) -> None:
     keys = translate(resolve({"trainer": {"kind": "verl", "preset": preset}}))

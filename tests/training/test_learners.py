@@ -262,6 +262,8 @@ async def test_a_policy_that_nobody_calls_is_reported_once(
         ({"policies": {"a": {}}, "engine": {"kind": "vllm"}}, "engine.kind 'vllm' takes only one"),
         ({"policies": {"a": {}}, "trainer": {"kind": "tinker"}}, "trainer.kind 'tinker' takes"),
         ({"policies": {"a": {}}, "runner": {"ray": "auto"}}, "runner.ray takes only one"),
+        ({"policies": {"a": {}}, "trainer": {"gpus": 2}}, "trainer.gpus is 2, but several"),
+        ({"policies": {"a": {"trainer": {"gpus": 3}}}}, "policy 'a': trainer.gpus is 3"),
         ({"policies": {"a": {}}, "gateway": {"models": ["x"]}}, "use policies.NAME.models"),
         ({"policies": {"a": {"adam": {"lr": -1}}}}, "policy 'a': config key 'adam.lr'"),
         ({"policies": {"a": {"adam": {"rate": 1}}}}, "unknown config key 'adam.rate'"),

@@ -59,6 +59,7 @@ TrainerConfig = Annotated[
 ]
 
 VERL_ALGORITHMS = ("grpo", "rloo", "reinforce++")
+"""Algorithms of which the plugin of verl has an advantage estimator."""
 VERL_UNREAD = (
     *("engine", "adam", "loss", "algorithm", "failure_reward", "length", "curriculum", "loop"),
     *("selection", "evaluation", "checkpoints", "budget", "tracking"),
@@ -198,6 +199,12 @@ class RunConfig(Section):
             own = self.for_policy(name)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        assert isinstance(own.trainer, LocalTrainerConfig)
+        if own.trainer.gpus > 1:
+            raise ValueError(
+                f"policy {name!r}: trainer.gpus is {own.trainer.gpus}, but several policies are "
+                "trained on one GPU: leave it out"
+            )
         greedy = "greedy" in {own.algorithm.name, self.algorithm.name}
         for key, is_common in {"oversample": True, "name": greedy}.items():
             found = getattr(own.algorithm, key)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from whet.app.composition.samplers import Sampler, build_renderer, local_sampler
 from whet.app.composition.trainers import open_algorithm, open_local_trainer
-from whet.config import LocalTrainerConfig, RunConfig
-from whet.errors import ConfigError
+from whet.config import RunConfig
 from whet.gateway.templates.renderer import Renderer
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy, load_base
@@ -39,8 +38,6 @@ async def open_policies(
     config: RunConfig, algorithm: Algorithm | None, progress: Progress
 ) -> Policies:
     """Load the policies of a config; `algorithm` replaces the one of the run."""
-    if isinstance(config.trainer, LocalTrainerConfig) and config.trainer.gpus > 1:
-        raise ConfigError("several policies are trained on one GPU: leave out trainer.gpus")
     loader = _Loader()
     weights: dict[str, LocalPolicy] = {}
     learners: list[Learner] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from whet.config import RunConfig, VerlConfig
+from whet.config.run import VERL_ALGORITHMS
 from whet.errors import ConfigError
 
 Overrides = dict[str, JsonValue]
@@ -18,7 +19,7 @@ Overrides = dict[str, JsonValue]
 SECTION = "whet"
 """Section of verl's config with our own settings, which verl passes on to the manager."""
 
-ESTIMATORS = {"grpo": "whet_grpo", "rloo": "whet_rloo", "reinforce++": "whet_reinforce_plus_plus"}
+ESTIMATORS = {name: f"whet_{name.replace('+', '_plus')}" for name in VERL_ALGORITHMS}
 """Advantage estimators of the plugin by the names of our algorithms."""
 LOSS = "whet_rollout"
 """Policy loss of the plugin, in which every rollout weighs the same."""
@@ -116,6 +117,7 @@ def build_overrides(
     assert isinstance(config.trainer, VerlConfig)
     own = parse_overrides(config.trainer.overrides)
     check_contradictions(own)
+    temperature = 1.0 if config.runner.temperature is None else config.runner.temperature
     decided: Overrides = {
         "data.train_batch_size": config.tasks_per_step,
         "data.train_files": [str(tasks)],
@@ -134,7 +136,7 @@ def build_overrides(
         "actor_rollout_ref.rollout.calculate_log_probs": True,
         "actor_rollout_ref.rollout.mode": "async",
         "actor_rollout_ref.rollout.n": config.group_size,
-        "actor_rollout_ref.rollout.temperature": config.runner.temperature or 1.0,
+        "actor_rollout_ref.rollout.temperature": temperature,
         "actor_rollout_ref.rollout.top_p": 1,
         "actor_rollout_ref.rollout.top_k": -1,
         "trainer.default_local_dir": str(folder / "checkpoints"),
