@@ -5,11 +5,10 @@ A limit with waivers is not a limit: there are none here.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
-
-import pytest
 
 TESTS = Path(__file__).parent
 SRC = TESTS.parent / "src" / "whet"
@@ -107,10 +106,12 @@ def part_of_module(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     return list(_imports(parse(path).body, eager=True))
 
@@ -134,6 +135,7 @@ def _imports(body: list[ast.stmt], *, eager: bool) -> Iterator[Import]:
             yield from _imports([*direct], eager=eager and not later and not typing)
 
 
+@cache
 def is_module(name: str) -> bool:
     path = SRC.parent / name.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
@@ -144,47 +146,45 @@ def ours(path: Path) -> set[str]:
     return {part_of_module(m) for m in modules if m == "whet" or m.startswith("whet.")}
 
 
+def roots(path: Path) -> set[str]:
+    return {i.module.split(".")[0] for i in imports(path)}
+
+
 def named(path: Path) -> str:
     return str(path.relative_to(SRC))
-
-
-each_file = pytest.mark.parametrize("path", FILES, ids=named)
 
 
 def test_every_part_has_a_row_in_the_table() -> None:
     assert {part_of(path) for path in FILES} == set(MAY_IMPORT)
 
 
-@each_file
-def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
-    part = part_of(path)
-    assert ours(path) - {part} <= MAY_IMPORT[part]
+def test_a_module_imports_only_what_its_part_may() -> None:
+    allowed = {path: {part_of(path), *MAY_IMPORT[part_of(path)]} for path in FILES}
+    assert {named(path): extra for path in FILES if (extra := ours(path) - allowed[path])} == {}
 
 
-@each_file
-def test_nobody_imports_app_but_the_lazy_names_of_the_package(path: Path) -> None:
-    if part_of(path) == "app":
-        return
-    of_app = [i for i in imports(path) if i.module.startswith("whet.app")]
-    if path == SRC / "__main__.py":
-        return
-    assert not of_app or path == SRC / "__init__.py"
-    assert not any(i.eager for i in of_app)
+def test_nobody_imports_app_but_the_lazy_names_of_the_package() -> None:
+    of_app = {
+        named(path): {i.eager for i in imports(path) if i.module.startswith("whet.app")}
+        for path in FILES
+        if part_of(path) != "app" and path != SRC / "__main__.py"
+    }
+    assert {name: eager for name, eager in of_app.items() if eager} == {"__init__.py": {False}}
 
 
-@each_file
-def test_a_heavy_library_stays_behind_its_fence(path: Path) -> None:
-    roots = {i.module.split(".")[0] for i in imports(path)}
-    outside = {root for root in roots & set(FENCES) if part_of(path) not in FENCES[root]}
-    assert not outside
+def test_a_heavy_library_stays_behind_its_fence() -> None:
+    found = {path: roots(path) & set(FENCES) for path in FILES}
+    outside = {
+        named(path): {root for root in fenced if part_of(path) not in FENCES[root]}
+        for path, fenced in found.items()
+    }
+    assert {name: fenced for name, fenced in outside.items() if fenced} == {}
 
 
-@each_file
-def test_verl_is_imported_in_its_own_folder_alone(path: Path) -> None:
-    if path.parent == SRC / "trainers" / "verl":
-        return
-    roots = {i.module.split(".")[0] for i in imports(path)}
-    assert not roots & {"verl", "transfer_queue", "tensordict", "omegaconf", "hydra"}
+def test_verl_is_imported_in_its_own_folder_alone() -> None:
+    libraries = {"verl", "transfer_queue", "tensordict", "omegaconf", "hydra"}
+    users = {path.parent for path in FILES if roots(path) & libraries}
+    assert users == {SRC / "trainers" / "verl"}
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
@@ -199,9 +199,9 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
     TopologicalSorter(edges).prepare()  # raises CycleError
 
 
-@each_file
-def test_a_file_fits_in_500_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_FILE
+def test_a_file_fits_in_500_lines() -> None:
+    lengths = {named(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE} == {}
 
 
 def test_a_folder_has_at_most_16_entries() -> None:
@@ -210,42 +210,41 @@ def test_a_folder_has_at_most_16_entries() -> None:
         assert len(entries) <= MAX_ENTRIES, f"{named(folder)}: {sorted(entries)}"
 
 
-@each_file
-def test_a_function_fits_on_a_screen(path: Path) -> None:
-    long = {
-        node.name: node.end_lineno - node.lineno + 1
+def test_a_function_fits_on_a_screen() -> None:
+    long = [
+        f"{named(path)}:{node.name}"
+        for path in FILES
         for node in ast.walk(parse(path))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.end_lineno
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION
-    }
-    assert not long
+    ]
+    assert long == []
 
 
-@each_file
-def test_every_module_and_class_says_what_it_is(path: Path) -> None:
-    tree = parse(path)
+def test_every_module_and_class_says_what_it_is() -> None:
     silent = [
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        and not node.name.startswith("_")
+        f"{named(path)}:{getattr(node, 'name', '')}"
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, (ast.Module, ast.ClassDef))
+        and not getattr(node, "name", "").startswith("_")
         and not ast.get_docstring(node)
     ]
-    assert ast.get_docstring(tree), "the module has no docstring"
-    assert not silent
+    assert silent == []
 
 
-@each_file
-def test_nothing_banned_is_used(path: Path) -> None:
-    calls = {
-        node.func.id
+def test_nothing_banned_is_used() -> None:
+    calls = [
+        f"{named(path)}:{node.lineno}: {node.func.id}"
+        for path in FILES
         for node in ast.walk(parse(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
-    roots = {i.module.split(".")[0] for i in imports(path)}
-    assert not calls & BANNED_CALLS
-    assert not roots & BANNED
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in BANNED_CALLS
+    ]
+    assert calls == []
+    assert {named(path): found for path in FILES if (found := roots(path) & BANNED)} == {}
 
 
 def test_the_checks_see_what_they_should(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "whet"
 FILES = sorted(SRC.rglob("*.py"))
@@ -69,6 +68,11 @@ SHARED_FILE_NAMES = {
 """File names that deliberately stand in several folders."""
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Names that the file itself defines: classes, functions, arguments, variables."""
     for node in ast.walk(tree):
@@ -97,33 +101,32 @@ def named(path: Path) -> str:
     return str(path.relative_to(SRC))
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_identifiers_use_the_fields_own_words(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    found = {(line, name) for line, name in identifiers(tree) if words(name) & BANNED}
-    found |= {
-        (0, part) for part in path.relative_to(SRC).with_suffix("").parts if words(part) & BANNED
+def test_identifiers_use_the_fields_own_words() -> None:
+    found = {
+        f"{named(path)}:{line}": name
+        for path in FILES
+        for line, name in [*identifiers(parse(path)), (0, named(path.with_suffix("")))]
+        if words(name) & BANNED
     }
-    assert not found
+    assert found == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=named)
-def test_docstrings_say_what_the_thing_is_or_does(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+def test_docstrings_say_what_the_thing_is_or_does() -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
-        text.splitlines()[0]
-        for node in ast.walk(tree)
+    found = {
+        f"{named(path)}:{text.splitlines()[0]}"
+        for path in FILES
+        for node in ast.walk(parse(path))
         if isinstance(node, kinds) and (text := ast.get_docstring(node))
         if text.startswith(BANNED_STARTS)
-    ]
-    assert not found
+    }
+    assert found == set()
 
 
 def test_a_class_name_means_one_thing() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path in OURS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(named(path))
     repeated = {name: files for name, files in places.items() if len(files) > 1}
