@@ -1,4 +1,4 @@
-"""Agents of this API as agents of whet, for the trainers that are whet's own."""
+"""Agent Lightning agents as whet agents, for `VERL` and `APO`, which whet trains itself."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sections of learning: optimizer, loss, algorithm, rewards, loop, calls to train, evaluation."""
+"""Config sections of optimizer, loss, algorithm, rewards, loop, selection and evaluation."""
 
 import math
 from typing import Annotated, Literal, Self

@@ -1,4 +1,4 @@
-"""Sections of how long a run trains, and which checkpoints it keeps."""
+"""Config sections of budget and checkpoints."""
 
 from typing import Annotated
 

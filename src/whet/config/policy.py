@@ -1,4 +1,4 @@
-"""Section of one of several policies of a run."""
+"""Config section of a policy, where a run has several."""
 
 from pathlib import Path
 

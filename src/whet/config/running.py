@@ -1,4 +1,4 @@
-"""Sections of what surrounds learning: runners, gateway, dashboard, trackers."""
+"""Config sections of runners, gateway, dashboard and trackers."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The weights of several policies, as one trainer to the training loop."""
+"""Trainers of several policies behind the interface of one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

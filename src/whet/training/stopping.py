@@ -1,4 +1,4 @@
-"""Early stop of a run, its budget, and its best step, all functions of the recorded steps."""
+"""Early stopping, budget and best step of a run, as functions of the recorded steps."""
 
 from collections.abc import Sequence
 

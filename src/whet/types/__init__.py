@@ -1,4 +1,4 @@
-"""The nouns: one word, one meaning. Every value that is stored or crosses parts is defined here.
+"""Value types: one word, one meaning. Every value that is stored or crosses parts is here.
 
     task          an item of the user's dataset; any JSON
     rollout       a task to run, in a group, with a mode and limits

@@ -1,4 +1,4 @@
-"""Algorithms; `@agl.algorithm` is `@agl.algo`, since programs use both names."""
+"""The `agl.algorithm` package; `@agl.algorithm` is `@agl.algo`, since programs use both names."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Filters, order and pages of queries."""
+"""Filter, sort and page the results of the store's queries."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar

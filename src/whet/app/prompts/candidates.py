@@ -1,4 +1,4 @@
-"""The candidates of a search as a table and a picture."""
+"""Table and plot of the candidate prompts of a search."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

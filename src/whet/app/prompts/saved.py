@@ -1,4 +1,4 @@
-"""Prompts as resources: those of a search, or of a file."""
+"""Saved prompts, read from a search or a file, as resources of a run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The attempts that open spans belong to."""
+"""Map from open spans to the attempts that created them."""
 
 import logging
 from collections.abc import Callable, Hashable

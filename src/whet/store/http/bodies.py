@@ -1,4 +1,4 @@
-"""Bodies of requests: complete, in time, unpacked, and no larger than the limit."""
+"""Read request bodies: whole, within a timeout, decompressed, and no larger than the limit."""
 
 import zlib
 from collections.abc import AsyncGenerator, Callable

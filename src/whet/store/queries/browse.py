@@ -1,4 +1,4 @@
-"""Reads for people who look at a run: steps, failures, rewards, evaluations, resources."""
+"""Queries of the dashboard about whole runs: steps, failures, rewards, evaluations, resources."""
 
 import json
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Pages of rollouts and groups for people who look at a run, filtered and ordered by indexes.
+"""Paged queries of rollouts and groups for the dashboard, filtered and sorted by indexes.
 
 A page is read in two steps: an index gives candidates in the wanted order, in ever larger parts,
 and those that meet all conditions are kept. What no index knows, such as a text, is searched for a

@@ -1,4 +1,4 @@
-"""Texts of token ids, one a token, for people who read them."""
+"""Decoded text of each token id, as the dashboard shows it."""
 
 import threading
 from collections.abc import Callable, Sequence
