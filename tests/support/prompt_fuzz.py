@@ -26,7 +26,7 @@ from typing import Any, cast
 import anyio
 from pydantic import JsonValue
 
-from support.real_templates import template_of, trl_templates
+from support.real_templates import all_templates, template_of
 from whet.engines.fake import FakeEngine
 from whet.errors import RequestError
 from whet.gateway.graph import Graph, Turn
@@ -311,10 +311,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--continuations", type=int, default=10_000, help="in all templates")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("names", nargs="*", help="templates of trl; all if none is named")
+    parser.add_argument("names", nargs="*", help="templates; all if none is named")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    templates = trl_templates()
+    templates = all_templates()
     names = args.names or sorted(templates)
     share = -(-args.continuations // len(names))
     total, failed, begun = Counter[str](), 0, time.perf_counter()

@@ -1,10 +1,11 @@
 """Real chat templates, each with a tokenizer in which its markers are special tokens."""
 
+import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import PackageNotFoundError, distribution, files
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -16,6 +17,7 @@ from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import RenderedPrompt, Renderer
 from whet.gateway.templates.suffix import Mismatch
 from whet.models.catalog import TINY
+from whet.models.smollm2 import TOOL_USE
 from whet.types import AttemptId, Call, CallId, Generation, Sampling
 
 MARKERS = re.compile(
@@ -33,6 +35,7 @@ EOS = {
     "gemma": "<eos>",
     "glm": "<|endoftext|>",
     "llama3": "<|eot_id|>",
+    "llama4": "<|eot|>",
     "llava": "</s>",
     "phi": "<|endoftext|>",
     "qwen": "<|im_end|>",
@@ -45,6 +48,7 @@ EOS = {
     "mistral": "</s>",
 }
 """As in the tokenizer_config.json of each family."""
+TESTS = Path(__file__).parent.parent
 
 
 @cache
@@ -55,6 +59,46 @@ def trl_templates() -> dict[str, str]:
     except PackageNotFoundError:
         return {}
     return {file.stem: Path(str(file.locate())).read_text() for file in found}
+
+
+@cache
+def all_templates() -> dict[str, str]:
+    """Those of trl, those that transformers has in its code, and those of this repository.
+
+    transformers has three, as strings of its processors; those of other models are on the Hub.
+    """
+    package = Path(str(distribution("transformers").locate_file("transformers")))
+    of_transformers = {
+        f"{name.removeprefix('processing_')}_of_transformers": source
+        for name, source in _find_templates(package.glob("models/*/processing_*.py")).items()
+    }
+    own = {"tiny": TINY / "chat_template.jinja", "smollm2": TOOL_USE}
+    return {
+        **trl_templates(),
+        **of_transformers,
+        **{name: file.read_text() for name, file in own.items()},
+        **_find_templates(sorted(TESTS.rglob("test_*.py"))),
+    }
+
+
+def _find_templates(code: Iterable[Path]) -> dict[str, str]:
+    """Chat templates among the strings of Python files, by the file and a number."""
+    found: dict[str, str] = {}
+    for file in code:
+        text = file.read_text()
+        if "{%" not in text:
+            continue
+        nodes = [*ast.walk(ast.parse(text))]
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            match node:
+                case ast.Constant(value=str(source)) if id(node) not in docstrings:
+                    if "{%" in source and " in messages" in source:
+                        count = sum(name.startswith(file.stem) for name in found)
+                        found[file.stem + (f"_{count + 1}" if count else "")] = source
+                case _:
+                    pass
+    return found
 
 
 def template_of(folder: Path, name: str, source: str) -> ChatTemplate:
