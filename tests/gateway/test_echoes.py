@@ -1,4 +1,4 @@
-"""Turns that agents send back with text of their own behind the sampled text."""
+"""Turns that agents send back: with text of their own, or one of two that read the same."""
 
 import pytest
 
@@ -81,3 +81,50 @@ async def test_a_token_beyond_the_stop_string_forks(
     content = await ask(gateway, TASK)
     await ask(gateway, TASK, say(content.strip() + "\n" + ADDED), OBSERVED)
     assert [call.origin.fork for call in await gateway.calls()] == [None, Fork.EDITED_HISTORY]
+
+
+async def check_first_is_continued(gateway: Gateway) -> None:
+    first, second, third = await gateway.calls()
+    assert second.parent is None
+    assert third.parent == first.generation_id(0)
+
+
+@pytest.mark.parametrize("names", ["previous_response_id", "item ids"])
+async def test_of_two_responses_that_read_the_same_the_named_one_is_continued(
+    new_gateway: NewGateway, names: str
+) -> None:
+    gateway = await new_gateway("five", "five", "yes")
+    body: Json = {"model": "policy", "input": "hi"}
+    first, _ = [await gateway.post("/v1/responses", body) for _ in range(2)]
+    sure = {"role": "user", "content": "sure?"}
+    if names == "item ids":
+        body |= {"input": [{"role": "user", "content": "hi"}, *first["output"], sure]}
+    else:
+        body |= {"input": [sure], "previous_response_id": first["id"]}
+    await gateway.post("/v1/responses", body)
+    await check_first_is_continued(gateway)
+
+
+async def test_of_two_messages_that_read_the_same_the_one_that_was_signed_is_continued(
+    new_gateway: NewGateway, thinking_renderer: Renderer
+) -> None:
+    thoughts = ("<think>\none\n</think>\n\nfive", "<think>\ntwo\n</think>\n\nfive", "yes")
+    gateway = await new_gateway(*thoughts, renderer=thinking_renderer)
+    hi: Json = {"role": "user", "content": "hi"}
+    body: Json = {"model": "policy", "max_tokens": 99, "messages": [hi]}
+    body |= {"thinking": {"type": "adaptive", "display": "omitted"}}
+    first, _ = [await gateway.post("/v1/messages", body) for _ in range(2)]
+    turn = {"role": "assistant", "content": first["content"]}
+    await gateway.post("/v1/messages", body | {"messages": [hi, turn, hi]})
+    await check_first_is_continued(gateway)
+
+
+@pytest.mark.parametrize("tries", [("five", "five\n"), ("five\n", "five")])
+async def test_of_two_turns_that_differ_in_white_space_the_one_sent_back_unchanged_is_continued(
+    new_gateway: NewGateway, tries: tuple[str, str]
+) -> None:
+    gateway = await new_gateway(*tries, "yes")
+    for _ in tries:
+        await ask(gateway, TASK)
+    await ask(gateway, TASK, say(tries[0]), OBSERVED)
+    await check_first_is_continued(gateway)

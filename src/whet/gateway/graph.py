@@ -113,11 +113,10 @@ class Graph:
 
     def find(self, root: str, messages: Sequence[Message]) -> Found:
         """Find the deepest turn that `messages` continue, under the same root."""
-        best = Found(None, messages)
-        # Newest first: of two turns that read the same, the later is the one being continued.
-        open_ends = [(turn, messages, False) for turn in self._index.begin(None, messages)]
+        best, best_rank = Found(None, messages), (len(messages) + 1, 0, False)
+        open_ends = [(turn, messages, 0, False) for turn in self._index.begin(None, messages)]
         while open_ends:
-            turn, rest, lossy = open_ends.pop()
+            turn, rest, misnamed, lossy = open_ends.pop()
             end = len(turn.context)
             if turn.call.root != root or len(rest) <= end:
                 continue
@@ -129,9 +128,13 @@ class Graph:
                 echo = echo._replace(content=turn.message.content)
                 after = [Message("assistant", added, extends=True), *after]
             lossy = lossy or turn.message.lost_in(echo)
-            if best.turn is None or len(after) < len(best.rest):
-                best = Found(turn, after, lossy)
-            open_ends += [(t, after, lossy) for t in self._index.begin(turn.id, after)]
+            misnamed += echo.call != turn.call.id and echo.call in self.calls
+            # Of turns that read the same: the one that the client names, or else the one that it
+            # sends back unchanged, or else the newest, which comes first here.
+            rank = (len(after), misnamed, lossy)
+            if rank < best_rank:
+                best, best_rank = Found(turn, after, lossy), rank
+            open_ends += [(t, after, misnamed, lossy) for t in self._index.begin(turn.id, after)]
         return best
 
     def find_tokens(self, ids: Sequence[int]) -> Turn | None:

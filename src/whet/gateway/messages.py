@@ -68,6 +68,8 @@ class Message(NamedTuple):
     """Name of the speaker, or of the tool of a result, if the client sends one."""
     extends: bool = False
     """Whether it is text that a client has appended to the sampled turn before it."""
+    call: str = ""
+    """Id of the model call that sampled it, if the client names that; not stored."""
 
     def same_as(self, echo: "Message") -> bool:
         """Return whether `echo` is this message, sent back by an SDK."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
-from whet.gateway.dialects.anthropic_reply import AnthropicReply
+from whet.gateway.dialects.anthropic_reply import SIGNATURE, AnthropicReply
 from whet.gateway.dialects.dialect import (
     Dialect,
     Json,
@@ -263,6 +263,7 @@ class _Block(Lenient):
     where: str
     text: str | None = None
     thinking: str | None = None
+    signature: str = ""
     id: str | None = None
     name: str | None = None
     input: dict[str, JsonValue] | None = None
@@ -314,12 +315,14 @@ def _assistant(blocks: Sequence[_Block]) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
+    call = ""
     for block in blocks:
         match block.type:
             case "text":
                 texts.append(block.need("text"))
             case "thinking":
                 thoughts.append(block.need("thinking"))
+                call = block.signature.removeprefix(SIGNATURE)
             case "redacted_thinking":
                 pass  # never ours, and encrypted
             case "tool_use":
@@ -327,7 +330,9 @@ def _assistant(blocks: Sequence[_Block]) -> Message:
                 calls.append(ToolCall(block.need("id"), block.need("name"), arguments))
             case _:
                 raise block.unsupported("assistant")
-    return Message("assistant", "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
+    return Message(
+        "assistant", "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts), call=call
+    )
 
 
 def _user(blocks: Sequence[_Block]) -> list[Message]:

@@ -12,6 +12,9 @@ from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.detokenize import Delta
 from whet.types import Generation, TokenChunk
 
+SIGNATURE = "whet-"
+"""Start of a signature of thinking; the id of the call follows."""
+
 
 class AnthropicReply(Reply):
     """A message, or its events."""
@@ -145,8 +148,8 @@ class AnthropicReply(Reply):
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
     def _signature(self) -> str:
-        """Return the signature, which clients echo unchanged; thinking is matched by its text."""
-        return f"whet-{self._call.id}"
+        """Return the signature, which clients echo unchanged: it names the call."""
+        return f"{SIGNATURE}{self._call.id}"
 
 
 def _thinking(text: str, signature: str) -> Json:

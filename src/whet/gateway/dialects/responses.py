@@ -151,7 +151,8 @@ class ResponsesRequest(SamplingFields):
         if self.previous_response_id is not None:
             previous = find_response(graph, self.previous_response_id)
             instructed = bool(previous.origin.shown.get("instructions"))
-            messages += graph.messages(previous.id)[instructed:]
+            *earlier, turn = graph.messages(previous.id)
+            messages += [*earlier, turn._replace(call=previous.id)][instructed:]
         if isinstance(self.input, list):
             messages += read_items(self.input, graph)
         elif self.input:

@@ -162,6 +162,7 @@ class _Reader:
                     turn.content or "",
                     tuple(turn.calls),
                     reasoning=turn.reasoning or "",
+                    call=turn.call,
                 )
             )
 
