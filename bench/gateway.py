@@ -13,7 +13,9 @@ in its own words, run against
 3. where AGL_PYTHON names an environment with it, Agent Lightning's proxy in front of that stub.
 
 Each server is a process of its own, the load comes from another, and all are measured in the same
-run, in turns: other load of the machine falls on each alike.
+run, in turns: other load of the machine falls on each alike. At the end the CPU time is shown in
+which the gateway renders a prompt and checks that it continues the stored one; `rendering.py`
+measures it in longer conversations.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,15 +36,19 @@ from typing import IO
 
 import uvloop
 from load import Measured, ask, conversation, put_load
+from pydantic import JsonValue
 from stub import UNIQUE
 
 from whet.app.cli.main import tune_gc
 from whet.config import GatewayConfig
 from whet.gateway import auth
 from whet.gateway.app import build_app
+from whet.gateway.graph import Turn
+from whet.gateway.messages import Message
 from whet.gateway.pipeline import CallPipeline
 from whet.gateway.templates.chat_template import ChatTemplate
-from whet.gateway.templates.renderer import Renderer
+from whet.gateway.templates.renderer import RenderedPrompt, Renderer
+from whet.gateway.templates.suffix import Mismatch
 from whet.io.server import AppServer
 from whet.models.catalog import resolve_model
 from whet.protocols import Engine
@@ -55,6 +62,8 @@ MODEL = "m"
 SECRET = b"bench"
 PREFIX = "bench: "
 """Prefix of a line that a server prints for the bench."""
+PROMPT_COST = "prompt cost"
+"""Line to which the gateway answers with the CPU time of a prompt, in milliseconds."""
 HERE = Path(__file__).parent
 AGL_LAUNCHER = HERE / "agl_proxy.py"
 CALL = re.compile(rb"chatcmpl-[0-9a-f]{24}")
@@ -109,11 +118,40 @@ def _build_chunk(tokens: Sequence[int], stop: StopReason | None = None) -> Token
     return TokenChunk(tuple(tokens), (-0.5,) * len(tokens), (0,) * len(tokens), stop=stop)
 
 
+class TimedRenderer(Renderer):
+    """A renderer that adds up the CPU time of its prompts."""
+
+    prompts = 0
+    seconds = 0.0
+
+    def render_full(
+        self, messages: Sequence[Message], tools: Sequence[JsonValue], now: float | None = None
+    ) -> RenderedPrompt:
+        begun = time.thread_time()
+        prompt = super().render_full(messages, tools, now)
+        self.seconds += time.thread_time() - begun
+        self.prompts += 1
+        return prompt
+
+    def render_suffix(
+        self,
+        path: Sequence[Turn],
+        messages: Sequence[Message],
+        tools: Sequence[JsonValue],
+        text: str | None = None,
+    ) -> RenderedPrompt | Mismatch:
+        begun = time.thread_time()
+        prompt = super().render_suffix(path, messages, tools, text)
+        self.seconds += time.thread_time() - begun
+        self.prompts += 1
+        return prompt
+
+
 async def serve_gateway(folder: Path, tokens: int, delay_s: float, chunk: int) -> None:
     """Print the address; then, for each number read, make that many attempts."""
     tune_gc()  # as `whet serve` does
     template = ChatTemplate(resolve_model("tiny"))
-    renderer = Renderer(template)
+    renderer = TimedRenderer(template)
     answer = [*(template.encode("2 + 3 = 5. " * tokens)[: tokens - 1]), renderer.stop_ids[0]]
     async with SQLiteStore(folder / "store.sqlite") as store:
         engine = ConstantEngine(answer, delay_s, chunk)
@@ -122,6 +160,9 @@ async def serve_gateway(folder: Path, tokens: int, delay_s: float, chunk: int) -
         report(server.url)
         made = 0
         while line := await asyncio.to_thread(sys.stdin.readline):
+            if line.strip() == PROMPT_COST:
+                report(str(1000 * renderer.seconds / renderer.prompts))
+                continue
             wanted = [
                 Rollout(id=f"r{made + i}", task=None, group="g", timeout_s=86_400)
                 for i in range(int(line))
@@ -305,10 +346,14 @@ async def bench(options: argparse.Namespace) -> None:
                 key = name, concurrency, stream
                 results[key] = results.get(key, Measured()) + measured
         size = (folder / "store.sqlite").stat().st_size
+        prompt_ms = float(servers.servers["gateway"].ask(PROMPT_COST))
     show(results, options)
     calls = sum(len(m.latencies) for (name, *_), m in results.items() if name == "gateway")
     print(f"\n{calls} calls recorded; the store's file is {size / 2**20:.0f} MiB\n")
     check_goals(results, options)
+    print(
+        f"     prompt rendered and checked in {prompt_ms:.2f} ms of the gateway's CPU time a call"
+    )
 
 
 def show(results: Results, options: argparse.Namespace) -> None:
