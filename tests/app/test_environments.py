@@ -70,18 +70,12 @@ def test_an_invalid_name_is_refused(text: str) -> None:
         ("openenv:host:8000", "openenv takes the URL of a running server"),
         ("openenv:http://x?speed=1", "openenv has no option 'speed'"),
         ("harbor:nowhere", "a folder of task folders"),
+        ("harbor:nowhere?speed=1", "harbor has no option 'speed'"),
     ],
 )
 def test_what_cannot_be_opened_is_one_line(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         open_environment(EnvironmentName.parse(text))
-
-
-def test_harbor_tasks_are_found_and_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "task.toml").write_text("")
-    with pytest.raises(ConfigError, match="has 1 Harbor tasks, each of which needs a container"):
-        open_environment(EnvironmentName.parse(f"harbor:{tmp_path}"))
 
 
 def test_an_entry_point_is_an_environment(planted: Path) -> None:

@@ -9,21 +9,14 @@ from typing import Any
 
 import anyio
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 import whet
 from support.commands import EXAMPLES, environment
+from support.prepared_model import PreparedModel
 from whet.errors import ConfigError
-from whet.io.server import AppServer
 from whet.runners.sandboxes.choice import choose_sandbox
-from whet.types import Endpoint
 
 FOLDER = EXAMPLES / "coding_agent"
-PATH = "/rollouts/r/attempts/a/v1"
-"""Of an attempt, which is all that a sandbox may reach."""
 TASK: Any = {
     "question": "Write `double(n)`.",
     "tests": ["assert double(4) == 8", "assert double(0) == 0"],
@@ -32,39 +25,20 @@ RIGHT = "Here it is:\n```python\ndef double(n):\n    return 2 * n\n```\n"
 HALF = "```\ndef double(n):\n    return n\n```"
 
 
-class Model:
-    """An endpoint that answers with prepared texts, and keeps what it was asked."""
-
-    def __init__(self) -> None:
-        self.replies: list[str] = []
-        self.asked: list[Any] = []
-        self._server = AppServer(
-            Starlette(routes=[Route(f"{PATH}/chat/completions", self._answer, methods=["POST"])]),
-            name="model",
-        )
-        self.llm = Endpoint(base_url=f"{self._server.url}{PATH}", api_key="k", model="m")
-
-    async def _answer(self, request: Request) -> JSONResponse:
-        self.asked.append(await request.json())
-        message = {"role": "assistant", "content": self.replies.pop(0)}
-        return JSONResponse({"choices": [{"message": message}]})
-
-    def close(self) -> None:
-        self._server.close()
-
-
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Model]:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[PreparedModel]:
     monkeypatch.chdir(tmp_path)  # where an agent without a sandbox writes
-    model = Model()
+    model = PreparedModel()
     yield model
     model.close()
 
 
-def attempt(model: Model, *replies: str, sandbox: str | None = None) -> float:
+def attempt(
+    model: PreparedModel, *replies: str, sandbox: str | None = None, task: Any = TASK
+) -> float:
     model.replies = list(replies)
     agent = whet.command([sys.executable, str(FOLDER / "agent.py")], sandbox=sandbox)
-    return anyio.run(agent, TASK, model.llm)
+    return anyio.run(agent, task, model.llm)
 
 
 def works(name: str) -> bool:
@@ -76,12 +50,14 @@ def works(name: str) -> bool:
 
 
 @pytest.mark.parametrize("sandbox", [s for s in ("subprocess", "bubblewrap") if works(s)])
-def test_code_that_passes_its_tests_is_rewarded_in_a_sandbox(model: Model, sandbox: str) -> None:
+def test_code_that_passes_its_tests_is_rewarded_in_a_sandbox(
+    model: PreparedModel, sandbox: str
+) -> None:
     assert attempt(model, RIGHT, sandbox=sandbox) == 1.0
     assert len(model.asked) == 1
 
 
-def test_the_first_failure_is_shown_and_the_second_answer_counts(model: Model) -> None:
+def test_the_first_failure_is_shown_and_the_second_answer_counts(model: PreparedModel) -> None:
     assert attempt(model, HALF, RIGHT) == 1.0
     assert (
         "This test fails:\nassert double(4) == 8\nAssertionError"
@@ -89,14 +65,29 @@ def test_the_first_failure_is_shown_and_the_second_answer_counts(model: Model) -
     )
 
 
-def test_the_reward_is_the_share_of_tests_that_pass(model: Model) -> None:
+def test_the_reward_is_the_share_of_tests_that_pass(model: PreparedModel) -> None:
     assert attempt(model, "no code", HALF) == 0.5
 
 
 @pytest.mark.parametrize("code", ["import sys\nsys.exit(0)", "raise SystemExit", "double = 1 / 0"])
-def test_code_that_ends_early_passes_nothing(model: Model, code: str) -> None:
+def test_code_that_ends_early_passes_nothing(model: PreparedModel, code: str) -> None:
     block = f"```python\n{code}\n```"
     assert attempt(model, block, block) == 0.0
+
+
+def test_made_tasks_differ_by_split_and_a_right_answer_passes(
+    model: PreparedModel, tmp_path: Path
+) -> None:
+    subprocess.run([sys.executable, str(FOLDER / "make_tasks.py"), str(tmp_path)], check=True)
+    train, held_out = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("train.jsonl", "held_out.jsonl")
+    )
+    assert len(train) == len(held_out) == 60
+    assert not {task["question"] for task in train} & {task["question"] for task in held_out}
+    assert "times 3" in train[2]["question"]
+    answer = "```python\ndef f(x):\n    return 3 * x\n```"
+    assert attempt(model, answer, task=train[2]) == 1.0
 
 
 @pytest.mark.slow

@@ -50,9 +50,9 @@ class SubprocessSandbox(Sandbox):
         self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], llm: Endpoint
     ) -> AsyncGenerator[SandboxedCommand]:
         with open_groups(self._limits) as groups:
-            limits = _build_limits(self._limits, groups)
+            limits = build_limits(self._limits, groups)
             limits["RLIMIT_FSIZE"] = self._limits.disk_mb * 2**20
-            command = [*_launcher(groups, limits, folder), *absolute_arguments(arguments)]
+            command = [*build_launcher(groups, limits, folder), *absolute_arguments(arguments)]
             home = {"HOME": str(folder), "TMPDIR": str(folder)}
             is_full = asyncio.Event()
             watch = asyncio.create_task(
@@ -95,7 +95,7 @@ class BubblewrapSandbox(Sandbox):
         with open_groups(self._limits) as groups:
             async with relay_gateway(socket, llm):
                 command = [
-                    *_launcher(groups, _build_limits(self._limits, groups), folder),
+                    *build_launcher(groups, build_limits(self._limits, groups), folder),
                     *self._build_namespaces(folder, socket),
                     *(*PYTHON, str(relay.__file__), "/tmp/.gateway", str(port)),
                     *absolute_arguments(arguments),
@@ -124,13 +124,14 @@ class BubblewrapSandbox(Sandbox):
         ]
 
 
-def _launcher(groups: ControlGroups, limits: Mapping[str, int], folder: Path) -> list[str]:
+def build_launcher(groups: ControlGroups, limits: Mapping[str, int], folder: Path) -> list[str]:
+    """Begin of a command line that joins groups and has limits; `folder` gets its process id."""
     pid = str(folder / PID_FILE)
     settings = json.dumps({"groups": groups.files, "limits": dict(limits), "pid": pid})
     return [*PYTHON, str(limit_launcher.__file__), settings]
 
 
-def _build_limits(limits: SandboxLimits, groups: ControlGroups) -> dict[str, int]:
+def build_limits(limits: SandboxLimits, groups: ControlGroups) -> dict[str, int]:
     """Limits of each process, where no group bounds all of them."""
     if groups.files:
         return {"RLIMIT_CORE": 0}
@@ -153,14 +154,15 @@ async def _watch_folder(
     """Kill the command once its folder holds more than the limit."""
     while not is_full.is_set():
         await asyncio.sleep(WATCH_S)
-        if await to_thread.run_sync(_measure, folder) > limit_mb * 2**20:
+        if await to_thread.run_sync(measure_folder, folder) > limit_mb * 2**20:
             is_full.set()
     with suppress(OSError, ValueError):
         os.killpg(int(await to_thread.run_sync((folder / PID_FILE).read_text)), signal.SIGKILL)
     await to_thread.run_sync(groups.kill)
 
 
-def _measure(folder: Path) -> int:
+def measure_folder(folder: Path) -> int:
+    """Bytes on disk of all files below a folder."""
     total = 0
     for path, _, files in os.walk(folder):
         for name in files:
