@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, all_same
-from whet.types import AttemptId, Call, CallId, Generation, Sampling
+from whet.types import AttemptId, Call, CallId, Fork, Generation, Sampling
 
 ROOTS = ("one set of tools", "another")
 USERS = (Message("user", "a"), Message("user", "b"))
@@ -92,3 +92,16 @@ def test_a_turn_that_was_added_last_does_not_hide_a_deeper_one() -> None:
     assert found.turn is not None
     assert found.turn.call == deeper
     assert found.rest == USERS[:1]
+
+
+@pytest.mark.parametrize(
+    ("history", "fork"),
+    [((), Fork.NEW_CONVERSATION), ((Message("assistant", "x"), USERS[1]), Fork.EDITED_HISTORY)],
+)
+def test_another_system_prompt_is_another_agent_unless_turns_come_with_it(
+    history: tuple[Message, ...], fork: Fork
+) -> None:
+    writer, critic = (Message("system", f"You are a {role}.") for role in ("writer", "critic"))
+    graph = Graph([call(1, "r", None, (writer, USERS[0]), "x")])
+    request = (critic, USERS[0], *history)
+    assert graph.fork(graph.find("r", request), "r") is fork

@@ -201,8 +201,10 @@ class Graph:
             return Fork.EDITED_HISTORY if edited else Fork.BRANCH if branched else None
         if any(turn.call.root != root for turn in alike):
             return Fork.OTHER_TOOLS
-        begun = self._index.has_begun(root, found.rest)
-        return Fork.EDITED_HISTORY if begun else Fork.NEW_CONVERSATION
+        # Another system prompt before the same task is another agent, unless turns come with it.
+        goes_on = any(message.role == "assistant" for message in found.rest)
+        edited = goes_on and self._index.has_begun(root, found.rest)
+        return Fork.EDITED_HISTORY if edited else Fork.NEW_CONVERSATION
 
     def turn(self, id: GenerationId) -> Turn:
         """Return a turn by its id."""

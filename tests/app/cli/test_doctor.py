@@ -165,6 +165,24 @@ def test_recorded_traffic_is_told_what_rendering_it_again_changes(
     assert found["tokens_drifted"] > 0
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_thinking_in_recorded_traffic_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], streamed: bool
+) -> None:
+    hi, turn = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "5"}
+    whole = {"choices": [{"message": turn | {"reasoning_content": "hm, hm"}}]}
+    thoughts = [{"reasoning": "hm, "}, {"reasoning": "hm"}, {"content": "5"}]
+    chunks = [{"choices": [{"delta": delta}]} for delta in thoughts]
+    first = {"body": {"model": "m", "messages": [hi]}, "reply": chunks if streamed else whole}
+    echo = turn | {"reasoning": "hm, hm"}
+    second = {"body": {"model": "m", "messages": [hi, echo, hi]}, "reply": {"choices": []}}
+    file = tmp_path / "traffic.jsonl"
+    file.write_text("\n".join(json.dumps(record) for record in (first, second)))
+    run_doctor(args_of(traffic=str(file), model=str(TINY), as_json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert (found["turns_back"], found["matched"]) == (1, 1)
+
+
 def test_traffic_that_is_not_json_is_told_by_its_line(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     file.write_text("{}\nnonsense\n")

@@ -92,7 +92,10 @@ def _read_reply(reply: JsonValue) -> _Reply | None:
         deltas = [c.delta for chunk in _CHUNKS.validate_python(reply) for c in chunk.choices]
     except (ValidationError, IndexError):
         return None
-    message = _Wire(content="".join(delta.content or "" for delta in deltas))
+    message = _Wire(
+        content="".join(delta.content or "" for delta in deltas),
+        reasoning="".join(delta.find_reasoning() for delta in deltas),
+    )
     calls: dict[int, _WireCall] = {}
     for part in (part for delta in deltas for part in delta.tool_calls or []):
         calls[part.index] = calls.get(part.index, _WireCall()) + part
@@ -123,7 +126,13 @@ class _Wire(BaseModel):
     """An assistant message, or a delta of one."""
 
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[_WireCall] | None = None
+
+    def find_reasoning(self) -> str:
+        """Return the thinking, which servers send under one name or both."""
+        return self.reasoning or self.reasoning_content or ""
 
     def canonical(self) -> Message:
         calls = self.tool_calls or []
@@ -134,6 +143,7 @@ class _Wire(BaseModel):
                 ToolCall(c.id or "", c.function.name or "", c.function.arguments or "")
                 for c in calls
             ),
+            reasoning=self.find_reasoning(),
         )
 
 
