@@ -11,7 +11,7 @@ from support.scripted_gateway import (
     Json,
     NewGateway,
 )
-from whet.types import Fork, Mode
+from whet.types import Fork, Mode, Omission
 
 pytestmark = pytest.mark.anyio
 
@@ -167,6 +167,7 @@ async def test_without_parallel_calls_the_first_one_is_shown(new_gateway: NewGat
     assert len(one["choices"][0]["message"]["tool_calls"]) == 1
     first, second = await gateway.calls()
     assert first.generations[0].tokens == second.generations[0].tokens
+    assert (first.origin.omitted, second.origin.omitted) == ((), (Omission.HIDDEN_CALL,))
 
 
 async def test_reasoning_may_come_back_under_either_name(gateway: Gateway) -> None:

@@ -276,6 +276,8 @@ def _occurs(omission: Omission, messages: Sequence[Message], request: Sequence[M
             return any(m.role == "tool" and m.tool_call_id not in called for m in messages)
         case Omission.NAME:
             return any(m.name for m in messages)
+        case Omission.HIDDEN_CALL:
+            return False  # of a reply
 
 
 # ------------------------------------------------------------------- strict JSON

@@ -32,6 +32,7 @@ from whet.types import (
     Fork,
     Generation,
     Mode,
+    Omission,
     Origin,
     Sampling,
     SamplingOverride,
@@ -185,6 +186,8 @@ class CallPipeline:
             answers = [Message.from_json(g.message) for g in call.recorded.generations]
             return CompletedCall(call.recorded, answers, tops)
         answers = [self._decode_message(call, choice) for choice in choices]
+        if not call.request.several_calls:
+            call, answers = _hide_calls(call, answers)
         completed = CompletedCall(_build_call(call, choices, answers), answers, tops)
         if call.attempt is not None:
             try:
@@ -358,7 +361,7 @@ class CallPipeline:
         return join_chunks(chunks)
 
     def _decode_message(self, call: PreparedCall, choice: TokenChunk) -> Message:
-        message = decode_message(
+        return decode_message(
             self.renderer,
             choice.tokens,
             call.sampling,
@@ -367,9 +370,17 @@ class CallPipeline:
             prompt=call.tokens,
             as_text=call.request.raw is not None,
         )
-        if not call.request.several_calls:
-            message = message._replace(tool_calls=message.tool_calls[:1])
-        return message
+
+
+def _hide_calls(
+    call: PreparedCall, answers: Sequence[Message]
+) -> tuple[PreparedCall, list[Message]]:
+    """Keep the first tool call of each answer; the call is marked if there were more."""
+    first = [answer._replace(tool_calls=answer.tool_calls[:1]) for answer in answers]
+    if first == list(answers):
+        return call, first
+    omitted = (*call.origin.omitted, Omission.HIDDEN_CALL)
+    return call._replace(origin=call.origin.model_copy(update={"omitted": omitted})), first
 
 
 def _mix_seed(seed: int, attempt: AttemptId) -> int:

@@ -115,7 +115,7 @@ class Fork(StrEnum):
 
 
 class Omission(StrEnum):
-    """A part of requests that a chat template leaves out of the prompt."""
+    """A part of requests that a chat template leaves out of the prompt, or of a reply."""
 
     SYSTEM = "system message"
     LATE_SYSTEM = "late system message"
@@ -124,6 +124,7 @@ class Omission(StrEnum):
     SECOND_CALL = "second tool call of a turn"
     LONE_RESULT = "tool result without its call"
     NAME = "name of a message"
+    HIDDEN_CALL = "tool call beyond the one that the agent allowed"
 
 
 class Origin(Value):
