@@ -16,8 +16,11 @@ help: ## list the targets
 demo: $(DEMO) ## train a small model on this machine, in minutes
 	@$(BIN)/whet demo $(ARGS)
 
+# One more than there are cores: tests also wait for servers and processes.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+
 test: $(READY) ## run the core suite on all cores
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(READY) ## run the slow suites, two files at a time: crashes, examples, SDKs
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)

@@ -12,7 +12,8 @@ from support.clock import Clock
 if TYPE_CHECKING:
     from support.tinker_serving import Server
 
-settings.register_profile("whet", deadline=None)  # a busy machine is slow, not wrong
+# A busy machine is slow, not wrong. Each run draws other examples, so few of them add up.
+settings.register_profile("whet", deadline=None, max_examples=50)
 settings.load_profile("whet")
 
 

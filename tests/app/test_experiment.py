@@ -76,8 +76,9 @@ def test_evaluations_during_training_need_held_out_tasks(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("weights", ["lora", "full"])
-@pytest.mark.parametrize("what", ["name", "run", "checkpoint", "model"])
-def test_a_run_starts_from_another(tmp_path: Path, model: Path, weights: str, what: str) -> None:
+def test_a_run_starts_from_another_by_name_folder_checkpoint_or_model(
+    tmp_path: Path, model: Path, weights: str
+) -> None:
     settings: dict[str, object] = {
         "trainer": {"weights": weights, "lora_rank": 4}
         if weights == "lora"
@@ -89,31 +90,35 @@ def test_a_run_starts_from_another(tmp_path: Path, model: Path, weights: str, wh
     first = RunFolder(run(tmp_path, model, **settings).run)
     [checkpoint] = first.checkpoints.iterdir()
     sources = {"name": "mine", "run": first.path, "checkpoint": checkpoint, "model": first.model}
-    started = whet.train(
-        agent,
-        TASKS,
-        quiet=True,
-        dir=str(tmp_path),
-        name="second",
-        model=str(sources[what]),
-        steps=0,
-        trainer={"weights": weights},
-        loss={"kl": 0.1},
-    )
-    second = RunFolder(started.run)
-    for file in first.model.glob("*.safetensors"):
-        before, after = safetensors.load_file(file), safetensors.load_file(second.model / file.name)
-        assert before.keys() == after.keys()
-        assert all((before[name] == after[name]).all() for name in before)
-    config = second.config()
+    for what, source in sources.items():
+        started = whet.train(
+            agent,
+            TASKS,
+            quiet=True,
+            dir=str(tmp_path),
+            name=f"from-{what}",
+            model=str(source),
+            steps=0,
+            trainer={"weights": weights},
+            loss={"kl": 0.1},
+        )
+        second = RunFolder(started.run)
+        for file in first.model.glob("*.safetensors"):
+            before = safetensors.load_file(file)
+            after = safetensors.load_file(second.model / file.name)
+            assert before.keys() == after.keys()
+            assert all((before[name] == after[name]).all() for name in before)
+        config = second.config()
+        if weights == "lora":
+            assert config.model == str(model)
+            assert config.start == (checkpoint if what == "checkpoint" else first.model)
+            assert getattr(config.trainer, "lora_rank", None) == 4
+        elif what != "checkpoint":
+            assert (config.model, config.start) == (str(first.model), None)
     if weights == "lora":
-        assert config.model == str(model)
-        assert config.start == (checkpoint if what == "checkpoint" else first.model)
-        assert getattr(config.trainer, "lora_rank", None) == 4
-        with pytest.raises(ConfigError, match=r"has trainer\.lora_rank 4, found 8: leave it out"):
-            run(tmp_path, sources[what], trainer={"lora_rank": 8})  # pyright: ignore
-    elif what != "checkpoint":
-        assert (config.model, config.start) == (str(first.model), None)
+        for source in sources.values():
+            with pytest.raises(ConfigError, match=r"lora_rank 4, found 8: leave it out"):
+                run(tmp_path, source, trainer={"lora_rank": 8})  # pyright: ignore
 
 
 @pytest.mark.slow

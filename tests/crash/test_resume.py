@@ -116,24 +116,20 @@ def go(folder: RunFolder, display: Display) -> Result:
     return anyio.run(run_training, ask, TASKS, HELD_OUT, folder, display)
 
 
-@pytest.mark.parametrize(
-    "when",
-    [
-        pytest.param(
-            lambda phase, step, done: phase == "evaluate before" and done >= 2, id="before"
-        ),
-        pytest.param(lambda phase, step, done: phase == "train" and done >= 3, id="in a step"),
-        pytest.param(lambda phase, step, done: phase == "committed" and step == 2, id="committed"),
-        pytest.param(lambda phase, step, done: step == 2 and done >= 5, id="in the last step"),
-        pytest.param(lambda phase, step, done: phase == "evaluate after" and done >= 1, id="after"),
-    ],
-)
-def test_nothing_is_lost_or_trained_twice(
-    tmp_path: Path, when: Callable[[str, int, int], bool]
+def test_a_run_broken_off_again_and_again_loses_nothing_and_trains_nothing_twice(
+    tmp_path: Path,
 ) -> None:
     folder = new_run(tmp_path)
-    with pytest.raises(Stop):
-        go(folder, Breaking(when))
+    points: list[Callable[[str, int, int], bool]] = [
+        lambda phase, step, done: phase == "evaluate before" and done >= 2,
+        lambda phase, step, done: phase == "train" and done >= 3,
+        lambda phase, step, done: phase == "committed" and step == 2,
+        lambda phase, step, done: step == 2 and done >= 5,
+        lambda phase, step, done: phase == "evaluate after" and done >= 1,
+    ]
+    for when in points:
+        with pytest.raises(Stop):
+            go(RunFolder(folder.path), Breaking(when))
 
     result = go(RunFolder(folder.path), Breaking())
 

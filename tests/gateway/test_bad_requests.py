@@ -401,7 +401,7 @@ async def test_no_mutated_body_is_more_than_refused_by_its_dialect(cases: int) -
 
 
 @settings(
-    max_examples=500,
+    max_examples=200,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     database=None,
 )
@@ -417,7 +417,7 @@ async def test_no_mutated_body_makes_the_gateway_fail(
 
 
 @settings(
-    max_examples=300,
+    max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     database=None,
 )

@@ -393,7 +393,7 @@ SPANS = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.lists(SPANS, max_size=4))
 def test_both_encodings_are_read_as_the_same(spans: list[Json]) -> None:
     request = export(*spans)
@@ -402,7 +402,7 @@ def test_both_encodings_are_read_as_the_same(spans: list[Json]) -> None:
     assert len(ours.spans) == len(spans)
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(st.binary(max_size=200))
 def test_whatever_the_bytes_they_are_read_or_refused(body: bytes) -> None:
     for encoding in Encoding:

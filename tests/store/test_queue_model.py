@@ -418,7 +418,7 @@ def check(open_: Open, examples: int) -> None:
 
 
 def test_the_queue_on_sqlite_does_what_the_model_does() -> None:
-    check(on_sqlite, examples=20)
+    check(on_sqlite, examples=10)
 
 
 def test_the_queue_on_postgres_does_what_the_model_does(postgres_url: str) -> None:
@@ -426,11 +426,11 @@ def test_the_queue_on_postgres_does_what_the_model_does(postgres_url: str) -> No
         schema = stack.enter_context(own_schema(postgres_url))
         return [PostgresStore(postgres_url, schema=schema, clock=clock) for _ in range(2)]
 
-    check(on_postgres, examples=8)
+    check(on_postgres, examples=4)
 
 
 def test_the_queue_over_http_does_what_the_model_does() -> None:
-    check(on_http, examples=6)
+    check(on_http, examples=3)
 
 
 @pytest.mark.slow

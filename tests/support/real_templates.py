@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pydantic import JsonValue
 from tokenizers import AddedToken, Tokenizer
@@ -112,6 +113,15 @@ def template_of(folder: Path, name: str, source: str) -> ChatTemplate:
     config = {"bos_token": "<bos>", "eos_token": eos}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return ChatTemplate(folder, source)
+
+
+@cache
+def real_renderer(name: str) -> Renderer:
+    """The renderer of a template of trl, or of the tiny model; made once, since none changes."""
+    if name == "tiny":
+        return Renderer(ChatTemplate(TINY))
+    with TemporaryDirectory() as folder:
+        return Renderer(template_of(Path(folder), name, trl_templates()[name]))
 
 
 def continue_turn(

@@ -212,7 +212,7 @@ async def test_rollouts_go_on_while_a_step_is_trained(tmp_path: Path) -> None:
         assert [r.metrics["off_policy_tokens"] for r in records] == [0, 1, 1, 1, 1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     staleness=st.integers(1, 4),
     oversample=st.integers(1, 3),

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.real_templates import template_of, trl_templates
-from whet.gateway.templates.chat_template import ChatTemplate
+from support.real_templates import real_renderer, template_of, trl_templates
 from whet.gateway.templates.detokenize import Delta, StreamDecoder, decode_message
 from whet.gateway.templates.renderer import Renderer
-from whet.models.catalog import TINY
 from whet.types import Sampling
 
 FAMILIES = (
@@ -21,36 +19,28 @@ FAMILIES = (
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
-    folder = tmp_path_factory.mktemp("templates")
-    sources = trl_templates()
-    made = {n: Renderer(template_of(folder / n, n, sources[n])) for n in FAMILIES}
-    return made | {"tiny": Renderer(ChatTemplate(TINY))}
-
-
 def decode(renderer: Renderer, text: str, *, tools: bool = True, stop: tuple[str, ...] = ()):
     ids = renderer.template.encode(text)
     return decode_message(renderer, ids, Sampling(stop=stop), tools=tools)
 
 
-def test_thinking_is_separated_from_content(renderers: dict[str, Renderer]) -> None:
-    message = decode(renderers["qwen3"], "<think>\nHm.\n</think>\n\nIt is 5.<|im_end|>")
+def test_thinking_is_separated_from_content() -> None:
+    message = decode(real_renderer("qwen3"), "<think>\nHm.\n</think>\n\nIt is 5.<|im_end|>")
     assert (message.reasoning, message.content) == ("Hm.", "It is 5.")
 
 
-def test_a_turn_that_only_closes_thinking_has_none(renderers: dict[str, Renderer]) -> None:
-    message = decode(renderers["qwen3"], "</think>\n\nIt is 5.<|im_end|>")
+def test_a_turn_that_only_closes_thinking_has_none() -> None:
+    message = decode(real_renderer("qwen3"), "</think>\n\nIt is 5.<|im_end|>")
     assert (message.reasoning, message.content) == ("", "It is 5.")
 
 
-def test_thinking_that_the_prompt_opened_is_separated(renderers: dict[str, Renderer]) -> None:
-    message = decode(renderers["qwen3_5_think"], "Hm.\n</think>\n\nIt is 5.<|im_end|>")
+def test_thinking_that_the_prompt_opened_is_separated() -> None:
+    message = decode(real_renderer("qwen3_5_think"), "Hm.\n</think>\n\nIt is 5.<|im_end|>")
     assert (message.reasoning, message.content) == ("Hm.", "It is 5.")
 
 
-def test_a_prompt_shows_whether_thinking_was_opened(renderers: dict[str, Renderer]) -> None:
-    renderer = renderers["qwen3_5_think"]
+def test_a_prompt_shows_whether_thinking_was_opened() -> None:
+    renderer = real_renderer("qwen3_5_think")
     ids = renderer.template.encode("It is 5.")
     prompt = renderer.template.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     plain = decode_message(renderer, ids, Sampling(), tools=False, prompt=prompt)
@@ -59,10 +49,8 @@ def test_a_prompt_shows_whether_thinking_was_opened(renderers: dict[str, Rendere
     assert (opened.reasoning, opened.content) == ("It is 5.", "")
 
 
-def test_thinking_left_open_in_an_earlier_turn_is_not_this_turns(
-    renderers: dict[str, Renderer],
-) -> None:
-    renderer = renderers["qwen3"]
+def test_thinking_left_open_in_an_earlier_turn_is_not_this_turns() -> None:
+    renderer = real_renderer("qwen3")
     before = (
         "<think>\nHm, let<|im_end|>\n<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n"
     )
@@ -70,45 +58,45 @@ def test_thinking_left_open_in_an_earlier_turn_is_not_this_turns(
     assert renderer.ends_in_thinking(renderer.template.encode(before + "<think>\n"))
 
 
-def test_thinking_that_was_cut_short_is_all_thinking(renderers: dict[str, Renderer]) -> None:
-    message = decode(renderers["qwen3"], "<think>\nHm, let me see")
+def test_thinking_that_was_cut_short_is_all_thinking() -> None:
+    message = decode(real_renderer("qwen3"), "<think>\nHm, let me see")
     assert (message.reasoning, message.content) == ("Hm, let me see", "")
 
 
-def test_a_template_without_thinking_leaves_think_tags_in_the_content(
-    renderers: dict[str, Renderer],
-) -> None:
-    message = decode(renderers["tiny"], "<think>Hm.</think>5")
+def test_a_template_without_thinking_leaves_think_tags_in_the_content() -> None:
+    message = decode(real_renderer("tiny"), "<think>Hm.</think>5")
     assert (message.reasoning, message.content) == ("", "<think>Hm.</think>5")
 
 
-def test_thinking_then_text_then_a_call(renderers: dict[str, Renderer]) -> None:
-    message = decode(renderers["qwen3"], f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}<|im_end|>")
+def test_thinking_then_text_then_a_call() -> None:
+    message = decode(
+        real_renderer("qwen3"), f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}<|im_end|>"
+    )
     assert (message.reasoning, message.content) == ("Hm.", "Let me see.")
     assert [call.name for call in message.tool_calls] == ["f"]
 
 
-def test_a_malformed_call_is_content(renderers: dict[str, Renderer]) -> None:
-    message = decode(renderers["tiny"], "Well: <tool_call>{oops}</tool_call>")
+def test_a_malformed_call_is_content() -> None:
+    message = decode(real_renderer("tiny"), "Well: <tool_call>{oops}</tool_call>")
     assert message.content == "Well: <tool_call>{oops}</tool_call>"
     assert message.tool_calls == ()
 
 
-def test_special_tokens_that_no_parser_needs_are_removed(renderers: dict[str, Renderer]) -> None:
-    llama = renderers["llama3_1"]
+def test_special_tokens_that_no_parser_needs_are_removed() -> None:
+    llama = real_renderer("llama3_1")
     assert decode(llama, "Hello<|start_header_id|> there<|eot_id|>").content == "Hello there"
     assert decode(llama, "<|python_tag|>oops<|eot_id|>").content == "oops"
 
 
-def test_calls_are_not_parsed_unless_there_are_tools(renderers: dict[str, Renderer]) -> None:
-    assert decode(renderers["tiny"], CALL, tools=False).tool_calls == ()
+def test_calls_are_not_parsed_unless_there_are_tools() -> None:
+    assert decode(real_renderer("tiny"), CALL, tools=False).tool_calls == ()
 
 
-def test_harmony_channels_are_separated(renderers: dict[str, Renderer]) -> None:
+def test_harmony_channels_are_separated() -> None:
     head = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
     with_text = "<|channel|>final<|message|>It is 5.<|return|>"
-    harmony = renderers["gptoss"]
+    harmony = real_renderer("gptoss")
     called, answered = decode(harmony, head + call), decode(harmony, head + with_text)
     assert (called.reasoning, called.content, called.tool_calls[0].name) == ("Hm.", "", "f")
     assert (answered.reasoning, answered.content, answered.tool_calls) == ("Hm.", "It is 5.", ())
@@ -116,19 +104,19 @@ def test_harmony_channels_are_separated(renderers: dict[str, Renderer]) -> None:
     assert decode(harmony, "no header at all").content == "no header at all"
 
 
-def test_a_raw_request_gets_all_of_its_text(renderers: dict[str, Renderer]) -> None:
-    renderer = renderers["qwen3_5_think"]
+def test_a_raw_request_gets_all_of_its_text() -> None:
+    renderer = real_renderer("qwen3_5_think")
     ids = renderer.template.encode("2 + 3 = 5, since")
     message = decode_message(renderer, ids, Sampling(), tools=False, as_text=True)
     assert (message.content, message.reasoning) == ("2 + 3 = 5, since", "")
 
 
-def test_a_stop_string_ends_the_text(renderers: dict[str, Renderer]) -> None:
-    assert decode(renderers["tiny"], "one two three", stop=("thr", " tw")).content == "one"
+def test_a_stop_string_ends_the_text() -> None:
+    assert decode(real_renderer("tiny"), "one two three", stop=("thr", " tw")).content == "one"
 
 
-def test_a_stream_keeps_back_only_what_it_must(renderers: dict[str, Renderer]) -> None:
-    renderer = renderers["qwen3"]
+def test_a_stream_keeps_back_only_what_it_must() -> None:
+    renderer = real_renderer("qwen3")
     stream = StreamDecoder(renderer, Sampling(), tools=True)
 
     def sent(text: str) -> Delta:
@@ -169,7 +157,7 @@ RAW = st.lists(st.integers(0, 1279), max_size=20)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "tiny"])
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(
     pieces=PIECES,
     raw=RAW,
@@ -180,7 +168,6 @@ RAW = st.lists(st.integers(0, 1279), max_size=20)
 )
 def test_however_ids_are_cut_a_stream_adds_up_to_the_whole_message(
     name: str,
-    renderers: dict[str, Renderer],
     pieces: list[str],
     raw: list[int],
     cuts: list[int],
@@ -188,7 +175,7 @@ def test_however_ids_are_cut_a_stream_adds_up_to_the_whole_message(
     stop: tuple[str, ...],
     as_text: bool,
 ) -> None:
-    renderer = renderers[name]
+    renderer = real_renderer(name)
     ids = renderer.template.encode("".join(pieces))
     ids[len(ids) // 2 : len(ids) // 2] = raw
     sampling = Sampling(stop=stop)

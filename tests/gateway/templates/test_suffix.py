@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from support.real_templates import continue_turn, template_of, trl_templates
+from support.real_templates import continue_turn, real_renderer, template_of, trl_templates
 from whet.errors import RequestError
 from whet.gateway.messages import Message, Role, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate
@@ -26,19 +26,6 @@ HISTORY = [
     Message("assistant", "It is 2."),
     Message("user", "And 2 + 3?"),
 ]
-
-
-@pytest.fixture(scope="module")
-def named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Renderer]:
-    folder = tmp_path_factory.mktemp("templates")
-
-    @cache
-    def get(name: str) -> Renderer:
-        if name == "tiny":
-            return Renderer(ChatTemplate(TINY))
-        return Renderer(template_of(folder / name, name, trl_templates()[name]))
-
-    return get
 
 
 def turn_with_calls(*ids: str) -> Message:
@@ -120,10 +107,8 @@ SETTINGS = settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow]
 @pytest.mark.parametrize("name", NAMES)
 @SETTINGS
 @given(data=st.data())
-def test_a_suffix_is_the_end_of_a_full_render(
-    name: str, named: Callable[[str], Renderer], data: st.DataObject
-) -> None:
-    compare(named(name), data)
+def test_a_suffix_is_the_end_of_a_full_render(name: str, data: st.DataObject) -> None:
+    compare(real_renderer(name), data)
 
 
 @pytest.mark.slow
@@ -131,9 +116,9 @@ def test_a_suffix_is_the_end_of_a_full_render(
 @settings(SETTINGS, max_examples=100)
 @given(data=st.data())
 def test_a_suffix_is_the_end_of_a_full_render_in_many_examples(
-    name: str, named: Callable[[str], Renderer], data: st.DataObject
+    name: str, data: st.DataObject
 ) -> None:
-    compare(named(name), data)
+    compare(real_renderer(name), data)
 
 
 # ---------------------------------------------------------------------------- ids of calls

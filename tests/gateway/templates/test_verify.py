@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from support.real_templates import EOS, continue_turn, template_of, trl_templates
+from support.real_templates import (
+    EOS,
+    continue_turn,
+    real_renderer,
+    template_of,
+    trl_templates,
+)
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import RenderedPrompt, Renderer
@@ -54,21 +60,13 @@ def result(number: int) -> Message:
     return Message("tool", f"{number + 1}\n", tool_call_id=f"call_{number:024d}")
 
 
-@pytest.fixture(scope="module")
-def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Renderer]:
-    folder = tmp_path_factory.mktemp("templates")
-    return {n: Renderer(template_of(folder / n, n, s)) for n, s in trl_templates().items()}
-
-
 def test_there_are_at_least_25_real_templates() -> None:
     assert len(NAMES) >= 25
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_report_is_the_known_one_and_has_a_cause(
-    name: str, renderers: dict[str, Renderer]
-) -> None:
-    report = renderers[name].report
+def test_every_report_is_the_known_one_and_has_a_cause(name: str) -> None:
+    report = real_renderer(name).report
     assert report.mode == ("per-call" if name in PER_CALL else "merged")
     assert bool(report.causes) == (report.mode == "per-call")
     assert bool(report.failed) == (report.mode == "per-call")
@@ -82,8 +80,8 @@ def test_every_report_is_the_known_one_and_has_a_cause(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sampling_stops_only_where_a_turn_ends(name: str, renderers: dict[str, Renderer]) -> None:
-    renderer = renderers[name]
+def test_sampling_stops_only_where_a_turn_ends(name: str) -> None:
+    renderer = real_renderer(name)
     stops = {renderer.template.token_text(id) for id in renderer.stop_ids}
     assert renderer.report.close in stops or name.startswith(("gptoss", "glm"))
     assert not stops & (
@@ -93,11 +91,9 @@ def test_sampling_stops_only_where_a_turn_ends(name: str, renderers: dict[str, R
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("thought", ["", "Let me think."])
-def test_a_tool_loop_continued_turn_by_turn_is_the_full_render(
-    name: str, thought: str, renderers: dict[str, Renderer]
-) -> None:
+def test_a_tool_loop_continued_turn_by_turn_is_the_full_render(name: str, thought: str) -> None:
     """Each turn is replaced by what the template writes for it, so the ids must be equal."""
-    renderer = renderers[name]
+    renderer = real_renderer(name)
     if not renderer.renders_tools:
         pytest.skip("the template shows no tools")
     messages = [SYSTEM, ASK]
@@ -117,10 +113,8 @@ def test_a_tool_loop_continued_turn_by_turn_is_the_full_render(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("thought", ["", "Let me think."])
-def test_a_dialogue_continued_turn_by_turn_is_the_full_render(
-    name: str, thought: str, renderers: dict[str, Renderer]
-) -> None:
-    renderer = renderers[name]
+def test_a_dialogue_continued_turn_by_turn_is_the_full_render(name: str, thought: str) -> None:
+    renderer = real_renderer(name)
     messages = [ASK]
     stored = [*renderer.render_full(messages, [], now=0.0).ids]
     for text in ("It is 5 °C.", "It\nis **10** °C 🙂", "I do not know, sin"):
