@@ -29,13 +29,15 @@ def test_merging_leaves_its_arguments_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"stepz": 3}, "unknown config key 'stepz'"),
-        ({"adam": {"learning_rate": 1}}, "unknown config key 'adam.learning_rate'"),
+        ({"stepz": 3}, "unknown config key 'stepz': did you mean 'steps'"),
+        ({"learning_rate": 1}, "unknown config key 'learning_rate': did you mean 'adam.lr'"),
+        ({"adam": {"learning_rate": 1}}, "key 'adam.learning_rate': did you mean 'adam.lr'"),
+        ({"runner": {"gpus": 2}}, "unknown config key 'runner.gpus': did you mean 'trainer.gpus'"),
         ({"steps": "many"}, "config key 'steps': .* found 'many'"),
         ({"steps": -1}, "config key 'steps': .* found -1"),
         ({"adam": {"lr": "nan"}}, "config key 'adam.lr'"),
         ({"trainer": {"weights": "half"}}, "config key 'trainer.weights': .*'lora' or 'full'"),
-        ({"name": "../elsewhere"}, "config key 'name'"),
+        ({"name": "a/b"}, "'name': expected letters, digits, '_', '.' and '-', .* found 'a/b'"),
         ({"adam": 3}, "config key 'adam'"),
         (
             {"selection": {"models": ["j"]}, "gateway": {"endpoints": ["j=gpt@https://h/v1"]}},

@@ -1,8 +1,12 @@
 """A cold start is light: what is heavy is imported when it is first needed."""
 
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
+
+from whet.errors import MissingExtra
 
 HEAVY = ("torch", "transformers", "peft", "starlette", "uvicorn", "openai", "matplotlib", "numpy")
 LOADED = f"import sys; sys.exit(', '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)"
@@ -56,3 +60,10 @@ def test_listing_models_needs_no_torch() -> None:
     done = run("-c", f"import whet.app.cli.main as c; c.main(['models']); {LOADED}")
     assert done.stderr == ""
     assert "smollm2" in done.stdout
+
+
+def test_a_missing_extra_is_installed_from_the_clone_that_whet_is_installed_from() -> None:
+    command = str(MissingExtra.of("it", "local")).split(": ")[-1]
+    found = re.fullmatch(r"pip install (?:-e '(.+)\[local\]'|'whet\[local\]')", command)
+    assert found, command
+    assert not found[1] or (Path(found[1]) / "pyproject.toml").is_file()

@@ -23,6 +23,7 @@
 An error takes only its message, so that it can be pickled.
 """
 
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
@@ -42,7 +43,23 @@ class MissingExtra(ConfigError):
     @classmethod
     def of(cls, what: str, extra: str) -> "MissingExtra":
         """Build the error for a feature and the extra it needs."""
-        return cls(f"{what} needs an extra that is not installed: pip install 'whet[{extra}]'")
+        clone = _find_clone()
+        named = f"-e '{clone}[{extra}]'" if clone else f"'whet[{extra}]'"
+        return cls(f"{what} needs an extra that is not installed: pip install {named}")
+
+
+def _find_clone() -> str:
+    """The folder that whet is installed from with `pip install -e`; empty for a package."""
+    # Imported here: `import whet` has no use for them.
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
+    from urllib.parse import unquote, urlsplit  # noqa: PLC0415
+
+    try:
+        origin = json.loads(distribution("whet").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        return ""
+    editable = origin.get("dir_info", {}).get("editable", False)
+    return unquote(urlsplit(origin["url"]).path) if editable else ""
 
 
 @contextmanager

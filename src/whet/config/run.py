@@ -5,7 +5,7 @@ Validators check, they never set. The resolved config is saved with the run.
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, cast
 
@@ -35,6 +35,7 @@ from whet.config.limits import BudgetConfig, CheckpointsConfig
 from whet.config.policy import PolicyConfig
 from whet.config.running import DashboardConfig, GatewayConfig, RunnerConfig, TrackingConfig
 from whet.config.section import Section, changed_keys
+from whet.config.suggestion import suggest
 from whet.errors import ConfigError
 
 
@@ -340,7 +341,12 @@ def explain(error: ValidationError) -> str:
     if fault["type"] == "union_tag_not_found":
         return f"config key {key!r}: expected a section with keys, found {fault['input']!r}"
     if fault["type"] == "extra_forbidden":
-        return f"unknown config key {key!r}: `whet train --help-config` lists the keys"
+        meant = suggest(key, _list_keys())
+        hint = f"did you mean {meant!r}? " if meant else ""
+        return f"unknown config key {key!r}: {hint}`whet train --help-config` lists the keys"
+    if fault["type"] == "string_pattern_mismatch":
+        expected = "letters, digits, '_', '.' and '-', the first a letter or digit"
+        return f"config key {key!r}: expected {expected}, found {fault['input']!r}"
     if isinstance(fault["input"], dict):  # a whole section: its keys do not go together
         why = fault["msg"].removeprefix("Value error, ")
         return f"config section {key!r}: {why}" if key else why
@@ -357,6 +363,16 @@ def _explain_other_kind(section: str, kind: str, key: str) -> str:
         f"config key '{section}.{key}' does not apply to {section}.kind {kind!r}, but to {others}: "
         f"{known}"
     )
+
+
+def _list_keys() -> Iterator[str]:
+    """The keys of a run, with their sections."""
+    for name, field in RunConfig.model_fields.items():
+        sections = UNIONS.get(name, (field.annotation,))
+        below = [each for each in sections if isinstance(each, type) and issubclass(each, Section)]
+        yield from (f"{name}.{key}" for each in below for key in each.model_fields)
+        if not below:
+            yield name
 
 
 def _kind_name(member: type[Section]) -> str:

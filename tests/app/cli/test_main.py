@@ -87,6 +87,8 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
     ("line", "expected"),
     [
         ("demo --stepz 3", "unknown flag --stepz, did you mean --steps?"),
+        ("demo --lr 1e-3", "unknown flag --lr, did you mean --adam.lr?"),
+        ("demo --batch-size 3", "unknown flag --batch-size, did you mean --tasks-per-step?"),
         ("--verbose demo", "unknown flag --verbose"),
         ("demo nothing", "invalid choice: 'nothing'"),
         ("demo --steps many", "config key 'steps'"),

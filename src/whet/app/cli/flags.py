@@ -1,7 +1,6 @@
 """Parsers of the commands, and the flags they share: the agent, its tasks, every config key."""
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -13,6 +12,7 @@ from pydantic import JsonValue
 from whet.app.composition.distributed import DEFAULT_STORE, STORE_VARIABLE
 from whet.app.inputs import load_tasks
 from whet.config import RunConfig
+from whet.config.suggestion import suggest
 from whet.errors import ConfigError, MissingExtra, boundary
 from whet.runners.agent import Agent, check_agent
 from whet.runners.environments.environment import Split
@@ -71,11 +71,13 @@ class CommandParser(argparse.ArgumentParser):
             if self._subparsers and not flag.startswith("-"):
                 break  # the rest is for a command
             if flag.startswith("--") and flag not in self._option_string_actions:
-                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                self.error(
-                    f"unknown flag {flag}" + (f", did you mean {close[0]}?" if close else "")
-                )
+                meant = self._suggest(flag)
+                self.error(f"unknown flag {flag}" + (f", did you mean {meant}?" if meant else ""))
         return super().parse_known_args(args, namespace or argparse.Namespace())
+
+    def _suggest(self, flag: str) -> str:
+        flags = {_key(each): each for each in self._option_string_actions}
+        return flags.get(suggest(_key(flag), flags), "")
 
     def format_help(self) -> str:
         self._action_groups.sort(key=lambda group: group.title == "help")  # to the end
@@ -83,6 +85,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def _key(flag: str) -> str:
+    """The config key of a flag."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 class HelpFormatter(argparse.HelpFormatter):
