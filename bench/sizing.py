@@ -5,8 +5,8 @@
         [--lease 30] [--agents 500] [--busy 0.7]
 
 Measured: the CPU time of the store's processes for a claim, a heartbeat, the commit of a call and
-an outcome, with 64 at once; the CPU time of a gateway for a call, with its commit to a SQLite file;
-the memory a gateway holds for a conversation; the connections of a process to PostgreSQL.
+an outcome, with 8 clients and 64 at once; the CPU time of a gateway for a call, with its commit to
+a SQLite file; the memory it holds for a conversation; the connections of a process to PostgreSQL.
 
 Computed: how many of each the rollouts need, if one lasts `--seconds` and has `--calls` calls of
 `--tokens` sampled tokens each, every runner process has `--agents` at once, and no process or core
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,10 +32,13 @@ from scaling import STORES, TOKEN
 
 import gateway
 from store import call, rollouts
+from whet.protocols import Store
 from whet.store import open_store
 from whet.types import Attempt, Outcome
 
 AT_ONCE = 64
+CLIENTS = 8
+DONE = Outcome(reward=1.0)
 TURNS = gateway.TURNS
 
 
@@ -60,23 +63,28 @@ class GatewayCosts(NamedTuple):
 
 
 async def measure_store(url: str, count: int) -> StoreCosts:
-    async with open_store(url, run="sizing", token=TOKEN) as store:
-        await store.enqueue(rollouts(0, count))
-        attempts: list[Attempt] = []
+    """Operations of several clients, as of as many processes: each commits its own together."""
+    async with AsyncExitStack() as stack:
+        opened = [open_store(url, run="sizing", token=TOKEN) for _ in range(CLIENTS)]
+        clients = [await stack.enter_async_context(store) for store in opened]
+        await clients[0].enqueue(rollouts(0, count))
+        claimed: dict[int, Attempt] = {}
 
-        async def claim(_: int) -> None:
-            attempt = await store.claim("w", lease_s=3600, wait_s=0)
+        def client(number: int) -> Store:
+            return clients[number % CLIENTS]
+
+        async def claim(number: int) -> None:
+            attempt = await client(number).claim(f"w{number}", lease_s=3600, wait_s=0)
             assert attempt is not None
-            attempts.append(attempt)
+            claimed[number] = attempt
 
-        costs = [
-            await cost(claim, count),
-            await cost(lambda n: store.heartbeat(attempts[n].id, lease_s=3600), count),
-            await cost(lambda n: store.append(call(attempts[n], 0)), count),
-            await cost(lambda n: store.finish(attempts[n].id, Outcome(reward=1.0)), count),
-        ]
-        connections = count_connections(url) if url.startswith("postgres") else 0
-    return StoreCosts(*costs, connections)
+        return StoreCosts(
+            claim=await cost(claim, count),
+            heartbeat=await cost(lambda n: client(n).heartbeat(claimed[n].id, lease_s=3600), count),
+            call=await cost(lambda n: client(n).append(call(claimed[n], 0)), count),
+            outcome=await cost(lambda n: client(n).finish(claimed[n].id, DONE), count),
+            connections=count_connections(url) // CLIENTS if url.startswith("postgres") else 0,
+        )
 
 
 async def cost(operation: Callable[[int], Awaitable[object]], count: int) -> float:

@@ -27,7 +27,7 @@ from whet.trainers.parallel.data_parallel import (
     merge_metrics,
     reduce_gradient,
 )
-from whet.trainers.parallel.ranks import RankCommand
+from whet.trainers.parallel.ranks import RankCommand, check_gpus
 from whet.trainers.parallel.sharded import ShardedTrainer, count_bytes
 from whet.types import Row
 
@@ -254,6 +254,26 @@ def test_what_a_sharded_model_does_not_support_is_an_error(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve({"trainer": settings})
+
+
+@pytest.mark.parametrize(
+    ("size", "found", "device", "message"),
+    [
+        (4, 2, "auto", "trainer.gpus is 4 but torch finds 2: set it to 2"),
+        (4, 2, "cuda", "trainer.gpus is 4 but torch finds 2: set it to 2"),
+        (2, 0, "cuda", "torch finds no GPU: use 'cpu' or 'auto'"),
+    ],
+)
+def test_more_gpus_than_there_are_is_an_error_at_start(
+    size: int, found: int, device: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_gpus(size, found, device=device)
+
+
+def test_without_a_gpu_any_number_of_processes_trains_on_the_cpu() -> None:
+    check_gpus(4, 0, device="auto")
+    check_gpus(4, 2, device="cpu")
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

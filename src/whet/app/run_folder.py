@@ -41,6 +41,7 @@ MAY_CHANGE = frozenset(
         "engine.flags",
         "engine.kind",
         "engine.kv_tokens",
+        "engine.replicas",
         "engine.urls",
         "evaluation.every",
         "evaluation.patience",

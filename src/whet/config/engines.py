@@ -23,20 +23,27 @@ class LocalEngineConfig(_EngineSection):
 
 
 class VLLMConfig(_EngineSection):
-    """Sample from vLLM servers: running ones, or one that is started."""
+    """Sample from vLLM servers: running ones, or some that are started."""
 
     kind: Literal["vllm"] = "vllm"
     urls: tuple[str, ...] = ()
-    """Running servers, all with the same model and flags; if absent, `vllm` starts one."""
+    """Running servers, all with the same model and flags; if absent, they are started."""
     command: str = "vllm"
     """The `vllm` program to start, such as that of another environment."""
     flags: tuple[str, ...] = ()
     """Flags for `vllm serve`, passed on unchanged; on the command line, whatever follows `--`."""
+    replicas: Annotated[int, Field(ge=1)] | None = None
+    """Servers to start, each on GPUs of its own. If absent, one for every GPU that `trainer.gpus`
+    leaves, or one beside the trainer; `whet serve` starts one."""
 
     @model_validator(mode="after")
     def _check_launch(self) -> Self:
-        if self.urls and changed_keys(self) & {"command", "flags"}:
-            raise ValueError("command and flags are for a server that is started, not for urls")
+        if self.urls and changed_keys(self) & {"command", "flags", "replicas"}:
+            raise ValueError(
+                "command, flags and replicas are for servers that are started, not for urls"
+            )
+        if (self.replicas or 1) > 1 and any(flag.startswith("--port") for flag in self.flags):
+            raise ValueError("replicas have ports of their own: leave out --port")
         return self
 
 

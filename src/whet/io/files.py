@@ -1,9 +1,14 @@
-"""Files that survive a kill: atomic writes of files and folders, and append-only JSON lines."""
+"""Files that survive a kill: atomic writes of files and folders, and append-only JSON lines.
+
+And a folder in memory, for those that need not.
+"""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -14,6 +19,9 @@ from whet.errors import ConfigError
 
 PARTIAL = ".{}.partial"
 """Name of a file or folder while it is written, by its final name."""
+
+MEMORY = Path("/dev/shm")
+"""Linux's file system in memory."""
 
 
 @contextmanager
@@ -106,3 +114,21 @@ class JsonLines:
         with self.path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
             yield file
+
+
+def memory_folder(owner: Path, *, needed: int, memory: Path = MEMORY) -> Path | None:
+    """A folder in memory that belongs to another folder and this process, made if it is missing.
+
+    None if the system has none, it is another user's, or less than `needed` bytes are free.
+    """
+    digest = hashlib.sha256(str(owner.absolute()).encode()).hexdigest()[:16]
+    folder = memory / f"whet-{os.getpid()}-{digest}"
+    try:
+        if shutil.disk_usage(memory).free < needed:
+            return None
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return folder if is_own and not found.st_mode & 0o077 else None

@@ -102,6 +102,14 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
         ("launch", "invalid choice: 'launch'"),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",
+            "leave out --prom",
+        ),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --trainer verl --prompt p.md",
+            "leave out --prom",
+        ),
         ("store -- --max-num-seqs 4", "this command starts no server: leave out '-- --max-num"),
         ("demo -- node agent.js", "this command runs no agent: leave out '-- node ag"),
         ("runner agent.py:solve -- --eager", "this command starts no server"),

@@ -33,6 +33,7 @@ from whet.app.composition.samplers import (
     open_model_sampler,
     open_sampler,
     tinker_sampler,
+    weights_in_memory,
 )
 from whet.app.composition.trainers import open_algorithm, open_trainer
 from whet.app.composition.weight_sync import (
@@ -122,7 +123,8 @@ async def open_run(
         policy, trainer = learning.policy, learning.trainer
         # An engine of this process shares the weights being trained; any other loads a copy.
         if not (shares_weights := agent is not None and config.engine.kind == "local"):
-            trainer = _publish_weights(trainer, policy, folder, model, store, lease)
+            weights = _weights_folder(config, model, folder, has_agent=agent is not None)
+            trainer = _publish_weights(trainer, policy, folder, model, store, lease, weights)
         serving = serve_judge(config if agent else None, progress)
         judge = await stack.enter_async_context(serving)
         versions = await _resource_versions(store, context, shares_weights=shares_weights)
@@ -252,6 +254,7 @@ def _publish_weights(
     model: Path,
     store: Store,
     lease: TrainerLease | None,
+    weights: Path,
 ) -> PublishingTrainer:
     if isinstance(policy, Policies):
         raise ConfigError("several policies are trained in one process: leave out --store")
@@ -261,9 +264,17 @@ def _publish_weights(
         folder.config(),
         model=model,
         resources=store,
-        folder=folder.weights,
+        folder=weights,
         epoch=lease and lease.epoch,
     )
+
+
+def _weights_folder(config: RunConfig, model: Path, folder: RunFolder, *, has_agent: bool) -> Path:
+    """The folder of published weights: in memory, if all that read them are of this machine."""
+    starts_servers = has_agent and config.engine.kind == "vllm" and not config.engine.urls
+    weights = config.trained_weights
+    memory = weights_in_memory(folder.path, model, weights) if starts_servers else None
+    return memory / "weights" if memory else folder.weights
 
 
 async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> TrainerLease:
@@ -335,7 +346,14 @@ async def _serve_policy(
         prepare = None
         if shared is None:
             published = read_policy(await store.latest(POLICY))
-            opened = open_sampler(model, published, config, folder=folder.path, progress=progress)
+            opened = open_sampler(
+                model,
+                published,
+                config,
+                folder=folder.path,
+                training_gpus=_count_training_gpus(config),
+                progress=progress,
+            )
             sampler = await stack.enter_async_context(opened)
             samplers = {"": sampler}
             follower = PolicyFollower(sampler.weights, published, store)
@@ -362,6 +380,13 @@ async def _serve_policy(
         )
         gateway = await stack.enter_async_context(serving)
         yield gateway, gateway
+
+
+def _count_training_gpus(config: RunConfig) -> int:
+    """GPUs of this machine that train."""
+    if config.trainer.kind != "local" or config.engine.device == "cpu":
+        return 0
+    return config.trainer.gpus
 
 
 @asynccontextmanager

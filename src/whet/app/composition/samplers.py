@@ -8,8 +8,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +23,13 @@ from whet.config import LocalEngineConfig, RunConfig
 from whet.errors import ConfigError, EngineError, requires_extra
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
+from whet.io.files import memory_folder
 from whet.models.catalog import model_context
 from whet.protocols import Engine
 
 if TYPE_CHECKING:
     from whet.engines.remote.engine import RemoteEngine
+    from whet.engines.remote.launch import VLLMProcess
     from whet.models.huggingface import LocalPolicy
     from whet.models.tinker import TinkerPolicy
 
@@ -37,6 +39,9 @@ SMALL_MODEL = 20_000_000
 """Parameters up to which one thread samples fastest."""
 
 SERVER_LOG = "vllm.log"
+
+ROOM = {"full": 6.0, "lora": 0.5}
+"""Memory for weights in transfer, in sizes of the model: some versions, published and served."""
 
 Progress = Callable[[str], None]
 
@@ -64,12 +69,14 @@ async def open_sampler(
     config: RunConfig,
     *,
     folder: Path,
+    training_gpus: int | None = None,
     progress: Progress,
 ) -> AsyncGenerator[Sampler]:
     """Sample from a published policy: by the engine of the config, or the Tinker service that has
     its weights.
 
-    Servers keep their log and converted weights in `folder`.
+    Servers keep their logs in `folder`, and their weights there or in memory. The first
+    `training_gpus` of this machine train, if that is known.
 
     Raises:
         ConfigError: the engine cannot be started or used.
@@ -80,7 +87,14 @@ async def open_sampler(
         elif config.engine.kind == "local":
             opened = _load_local(model, published, config)
         else:
-            opened = server_sampler(model, published, config, folder=folder, progress=progress)
+            opened = server_sampler(
+                model,
+                published,
+                config,
+                folder=folder,
+                training_gpus=training_gpus,
+                progress=progress,
+            )
         yield await stack.enter_async_context(opened)
 
 
@@ -264,11 +278,13 @@ async def server_sampler(
     *,
     folder: Path,
     adapter: Path | None = None,
+    training_gpus: int | None = None,
     progress: Progress,
 ) -> AsyncGenerator[Sampler]:
     """Sample from the servers of the config, or from a `vllm` that is started.
 
-    Its log and converted weights are kept in `folder`. An `adapter` is loaded unchanged.
+    Logs are kept in `folder`; so are converted weights, or in memory for servers that are started.
+    An `adapter` is loaded unchanged.
 
     Raises:
         ConfigError: no server answers, or one cannot be used as it is.
@@ -278,34 +294,74 @@ async def server_sampler(
     assert trainer.kind == "local"
     with requires_extra(f"engine.kind {settings.kind!r}", "vllm"):
         from whet.engines.remote.connect import connect_servers  # noqa: PLC0415 - only if needed
-        from whet.engines.remote.launch import VLLMProcess, required_flags  # noqa: PLC0415
     renderer = build_renderer(model, config)
     async with AsyncExitStack() as stack:
-        urls, launched = settings.urls, None
+        urls, launched, place = settings.urls, list["VLLMProcess"](), folder
         if settings.kind == "vllm" and not urls:
-            flags = required_flags(
-                trainer, max_context=settings.max_context, max_versions=published.staleness + 2
+            memory = weights_in_memory(folder, model, trainer.weights)
+            launched = stack.enter_context(
+                _start_servers(model, published, config, folder, memory, training_gpus, progress)
             )
-            launched = VLLMProcess(model, settings, flags, log=folder / SERVER_LOG)
-            stack.callback(launched.close)
-            urls = (launched.url,)
-            progress(f"vLLM starts at {launched.url}; its log is {launched.log}")
+            urls, place = tuple(server.url for server in launched), memory or folder
         engine = await connect_servers(
             settings.kind,
             urls,
             renderer.template.decode,
             context_length=model_context(model),
             max_context=settings.max_context,
-            startup_error=launched.startup_error if launched else lambda: None,
+            startup_error=lambda: next(filter(None, (s.startup_error() for s in launched)), None),
             progress=progress,
         )
         stack.push_async_callback(engine.close)
-        if launched:
-            launched.mark_ready()
-        weights = ServerWeights(engine, model, folder / "served")
+        for server in launched:
+            server.mark_ready()
+        weights = ServerWeights(engine, model, place / "served")
         if adapter is not None:
             await weights.load_adapter(adapter)
         yield Sampler(engine, engine.context_length, renderer, weights)
+
+
+@contextmanager
+def _start_servers(
+    model: Path,
+    published: PublishedPolicy,
+    config: RunConfig,
+    folder: Path,
+    memory: Path | None,
+    training_gpus: int | None,
+    progress: Progress,
+) -> Generator[list["VLLMProcess"]]:
+    """Start vLLM on the GPUs that do not train; the folder in memory is deleted in the end."""
+    from whet.engines.remote.launch import VLLMProcess, required_flags  # noqa: PLC0415
+    from whet.engines.remote.placement import place_servers, visible_gpus  # noqa: PLC0415
+
+    settings, trainer = config.engine, published.trainer
+    assert settings.kind == "vllm"
+    assert trainer.kind == "local"
+    flags = required_flags(
+        trainer, max_context=settings.max_context, max_versions=published.staleness + 2
+    )
+    placed = place_servers(
+        visible_gpus(), training=training_gpus, flags=settings.flags, replicas=settings.replicas
+    )
+    with ExitStack() as stack:
+        if memory is not None:
+            stack.callback(shutil.rmtree, memory, ignore_errors=True)
+        servers: list[VLLMProcess] = []
+        for number, gpus in enumerate(placed):
+            log = folder / (f"vllm-{number}.log" if number else SERVER_LOG)
+            server = VLLMProcess(model, settings, flags, log=log, gpus=gpus, scratch=memory)
+            stack.callback(server.close)
+            servers.append(server)
+            on = f" on GPU {', '.join(gpus)}" if gpus else ""
+            progress(f"vLLM starts at {server.url}{on}; its log is {server.log}")
+        yield servers
+
+
+def weights_in_memory(folder: Path, model: Path, weights: str) -> Path | None:
+    """The folder in memory for the weights of servers of this machine, if there is room."""
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return memory_folder(folder, needed=round(size * ROOM[weights]) + 2**26)
 
 
 class ServerWeights(EngineWeights):

@@ -25,8 +25,20 @@ ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE
 class VLLMProcess:
     """A `vllm serve` process that is restarted when it dies."""
 
-    def __init__(self, model: Path, config: VLLMConfig, flags: Sequence[str], *, log: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        config: VLLMConfig,
+        flags: Sequence[str],
+        *,
+        log: Path,
+        gpus: Sequence[str] = (),
+        scratch: Path | None = None,
+    ) -> None:
         """`flags` are the run's; those that the user set in the config take precedence.
+
+        It sees these `gpus` alone, if there are any. The folder `scratch` is deleted with it, even
+        if this process is killed.
 
         Raises:
             ConfigError: the program is missing.
@@ -46,18 +58,20 @@ class VLLMProcess:
         self._ready = False
         command = [program, "serve", str(model), *_without(flags, config.flags)]
         command += _without(["--host", host, "--port", str(port)], config.flags)
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         self._watchdog = subprocess.Popen(
             [
                 sys.executable,
                 "-m",
                 "whet.engines.remote.watchdog",
                 str(log),
+                str(scratch or ""),
                 *command,
                 *config.flags,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ENVIRONMENT | visible,
             start_new_session=True,  # Ctrl-C reaches this process only, which then stops it
         )
         threading.Thread(target=self._listen, name="whet-vllm", daemon=True).start()

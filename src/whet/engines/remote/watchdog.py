@@ -1,10 +1,12 @@
-"""Restarts a server when it dies: `python -m whet.engines.remote.watchdog LOG COMMAND...`.
+"""Restarts a server when it dies: `python -m whet.engines.remote.watchdog LOG SCRATCH COMMAND...`.
 
 A process of its own, so that the server ends with the process that started it, even if that was
-killed: the watchdog's stdin then closes. It writes `died CODE` to stdout at each death.
+killed: the watchdog's stdin then closes. It writes `died CODE` to stdout at each death. SCRATCH is
+empty, or a folder to delete in the end.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ STOP_TIMEOUT_S = 20.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the command until stdin closes or it dies too often; returns its exit code."""
-    log, *command = argv
+    log, scratch, *command = argv
     wake, stopped = threading.Event(), threading.Event()
 
     def stop(*_: object) -> None:
@@ -53,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
             return code
         wake.clear()
         stopped.wait(pause_s)
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
 

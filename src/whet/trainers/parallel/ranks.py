@@ -291,9 +291,7 @@ def start_ranks(
     Raises:
         ConfigError: the machine has fewer GPUs, or this process has a process group of its own.
     """
-    found = torch.cuda.device_count()
-    if device != "cpu" and 0 < found < size:
-        raise ConfigError(f"trainer.gpus is {size} but torch finds {found}: set it to {found}")
+    check_gpus(size, torch.cuda.device_count(), device=device)
     if dist.is_initialized():
         raise ConfigError(
             "trainer.gpus needs torch.distributed, which this process already uses: train in "
@@ -308,6 +306,14 @@ def start_ranks(
             others.append(RankProcess(place, command, settings))
             stack.callback(others[-1].stop)
         yield RankGroup(first, others)
+
+
+def check_gpus(size: int, found: int, *, device: str) -> None:
+    """Check that there are as many GPUs as processes, unless they run on a CPU."""
+    if device == "cuda" and not found:
+        raise ConfigError("engine.device is 'cuda' but torch finds no GPU: use 'cpu' or 'auto'")
+    if device != "cpu" and 0 < found < size:
+        raise ConfigError(f"trainer.gpus is {size} but torch finds {found}: set it to {found}")
 
 
 @dataclass(frozen=True, slots=True)
