@@ -119,8 +119,9 @@ def test_the_exported_names_are_these_and_at_most_38() -> None:
 @pytest.mark.parametrize("name", [name for name, text in SIGNATURES.items() if text])
 def test_a_signature_stays_as_it_is(name: str) -> None:
     found = str(inspect.signature(getattr(whet, name)))
-    plain = found.replace("'JsonValue'", "JsonValue").replace("typing.Any", "Any")  # as of 3.14
-    assert plain == SIGNATURES[name].replace("typing.Any", "Any")
+    found = found.replace("'JsonValue'", "JsonValue").replace("pathlib._local", "pathlib")  # 3.13
+    expected = SIGNATURES[name] or ""
+    assert found.replace("typing.Any", "Any") == expected.replace("typing.Any", "Any")  # 3.14
 
 
 def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:

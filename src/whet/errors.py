@@ -27,6 +27,7 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 
 class WhetError(Exception):
@@ -55,11 +56,14 @@ def _find_clone() -> str:
     from urllib.parse import unquote, urlsplit  # noqa: PLC0415
 
     try:
-        origin = json.loads(distribution("whet").read_text("direct_url.json") or "{}")
+        origin: dict[str, Any] = json.loads(
+            distribution("whet").read_text("direct_url.json") or "{}"
+        )
     except PackageNotFoundError:
         return ""
+    url = str(origin.get("url", ""))
     editable = origin.get("dir_info", {}).get("editable", False)
-    return unquote(urlsplit(origin["url"]).path) if editable else ""
+    return unquote(urlsplit(url).path) if editable else ""
 
 
 @contextmanager
