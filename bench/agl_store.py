@@ -38,6 +38,12 @@ def rss_mb() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
@@ -144,7 +150,9 @@ async def over_http(cycles: int, workers: int, whole: bool) -> dict[str, float]:
     try:
         await asyncio.to_thread(wait_until_up, f"http://127.0.0.1:{port}/v1/agl/health")
         clients = [agl.LightningStoreClient(f"http://127.0.0.1:{port}") for _ in range(workers)]
+        before = cpu_s(server.pid)
         result = await measure(clients, cycles, workers, whole=whole, many=False)
+        result["server_cpu_ms_per_cycle"] = (cpu_s(server.pid) - before) / cycles * 1e3
         for client in clients:
             await client.close()
         return result

@@ -1,6 +1,7 @@
 """Benchmark of the store, with Agent Lightning's beside it where that is installed.
 
     python bench/store.py [--cycles 1000] [--workers 32] [--rounds 3] [--million] [--no-postgres]
+    python bench/store.py --layer                   # only whet.agl's store and Agent Lightning's
     AGL_PYTHON=/path/to/python bench/store.py       # of an environment with agentlightning 0.3
 
 Each store does the same work: enqueue in batches of 100; workers that claim a rollout, record 5
@@ -256,12 +257,14 @@ def agent_lightning(
     return json.loads(out.strip().splitlines()[-1])
 
 
-def in_turns(sides: dict[str, Callable[[bool], Numbers]], rounds: int) -> dict[str, Numbers]:
+def in_turns(
+    sides: dict[str, Callable[[bool], Numbers]], rounds: int, *, whole: bool
+) -> dict[str, Numbers]:
     """Run all sides in turns: each number once, and the median of those measured in every round."""
     found: dict[str, list[Numbers]] = {name: [] for name in sides}
     for number in range(rounds):
         for name, side in sides.items():
-            found[name].append(side(number == 0))
+            found[name].append(side(whole and number == 0))
     return {
         name: numbers[0] | {key: statistics.median(n[key] for n in numbers) for key in IN_TURNS}
         for name, numbers in found.items()
@@ -280,8 +283,14 @@ def show(results: dict[str, Numbers]) -> None:
     for ours in ("sqlite", "postgres", "http", *layers):
         for other in ("agl memory", "agl http"):
             if ours in results and other in results:
-                ratio = results[ours]["cycles_per_s"] / results[other]["cycles_per_s"]
-                print(f"cycles, {ours} / {other}: {ratio:.1f}x")
+                cycles = results[ours]["cycles_per_s"] / results[other]["cycles_per_s"]
+                cpu = cpu_ms(results[other]) / cpu_ms(results[ours])
+                print(f"{ours} / {other}: {cycles:.1f} times the cycles, {cpu:.1f} times less CPU")
+
+
+def cpu_ms(numbers: Numbers) -> float:
+    """CPU of a cycle, that of a server in another process included where it was measured."""
+    return numbers["cpu_ms_per_cycle"] + numbers.get("server_cpu_ms_per_cycle", 0.0)
 
 
 def main() -> None:
@@ -290,6 +299,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--million", action="store_true")
+    parser.add_argument("--layer", action="store_true")
     parser.add_argument("--postgres", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
@@ -298,17 +308,19 @@ def main() -> None:
         "sqlite": partial(anyio.run, on_sqlite, *work),
         "http": partial(over_http, *work),
     }
-    if args.postgres:
+    if args.layer:
+        sides.clear()
+    elif args.postgres:
         sides["postgres"] = partial(anyio.run, on_postgres, *work)
     for how in ("memory", "sqlite", "http"):
         layer = partial(agent_lightning, "whet.agl", how, sys.executable)
         sides[f"whet.agl {how}"] = partial(layer, *work)
     if python := os.environ.get("AGL_PYTHON"):
         theirs = partial(agent_lightning, "agentlightning")
-        sides["agl memory"] = partial(theirs, "memory", python, *work)
         few = min(args.cycles, 200)
+        sides["agl memory"] = partial(theirs, "memory", python, few, args.workers)
         sides["agl http"] = partial(theirs, "http", python, few, args.workers)
-    results = in_turns(sides, args.rounds)
+    results = in_turns(sides, args.rounds, whole=not args.layer)
     if args.million:
         results["sqlite, 1M"] = anyio.run(on_a_million)
     show(results)

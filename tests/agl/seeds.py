@@ -3,7 +3,10 @@
 Each is as its README has it; where a README shows an agent SDK, the plain OpenAI client stands in.
 """
 
+import asyncio
+import json
 import re
+import sys
 from collections import Counter
 from typing import Any
 
@@ -122,3 +125,30 @@ def train_guess_number(folder: str, train: Dataset[Any]) -> Any:
         },
     }
     return Trainer(algorithm=agl.VERL(config), n_runners=4).fit(GuessNumber(), train)
+
+
+# ------------------------------------------------ the driver in processes of its own
+
+
+async def run_as(role: str, store: agl.LightningStore, endpoint: str) -> None:
+    """`python seeds.py runner|algo STORE ENDPOINT`, beside `agl store`."""
+    if role == "runner":
+        runner = agl.LitAgentRunner(tracer=agl.OtelTracer(), max_rollouts=3)
+        with runner.run_context(agent=collect_rollout, store=store):
+            await runner.iter()
+    else:
+        await store.add_resources({"llm": agl.LLM(endpoint=endpoint, model="m")})
+        await collect_algorithm(store)
+        sys.stdout.write(json.dumps(collected) + "\n")
+
+
+async def main(role: str, address: str, endpoint: str) -> None:
+    store = agl.LightningStoreClient(address)
+    try:
+        await run_as(role, store, endpoint)
+    finally:
+        await store.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

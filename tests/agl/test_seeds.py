@@ -1,5 +1,9 @@
 """Programs written for Agent Lightning run to their end with `import whet.agl as agl`."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +48,37 @@ def test_a_driver_collects_rewards_through_store_and_runner() -> None:
     assert seeds.collected["statuses"] == ["succeeded"] * 3
     # Each rollout emits its reward, and returns it.
     assert seeds.collected["rewards"] == [1.0] * 6
+
+
+@pytest.mark.slow
+def test_store_runner_and_driver_are_processes_of_their_own(tmp_path: Path) -> None:
+    environment = {**os.environ, "WHET_STORE_TOKEN": "of-the-tests"}
+
+    def start(*command: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    store = start("-m", "whet.agl", "store", "--port", "0")
+    processes = [store]
+    try:
+        assert store.stdout is not None
+        address = store.stdout.readline().removeprefix("store at ").partition(";")[0]
+        with serve_reply("4") as url:
+            processes += [start(seeds.__file__, role, address, url) for role in ("algo", "runner")]
+            said, _ = processes[1].communicate(timeout=300)
+        collected = json.loads(said)
+        assert collected["statuses"] == ["succeeded"] * 3
+        assert collected["rewards"] == [1.0] * 6
+        assert processes[2].wait(timeout=60) == 0
+    finally:
+        for process in processes:
+            process.terminate()
+            process.communicate(timeout=60)
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from whet.agl.runner import LitAgentRunner as Runner
     from whet.agl.semconv import Attributes
     from whet.agl.spans import (
+        AttributeValue,
         Event,
         Link,
         OtelResource,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         SpanContext,
         SpanCoreFields,
         StatusCode,
+        TraceState,
         TraceStatus,
     )
     from whet.agl.store.base import (
@@ -118,6 +120,7 @@ __all__ = [
     "Attempt",
     "AttemptStatus",
     "AttemptedRollout",
+    "AttributeValue",
     "Attributes",
     "Baseline",
     "ClientServerExecutionStrategy",
@@ -167,6 +170,7 @@ __all__ = [
     "TaskInput",
     "ThreadingEvent",
     "TraceAdapter",
+    "TraceState",
     "TraceStatus",
     "TraceToMessages",
     "TraceToTripletBase",
@@ -209,6 +213,7 @@ _HOME = {
     "Attempt": "whet.agl.types",
     "AttemptStatus": "whet.agl.types",
     "AttemptedRollout": "whet.agl.types",
+    "AttributeValue": "whet.agl.spans",
     "Attributes": "whet.agl.semconv",
     "Baseline": "whet.agl.algorithm.base",
     "ClientServerExecutionStrategy": "whet.agl.execution",
@@ -255,6 +260,7 @@ _HOME = {
     "StatusCode": "whet.agl.spans",
     "TaskInput": "whet.agl.types",
     "TraceAdapter": "whet.agl.adapter",
+    "TraceState": "whet.agl.spans",
     "TraceStatus": "whet.agl.spans",
     "TraceToMessages": "whet.agl.adapter",
     "TraceToTripletBase": "whet.agl.adapter",

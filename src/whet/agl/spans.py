@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from whet.types import Span as WhetSpan
 
 StatusCode = Literal["UNSET", "OK", "ERROR"]
+AttributeValue = (
+    str | bool | int | float | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
+)
+TraceState = dict[str, str]
 NANOSECONDS = 1_000_000_000
 
 
@@ -23,7 +28,7 @@ class SpanContext(BaseModel):
     trace_id: str
     span_id: str
     is_remote: bool
-    trace_state: dict[str, str]
+    trace_state: TraceState
 
 
 class TraceStatus(BaseModel):

@@ -89,7 +89,7 @@ class LightningStoreClient(LightningStore):
         method = METHODS[name]
         response = await self._post(PREFIX + name, method.dump(arguments))
         if response.status == 200:
-            return method.result.validate_json(response.body)
+            return method.load_result(arguments, response.body)
         message = _read_error(response)
         kind = {400: ValueError, 401: ConfigError}.get(response.status, StoreError)
         raise kind(message)
@@ -123,7 +123,10 @@ def _make_method(name: str) -> Any:
 
     async def call(self: LightningStoreClient, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
-        return await self._call(name, {key: v for key, v in bound.items() if key != "self"})  # pyright: ignore[reportPrivateUsage]  # its own method
+        arguments = {key: value for key, value in bound.items() if key != "self"}
+        if "task" in arguments:  # beside it the input is the agent, which the runners have
+            arguments["input"] = arguments.pop("task")
+        return await self._call(name, arguments)  # pyright: ignore[reportPrivateUsage]  # its own method
 
     call.__name__ = name
     call.__doc__ = getattr(LightningStore, name).__doc__

@@ -1,10 +1,12 @@
 """The store's methods over HTTP: each is a POST with its arguments as JSON, typed on both sides."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 
+from whet.agl.spans import Span
 from whet.agl.store.base import LightningStore
 from whet.agl.types import Unset
 
@@ -12,6 +14,11 @@ PREFIX = "/v1/agl/call/"
 HEALTH = "/v1/agl/health"
 NOT_REMOTE = {"add_otel_span", "otlp_traces_endpoint", "capabilities"}
 """Methods whose arguments are objects of a process; they call the others."""
+
+
+ADDS_SPANS = {"add_span", "add_many_spans"}
+"""Methods that return the spans they were given, whose token ids are long: only places are sent."""
+PLACES = TypeAdapter(list[int])
 
 
 class Method(NamedTuple):
@@ -26,10 +33,41 @@ class Method(NamedTuple):
         passed = {name: v for name, v in values.items() if not isinstance(v, Unset)}
         return self.arguments(**passed).model_dump_json(include=set(passed)).encode()
 
+    def dump_result(self, values: dict[str, Any], result: Any) -> bytes:
+        """Return a result as JSON; of spans that were added only their places in the arguments."""
+        if self.name in ADDS_SPANS:
+            return PLACES.dump_json(_find_places(_sent_spans(values), result))
+        return self.result.dump_json(result)
+
+    def load_result(self, values: dict[str, Any], body: bytes) -> Any:
+        """Return the result of a call from JSON. Raises pydantic's ValidationError."""
+        if self.name not in ADDS_SPANS:
+            return self.result.validate_json(body)
+        spans = _sent_spans(values)
+        added = [spans[place] for place in PLACES.validate_json(body)]
+        return added if "spans" in values else next(iter(added), None)
+
     def load(self, body: bytes) -> dict[str, Any]:
         """Return the arguments of a call from JSON. Raises pydantic's ValidationError."""
         read = self.arguments.model_validate_json(body or b"{}")
         return {name: getattr(read, name) for name in read.model_fields_set}
+
+
+def _sent_spans(values: dict[str, Any]) -> Sequence[Span]:
+    return values["spans"] if "spans" in values else [values["span"]]
+
+
+def _find_places(sent: Sequence[Span], result: Sequence[Span] | Span | None) -> list[int]:
+    """Places of the spans that were added; of several with one id the first one was."""
+    found = [result] if isinstance(result, Span) else result or ()
+    added = {(span.rollout_id, span.attempt_id, span.span_id) for span in found}
+    places: list[int] = []
+    for place, span in enumerate(sent):
+        key = span.rollout_id, span.attempt_id, span.span_id
+        if key in added:
+            added.discard(key)
+            places.append(place)
+    return places
 
 
 def _build(name: str) -> Method:
