@@ -229,8 +229,8 @@ def main(folder: Path) -> None:
         losses.append(float(sum(loss) if isinstance(loss, list) else loss))
     after = parameters(engine)
     change = max(float((after[name] - before[name]).abs().max()) for name in before)
-    result = {"logprob_difference": difference, "losses": losses, "change": change}
-    result["place"] = f"{next(iter(after.values())).device.type}, {dist.get_backend()}"
+    where = f"{next(iter(after.values())).device.type}, {dist.get_backend()}"
+    result = {"logprob_difference": difference, "losses": losses, "change": change, "place": where}
     sys.stdout.write(json.dumps(result) + "\n")
 
 
