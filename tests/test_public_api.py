@@ -29,7 +29,8 @@ SIGNATURES = {
     "Evaluation": "(run: pathlib.Path, models: collections.abc.Mapping[str, str], "
     "comparison: whet.app.evaluation.comparison.Comparison, results: pathlib.Path, "
     "picture: pathlib.Path, "
-    "seconds: float) -> None",
+    "seconds: float, "
+    "policies: collections.abc.Mapping[str, whet.app.evaluation.by_policy.PolicyResult]) -> None",
     "Group": None,
     "Hooks": "()",
     "PromptTemplate": "(*, template: str) -> None",

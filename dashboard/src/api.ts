@@ -37,7 +37,7 @@ export type Generation = {
 export type Call = {
   id: string; parent: string | null; messages: Message[];
   context: { ids: number[]; texts: string[] | null }; prompt_length: number; created: number;
-  dialect: string; model: string; agent: string; tools: string[]; fork: string | null;
+  dialect: string; model: string; agent: string; policy: string; tools: string[]; fork: string | null;
   cause: string | null; lossy: boolean; generations: Generation[];
 };
 export type Failure = { kind: string; message: string; traceback: string };

@@ -93,13 +93,20 @@ function xValues(steps: Steps, axis: Axis): number[] {
   return steps.step.map((_, i) => (sum += column[i] ?? 0)).map((v) => (axis === "time" ? Math.round(v) : v));
 }
 
+/** The metrics of a panel; in a run of several policies also those of each, by its name. */
+function panelMetrics(panel: Panel, steps: Steps): [string, string][] {
+  const policies = Object.keys(steps.metrics).filter((name) => name.endsWith("/version")).map((name) => name.slice(0, -"/version".length));
+  return [...panel.metrics, ...policies.flatMap((policy) => panel.metrics.map(([metric, title]): [string, string] => [`${policy}/${metric}`, panel.metrics.length > 1 ? `${policy} ${title}` : policy]))];
+}
+
 function panelSeries(panel: Panel, runs: readonly (readonly [string, Steps])[], axis: Axis): Series[] {
   const series: Series[] = [];
   runs.forEach(([name, steps], n) => {
-    panel.metrics.forEach(([metric, title], m) => {
+    const metrics = panelMetrics(panel, steps);
+    metrics.forEach(([metric, title], m) => {
       const ys = steps.metrics[metric];
       if (!ys || ys.every((y) => y === null)) return;
-      const label = runs.length > 1 ? (panel.metrics.length > 1 ? `${name} ${title}` : name) : title;
+      const label = runs.length > 1 ? (metrics.length > 1 ? `${name} ${title}` : name) : title;
       series.push({ name: label, xs: xValues(steps, axis), ys, color: runs.length > 1 ? n : m, dashed: runs.length > 1 && m > 0, joined: metric.startsWith("eval/") });
     });
   });

@@ -4,7 +4,7 @@ import { Ago, Empty, Fault, LongText, bytes, number, text, useGet, useLive } fro
 
 type Names = { resources: { name: string; version: number; created: number }[] };
 type Versions = { name: string; versions: { version: number; value: unknown; created: number }[] };
-type Checkpoints = { model: string | null; checkpoints: { step: number; version: number; name: string; bytes: number | null; reward: number | null; evaluation: Record<string, number> }[] };
+type Checkpoints = { model: string | null; checkpoints: { step: number; version: number; policies: Record<string, number>; name: string; bytes: number | null; reward: number | null; evaluation: Record<string, number> }[] };
 
 export function Resources({ run }: { run: string }) {
   const { query } = useRoute();
@@ -24,7 +24,7 @@ export function Resources({ run }: { run: string }) {
           <table class="compact narrow">
             <thead><tr><th>checkpoint</th><th class="r">step</th><th class="r">version</th><th class="r">reward</th><th class="r">held out</th><th class="r">on disk</th></tr></thead>
             <tbody>{[...points.data.checkpoints].reverse().slice(0, 200).map((c) => (
-              <tr key={c.step}><td class="mono">{c.name}</td><td class="r num">{c.step}</td><td class="r num">{c.version}</td><td class="r num">{number(c.reward)}</td><td class="r num">{number(c.evaluation["eval/greedy"] ?? c.evaluation["eval/sampled"])}</td><td class="r num">{c.bytes === null ? <span class="muted">–</span> : bytes(c.bytes)}</td></tr>
+              <tr key={c.step}><td class="mono">{c.name}</td><td class="r num">{c.step}</td><td class="r num">{Object.keys(c.policies).length ? Object.entries(c.policies).map(([name, version]) => `${name} ${version}`).join(", ") : c.version}</td><td class="r num">{number(c.reward)}</td><td class="r num">{number(c.evaluation["eval/greedy"] ?? c.evaluation["eval/sampled"])}</td><td class="r num">{c.bytes === null ? <span class="muted">–</span> : bytes(c.bytes)}</td></tr>
             ))}</tbody>
           </table>
         </div>

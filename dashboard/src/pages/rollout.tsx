@@ -126,6 +126,7 @@ function Conversation({ calls, rewards, credit }: { calls: Call[]; rewards: Rewa
           <header>
             <b>call {n + 1}</b>
             {call.agent && <span class="badge">{call.agent}</span>}
+            {call.policy && <span class="badge">policy {call.policy}</span>}
             <span class="muted small">{call.model || "policy"}, prompt {number(call.prompt_length)} tokens, {number(call.context.ids.length)} new</span>
             {call.fork && <span class="badge fork" title={call.cause ?? ""}>fork: {call.fork.replace(/_/g, " ")} <span class="cause">({call.cause})</span></span>}
             {call.lossy && <span class="badge fork">an echoed turn had lost text</span>}

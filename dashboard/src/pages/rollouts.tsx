@@ -6,7 +6,7 @@ import { Empty, Fault, Gone, RewardBar, Status, duration, number, text, useLive,
 import { Groups } from "./groups";
 
 type Page = { rollouts: Row[]; next: string | null; searched: number; total: number | null };
-const FILTERS = ["status", "mode", "group", "step", "agent", "text", "task", "min_reward", "max_reward", "forked", "order"];
+const FILTERS = ["status", "mode", "group", "step", "agent", "policy", "text", "task", "min_reward", "max_reward", "forked", "order"];
 const COLUMNS = 9;
 const PAGE = 50, NEXT_PAGE = 200, MAX_ROWS = 20_000;
 
@@ -183,6 +183,7 @@ function Filters({ filter, count }: { filter: Record<string, string | null>; cou
       <label class="field short extra"><span>reward ≤</span><input type="number" step="any" value={filter.max_reward ?? ""} onChange={set("max_reward")} /></label>
       <label class="field extra"><span>group</span><input value={filter.group ?? ""} onChange={set("group")} size={12} /></label>
       <label class="field extra"><span>agent</span><input value={filter.agent ?? ""} onChange={set("agent")} size={8} /></label>
+      <label class="field extra"><span>policy</span><input value={filter.policy ?? ""} onChange={set("policy")} size={8} /></label>
       <label class="check extra"><input type="checkbox" checked={filter.forked === "true"} onChange={(e) => setQuery({ forked: e.currentTarget.checked })} /> forks</label>
       <span class="muted count" role="status">{count}</span>
     </form>

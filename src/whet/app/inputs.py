@@ -17,6 +17,7 @@ from whet.runners.hooks import Hooks
 from whet.runners.judges.judge import Judge
 from whet.types import (
     GATEWAY_PREFIX,
+    POLICY_PREFIX,
     RETRYABLE,
     RUNNERS_PREFIX,
     TRAINER,
@@ -27,6 +28,8 @@ from whet.types import (
 
 Tasks = str | Path | Sequence[Any]  # Any: a JSON value, whatever the caller's dicts are typed as
 """A list, or a file with one JSON value a line, or several as `a.jsonl=0.7,b.jsonl=0.3`."""
+
+RESERVED_PREFIXES = (GATEWAY_PREFIX, POLICY_PREFIX, RUNNERS_PREFIX)
 
 ResourceValues = Mapping[str, object]
 """JSON by name; a `PromptTemplate`, an `Endpoint` or another pydantic model is published as its
@@ -276,7 +279,7 @@ def parse_resources(values: ResourceValues | None) -> dict[str, JsonValue]:
             _NAME.validate_python(name)
         except ValidationError as error:
             raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
-        if name in (POLICY, TRAINER) or name.startswith((GATEWAY_PREFIX, RUNNERS_PREFIX)):
+        if name in (POLICY, TRAINER) or name.startswith(RESERVED_PREFIXES):
             raise ConfigError(f"the resource name {name!r} is reserved: choose another")
         plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
         try:

@@ -170,13 +170,10 @@ class RunConfig(Section):
         if not self.policies:
             return self
         kinds = {"engine": self.engine.kind, "trainer": self.trainer.kind}
-        unsupported = [f"{key}.kind {kind!r}" for key, kind in kinds.items() if kind != "local"]
+        unsupported = [f"{k}.kind {v!r}" for k, v in kinds.items() if v in ("sglang", "verl")]
         unsupported += ["runner.ray"] if self.runner.ray else []
         if unsupported:
-            raise ValueError(
-                f"several policies are sampled and trained in one process: {unsupported[0]} "
-                "takes only one"
-            )
+            raise ValueError(f"{unsupported[0]} takes only one policy: leave out 'policies'")
         if self.gateway.models:
             raise ValueError("gateway.models does not name a policy: use policies.NAME.models")
         taken = [*RESERVED_MODELS, *(each.partition("=")[0] for each in self.gateway.endpoints)]
@@ -194,17 +191,22 @@ class RunConfig(Section):
         return self
 
     def _check_policy(self, name: str) -> None:
-        if self.policies[name].trainer.get("kind", "local") != "local":
-            raise ValueError(f"policy {name!r}: several policies need trainer.kind 'local'")
+        policy, kind = self.policies[name], self.trainer.kind
+        if policy.trainer.get("kind", kind) != kind:
+            raise ValueError(f"policy {name!r}: all policies have trainer.kind {kind!r}")
         try:
             own = self.for_policy(name)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        assert isinstance(own.trainer, LocalTrainerConfig)
-        if own.trainer.gpus > 1:
+        if isinstance(own.trainer, LocalTrainerConfig) and own.trainer.gpus > 1:
             raise ValueError(
                 f"policy {name!r}: trainer.gpus is {own.trainer.gpus}, but several policies are "
                 "trained on one GPU: leave it out"
+            )
+        if self.engine.kind == "vllm" and own.trained_weights == "full" and not policy.frozen:
+            raise ValueError(
+                f"policy {name!r}: at vLLM several policies are adapters on one model: set "
+                "trainer.weights to 'lora'"
             )
         greedy = "greedy" in {own.algorithm.name, self.algorithm.name}
         for key, is_common in {"oversample": True, "name": greedy}.items():

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Generator, Iterator, Mapping
@@ -19,6 +20,7 @@ from whet.errors import ConfigError
 
 PARTIAL = ".{}.partial"
 """Name of a file or folder while it is written, by its final name."""
+_PARTIAL_NAME = re.compile(re.escape(PARTIAL).replace(r"\{\}", "(.+)"))
 
 MEMORY = Path("/dev/shm")
 """Linux's file system in memory."""
@@ -53,6 +55,12 @@ def atomic_folder(folder: Path) -> Generator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(partial, folder)
     _sync(folder.parent)
+
+
+def final_path(path: Path) -> Path:
+    """Path that a file will have when the atomic files and folders it is in are complete."""
+    parts = ((_PARTIAL_NAME.fullmatch(part), part) for part in path.parts)
+    return Path(*(match[1] if match else part for match, part in parts))
 
 
 def _sync(path: Path) -> None:

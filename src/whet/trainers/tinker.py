@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from whet.config import AdamStep, LossConfig
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
-from whet.io.files import atomic_folder
+from whet.io.files import atomic_folder, final_path
 from whet.models.tinker import Floats, TinkerDatum, TinkerPolicy
 from whet.protocols import TrainingBackend
 from whet.types import GenerationId, Metrics, Row
@@ -72,8 +72,9 @@ class TinkerTrainer(TrainingBackend):
         def write(folder: Path) -> None:
             with atomic_folder(folder) as to:
                 _write(to, state)
-            self._replaced.append(self._states.get(folder))
-            self._states[folder] = path
+            final = final_path(folder)  # it may be part of a checkpoint of several policies
+            self._replaced.append(self._states.get(final))
+            self._states[final] = path
 
         return write
 

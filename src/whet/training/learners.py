@@ -20,7 +20,16 @@ from whet.training.step import (
     reward_metrics,
     update_policy,
 )
-from whet.types import Call, Credit, GenerationId, Group, Reward, StepRecord, Trajectory
+from whet.types import (
+    Call,
+    Credit,
+    GenerationId,
+    Group,
+    Metrics,
+    Reward,
+    StepRecord,
+    Trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +154,12 @@ def select_metrics(records: Sequence[StepRecord], policy: str) -> list[StepRecor
         update = {"metrics": own, "version": round(own.get(VERSION, 0))}
         selected.append(record.model_copy(update=update))
     return selected
+
+
+def read_versions(metrics: Metrics) -> dict[str, int]:
+    """The version of each policy by the metrics of a step; none in a run of one."""
+    found = ((name.rpartition("/"), value) for name, value in metrics.items())
+    return {policy: round(value) for (policy, _, key), value in found if policy and key == VERSION}
 
 
 def _select_calls(trajectory: Trajectory, policy: str) -> Trajectory:

@@ -32,6 +32,7 @@ from whet.types.calls import (
 )
 from whet.types.resources import (
     GATEWAY_PREFIX,
+    POLICY_PREFIX,
     RUNNERS_PREFIX,
     TRAINER,
     AttemptedRollout,
@@ -89,6 +90,7 @@ __all__ = [
     "LENGTH_PENALTY",
     "NO_ADVANTAGES",
     "NO_FAULT",
+    "POLICY_PREFIX",
     "RETRYABLE",
     "RUNNERS_PREFIX",
     "TERMINAL",

@@ -77,6 +77,8 @@ GATEWAY_PREFIX = "gateway-"
 """Prefix of the resources by which gateways announce themselves: `{"url": ..., "model": ...}`."""
 
 
+POLICY_PREFIX = "policy-"
+"""Names of the resources that locate the weights of one of several policies."""
 RUNNERS_PREFIX = "runners-"
 """Prefix of the resources that set the size of a pool of runners: `{"num": ...}`."""
 

@@ -8,16 +8,22 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from pydantic import JsonValue
 from rich.console import Console
 
 import whet
 from whet.app.composition.policies import open_policies
-from whet.app.evaluation.models import read_models
+from whet.app.dashboard.pages.overview import read_checkpoints
+from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
+from whet.app.dashboard.run_catalog import FolderCatalog
+from whet.app.evaluation.by_policy import print_by_policy
+from whet.app.evaluation.models import PolicySet, read_models
 from whet.app.inspection.attempt_view import draw_attempt, read_attempt
 from whet.app.inspection.run_list import list_runs
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
 from whet.errors import ConfigError
+from whet.models.huggingface import LocalPolicy
 from whet.store.sqlite import SQLiteStore
 from whet.types import Endpoint
 
@@ -81,7 +87,9 @@ def test_a_run_of_several_policies_serves_saves_and_lists_each(tmp_path: Path) -
     assert list_runs(tmp_path)[0].model == "tiny: planner, worker, critic"
     for source in (folder.path, folder.checkpoints / "step-000000"):
         with pytest.raises(ConfigError, match="has several policies: name one of them"):
-            read_models([str(source)], None, print)
+            whet.train(team, [0], dir=str(tmp_path), model=str(source), quiet=True)
+    check_evaluation(tmp_path)
+    anyio.run(check_listings, folder)
     for place in (folder.model, folder.checkpoints / "step-000000"):
         [model] = read_models([str(place / "planner")], None, print)
         assert model.fingerprint()
@@ -108,6 +116,52 @@ def test_a_run_of_several_policies_serves_saves_and_lists_each(tmp_path: Path) -
     assert config["policies"]["critic"]["start"].endswith("worker")
 
 
+def check_evaluation(tmp_path: Path) -> None:
+    """A run is evaluated with all its policies, and any other model under all of their names."""
+    models = {"base": "tiny", "trained": "first"}
+    settings: dict[str, JsonValue] = {"samples": 0}
+    runner: dict[str, JsonValue] = {"processes": 0}
+    found = whet.evaluate(
+        team,
+        [0, 1],
+        models,
+        dir=str(tmp_path),
+        name="compared",
+        evaluation=settings,
+        runner=runner,
+        quiet=True,
+    )
+    assert found.comparison.tasks == 2
+    assert list(found.policies) == ["planner", "worker", "critic"]
+    for result in found.policies.values():
+        assert {name: use.calls for name, use in result.uses.items()} == {"base": 2, "trained": 2}
+        assert result.comparison.tasks == 2
+    report = json.loads((found.run / "report.json").read_text())
+    assert report["policies"]["worker"]["trained"]["calls"] == 2
+    console = Console(file=StringIO(), width=200)
+    print_by_policy(console, found.policies)
+    assert "critic" in console.file.getvalue()  # pyright: ignore
+    checkpoint = str(tmp_path / "runs" / "first" / "checkpoints" / "step-000000")
+    [at_step] = read_models([checkpoint], None, print, directory=tmp_path)
+    assert isinstance(at_step, PolicySet)
+    assert at_step.name == "first-step-000000"
+    assert set(at_step.models) == {"planner", "worker", "critic"}
+
+
+async def check_listings(folder: RunFolder) -> None:
+    """The dashboard and `whet show` know the policies of rollouts, checkpoints and steps."""
+    catalog = FolderCatalog(folder.path.parent.parent)
+    try:
+        run = await catalog.open(folder.path.name)
+        for policy, count in (("worker", 4), ("nobody", 0)):
+            page = await read_rollouts(run, RolloutQuery(policy=policy, mode="train"))
+            assert len(page["rollouts"]) == count  # pyright: ignore[reportArgumentType]
+        [checkpoint] = (await read_checkpoints(run))["checkpoints"]  # pyright: ignore
+        assert checkpoint["policies"] == {"planner": 1, "worker": 1}
+    finally:
+        await catalog.close()
+
+
 async def check_calls(folder: RunFolder) -> None:
     async with SQLiteStore(folder.store) as store:
         [step] = await store.steps()
@@ -126,13 +180,14 @@ async def check_calls(folder: RunFolder) -> None:
 async def test_adapters_on_one_base_share_its_weights() -> None:
     policies = {"a": {}, "b": {"adam": {"lr": 1e-3}}, "c": {"frozen": True}}
     config = resolve({"policies": policies})  # pyright: ignore[reportArgumentType]
-    opened = await open_policies(config, None, print)
+    opened = await open_policies(config, None, None, print)
+    weights = [policy for policy in opened.weights.values() if isinstance(policy, LocalPolicy)]
     places = [
         {p.data_ptr() for p in policy.model.parameters() if not p.requires_grad}
-        for policy in opened.weights.values()
+        for policy in weights
     ]
     assert places[0] == places[1] == places[2]
-    own = [{p.data_ptr() for p in each.trainable().values()} for each in opened.weights.values()]
+    own = [{p.data_ptr() for p in each.trainable().values()} for each in weights]
     assert own[0]
     assert own[0].isdisjoint(own[1])
     assert not own[2]

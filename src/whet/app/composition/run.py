@@ -25,24 +25,28 @@ from whet.app.composition.gateway_server import (
     run_agents,
     serve_gateway,
 )
-from whet.app.composition.policies import Policies, open_policies, open_policy_samplers
+from whet.app.composition.policies import (
+    Policies,
+    open_followers,
+    open_policies,
+    open_policy_samplers,
+)
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.samplers import (
     Sampler,
+    build_renderer,
     local_sampler,
-    open_model_sampler,
-    open_sampler,
+    open_model_samplers,
     tinker_sampler,
     weights_in_memory,
 )
 from whet.app.composition.trainers import open_algorithm, open_trainer
 from whet.app.composition.weight_sync import (
-    PolicyFollower,
-    PublishingTrainer,
+    Publication,
     TrainerLease,
-    read_policy,
+    policy_resource,
 )
-from whet.app.evaluation.models import LocalModel, find_run, read_models
+from whet.app.evaluation.models import LocalModel, PolicySet, find_run, read_models
 from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
 from whet.app.run_folder import RunFolder
 from whet.config import GatewayConfig, LocalEngineConfig, RunConfig
@@ -52,7 +56,7 @@ from whet.gateway.pipeline import Log
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
-from whet.runners.agent import POLICY, Agent
+from whet.runners.agent import Agent
 from whet.runners.attempt import count_processes
 from whet.runners.endpoints import Endpoints
 from whet.store import DEFAULT_RUN
@@ -119,18 +123,21 @@ async def open_run(
         stack.enter_context(folder.owned())
         lease = await _take_over(folder, store, progress) if store else None
         store = store or await stack.enter_async_context(folder.open_store())
-        learning = await _open_learning(config, model, algorithm, stack, progress)
-        policy, trainer = learning.policy, learning.trainer
         # An engine of this process shares the weights being trained; any other loads a copy.
-        if not (shares_weights := agent is not None and config.engine.kind == "local"):
+        shares_weights = agent is not None and config.engine.kind == "local"
+        epoch = lease and lease.epoch
+        publication = None
+        if not shares_weights:
             weights = _weights_folder(config, model, folder, has_agent=agent is not None)
-            trainer = _publish_weights(trainer, policy, folder, model, store, lease, weights)
+            publication = Publication(store, weights, epoch)
+        opening = _open_learning(config, model, algorithm, publication, stack, progress)
+        policy, learned_by, trainer, update = await opening
         serving = serve_judge(config if agent else None, progress)
         judge = await stack.enter_async_context(serving)
-        versions = await _resource_versions(store, context, shares_weights=shares_weights)
+        versions = await _resource_versions(store, context, config, publication)
         collector = open_collector(config, store, versions, context.judge, judge, on_ended)
         scorer = LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
-        parts = collector, learning.algorithm, trainer, learning.update, scorer
+        parts = collector, learned_by, trainer, update, scorer
         run = Run(config, folder, store, lease or store, *parts, gateway=None)
         # Before sampling: what a kill left in the queue runs as soon as there is a runner.
         await _restore_last(run, plan, progress)
@@ -152,7 +159,7 @@ async def open_run(
 
 @asynccontextmanager
 async def serve_model(
-    model: LocalModel,
+    model: LocalModel | PolicySet,
     config: RunConfig,
     log: Log,
     secret: bytes,
@@ -161,13 +168,19 @@ async def serve_model(
 ) -> AsyncGenerator[Gateway]:
     """Serve a model, adapter or checkpoint that nothing trains; `folder` is for its servers.
 
+    With policies in the config each is served by its name: those of a set, or all by one model.
+
     Raises:
         ConfigError: the config asks for gateways in other processes.
     """
     check_own_process(config)
+    if isinstance(model, PolicySet):
+        models = model.models
+    else:
+        models = dict.fromkeys(config.policies or ("",), model)
     async with (
-        open_model_sampler(model, config, folder) as sampler,
-        serve_gateway({"": sampler}, config, log, secret, judge=judge) as gateway,
+        open_model_samplers(models, config, folder) as samplers,
+        serve_gateway(samplers, config, log, secret, judge=judge) as gateway,
     ):
         yield gateway
 
@@ -215,6 +228,9 @@ async def serve_judge(
 def _find_served(source: str, directory: Path, progress: Progress) -> tuple[LocalModel, bytes]:
     """A model by what `whet eval` takes, or by the name of a run, and the secret of its keys."""
     [model] = read_models([source], None, progress, directory=directory)
+    if isinstance(model, PolicySet):
+        first = next(iter(model.models.values())).source
+        raise ConfigError(f"{source!r} has several policies: name one of them, such as {first!r}")
     assert isinstance(model, LocalModel)
     run = find_run(Path(model.source).expanduser())
     return model, run.secret() if run else secrets.token_bytes(32)
@@ -236,37 +252,18 @@ async def _open_learning(
     config: RunConfig,
     model: Path,
     algorithm: Algorithm | None,
+    publication: Publication | None,
     stack: AsyncExitStack,
     progress: Progress,
 ) -> _Learning:
     if config.policies:
-        opened = await open_policies(config, algorithm, progress)
+        opened = await open_policies(config, algorithm, publication, progress)
         return _Learning(opened, opened.algorithm, opened.trainer, opened.update)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     trainer, policy = await stack.enter_async_context(open_trainer(config, model))
+    if publication is not None:
+        trainer = publication.wrap(trainer, policy, config, model)
     return _Learning(policy, algorithm, trainer)
-
-
-def _publish_weights(
-    trainer: TrainingBackend,
-    policy: "LocalPolicy | TinkerPolicy | Policies",
-    folder: RunFolder,
-    model: Path,
-    store: Store,
-    lease: TrainerLease | None,
-    weights: Path,
-) -> PublishingTrainer:
-    if isinstance(policy, Policies):
-        raise ConfigError("several policies are trained in one process: leave out --store")
-    return PublishingTrainer(
-        trainer,
-        policy,
-        folder.config(),
-        model=model,
-        resources=store,
-        folder=weights,
-        epoch=lease and lease.epoch,
-    )
 
 
 def _weights_folder(config: RunConfig, model: Path, folder: RunFolder, *, has_agent: bool) -> Path:
@@ -298,10 +295,12 @@ async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> Tra
 
 
 async def _resource_versions(
-    store: Store, context: AgentContext, *, shares_weights: bool
+    store: Store, context: AgentContext, config: RunConfig, publication: Publication | None
 ) -> dict[str, int | Literal["latest"]]:
-    """Publish the resources of attempts; other processes also wait for the newest policy."""
-    newest: dict[str, Literal["latest"]] = {} if shares_weights else {POLICY: "latest"}
+    """Publish the resources of attempts, which also wait for the newest policies."""
+    newest: dict[str, Literal["latest"]] = {}
+    if publication is not None:
+        newest = {policy_resource(name): "latest" for name in config.policies or ("",)}
     return {**newest, **await publish_resources(store, context.resources)}
 
 
@@ -345,20 +344,8 @@ async def _serve_policy(
     async with AsyncExitStack() as stack:
         prepare = None
         if shared is None:
-            published = read_policy(await store.latest(POLICY))
-            opened = open_sampler(
-                model,
-                published,
-                config,
-                folder=folder.path,
-                training_gpus=_count_training_gpus(config),
-                progress=progress,
-            )
-            sampler = await stack.enter_async_context(opened)
-            samplers = {"": sampler}
-            follower = PolicyFollower(sampler.weights, published, store)
-            await follower.load_newest()
-            prepare = follower.prepare
+            opened = open_followers(model, folder, store, _count_training_gpus(config), progress)
+            samplers, prepare = await stack.enter_async_context(opened)
         else:
             samplers = await stack.enter_async_context(_open_samplers(shared, model, config))
         if count := count_gateways(config):
@@ -401,7 +388,7 @@ async def _open_samplers(
         async with local_sampler(shared, config) as sampler:
             yield {"": sampler}
     else:
-        async with tinker_sampler(shared, model, config) as sampler:
+        async with tinker_sampler(shared, build_renderer(model, config)) as sampler:
             yield {"": sampler}
 
 

@@ -8,18 +8,18 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 from anyio import to_thread
 
 from whet.app.composition.weight_sync import EngineWeights, PublishedPolicy, describe_policy
 from whet.app.evaluation.models import LocalModel
-from whet.config import LocalEngineConfig, RunConfig
+from whet.config import LocalEngineConfig, RunConfig, VLLMConfig
 from whet.errors import ConfigError, EngineError, requires_extra
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
@@ -42,6 +42,8 @@ SERVER_LOG = "vllm.log"
 
 ROOM = {"full": 6.0, "lora": 0.5}
 """Memory for weights in transfer, in sizes of the model: some versions, published and served."""
+
+NO_ADAPTERS: Mapping[str, Path] = {}
 
 Progress = Callable[[str], None]
 
@@ -81,48 +83,65 @@ async def open_sampler(
     Raises:
         ConfigError: the engine cannot be started or used.
     """
-    async with AsyncExitStack() as stack:
-        if published.trainer.kind == "tinker":
-            opened = _join_tinker(model, published, config)
-        elif config.engine.kind == "local":
-            opened = _load_local(model, published, config)
-        else:
-            opened = server_sampler(
-                model,
-                published,
-                config,
-                folder=folder,
-                training_gpus=training_gpus,
-                progress=progress,
-            )
-        yield await stack.enter_async_context(opened)
+    if published.trainer.kind == "tinker":
+        async with _join_tinker(model, published, config) as sampler:
+            yield sampler
+    elif config.engine.kind == "local":
+        async with _load_local(model, published, config) as sampler:
+            yield sampler
+    else:
+        async with server_samplers(
+            model,
+            {"": published},
+            config,
+            folder=folder,
+            training_gpus=training_gpus,
+            progress=progress,
+        ) as samplers:
+            yield samplers[""]
 
 
 @asynccontextmanager
-async def open_model_sampler(
-    model: LocalModel, config: RunConfig, folder: Path
-) -> AsyncGenerator[Sampler]:
-    """Sample from a model, adapter or checkpoint that nothing trains; `folder` is for servers."""
-    async with AsyncExitStack() as stack:
-        if config.engine.kind == "local":
-            policy = await _load_model(model, config)
-            opened = local_sampler(policy, config)
-        elif model.checkpoint is None:
-            published = describe_policy(config, model.folder, 0, "")
-            opened = server_sampler(
-                model.folder,
-                published,
-                config,
-                folder=folder,
-                adapter=model.adapter,
-                progress=logger.info,
-            )
-        else:
+async def open_model_samplers(
+    models: Mapping[str, LocalModel], config: RunConfig, folder: Path
+) -> AsyncGenerator[dict[str, Sampler]]:
+    """Sample from models, adapters or checkpoints that nothing trains, by the name of the policy.
+
+    `folder` is for servers.
+
+    Raises:
+        ConfigError: a server cannot load one of them.
+    """
+    if config.engine.kind == "local":
+        async with AsyncExitStack() as stack:
+            opened: dict[int, Sampler] = {}  # by id: one model may serve several names
+            bases: dict[Path, LocalPolicy] = {}
+            for model in models.values():
+                if id(model) not in opened:
+                    shared = bases if len(models) > 1 else None
+                    policy = await _load_model(model, config, shared)
+                    sampler = await stack.enter_async_context(local_sampler(policy, config))
+                    opened[id(model)] = sampler
+            yield {name: opened[id(model)] for name, model in models.items()}
+        return
+    for model in models.values():
+        if model.checkpoint is not None:
             raise ConfigError(
                 f"the checkpoint {model.source!r} can only be sampled by --engine local: servers "
                 "load adapters and model folders"
             )
-        yield await stack.enter_async_context(opened)
+    first, *others = models.values()
+    if any(other.folder.resolve() != first.folder.resolve() for other in others):
+        raise ConfigError(
+            "the policies have different base models, which one server cannot sample from: use "
+            "--engine local"
+        )
+    published = {name: describe_policy(config, each.folder, 0, "") for name, each in models.items()}
+    adapters = {name: model.adapter for name, model in models.items() if model.adapter}
+    async with server_samplers(
+        first.folder, published, config, folder=folder, adapters=adapters, progress=logger.info
+    ) as served:
+        yield served
 
 
 def build_renderer(folder: Path, config: RunConfig) -> Renderer:
@@ -200,19 +219,25 @@ async def _load_local(
         yield sampler
 
 
-async def _load_model(model: LocalModel, config: RunConfig) -> "LocalPolicy":
+async def _load_model(
+    model: LocalModel, config: RunConfig, bases: "dict[Path, LocalPolicy] | None" = None
+) -> "LocalPolicy":
+    """Load a model; with `bases`, adapters share the weights of their base model."""
     with requires_extra("a model of this machine", "local"):
-        from whet.models.huggingface import LocalPolicy  # noqa: PLC0415 - imports torch
+        from whet.models.huggingface import LocalPolicy, load_base  # noqa: PLC0415 - imports torch
         from whet.trainers.local import LocalTrainer  # noqa: PLC0415
     assert config.trainer.kind == "local"
     # A checkpoint has the form its run trained; anything else is sampled as it is.
     settings = model.trainer or config.trainer.model_copy(update={"weights": "full"})
+    device, base = config.engine.device, None
+    if bases is not None and (model.checkpoint is None or settings.weights == "lora"):
+        if model.folder not in bases:
+            bases[model.folder] = load_base(model.folder, settings, device=device)
+        base = bases[model.folder]
+        if not (model.adapter or model.checkpoint):
+            return base
     policy = LocalPolicy(
-        model.folder,
-        settings,
-        device=config.engine.device,
-        seed=model.seed,
-        adapter=model.adapter,
+        model.folder, settings, device=device, seed=model.seed, adapter=model.adapter, base=base
     )
     if model.checkpoint is not None:
         await LocalTrainer(policy).restore(model.checkpoint)
@@ -223,13 +248,10 @@ async def _load_model(model: LocalModel, config: RunConfig) -> "LocalPolicy":
 
 
 @asynccontextmanager
-async def tinker_sampler(
-    policy: "TinkerPolicy", model: Path, config: RunConfig
-) -> AsyncGenerator[Sampler]:
+async def tinker_sampler(policy: "TinkerPolicy", renderer: Renderer) -> AsyncGenerator[Sampler]:
     """Sample from the weights of a policy at a Tinker service."""
     from whet.engines.tinker import TinkerEngine  # noqa: PLC0415 - the client's import takes long
 
-    renderer = build_renderer(model, config)
     engine = TinkerEngine(policy, renderer.template.decode)
     try:
         yield Sampler(engine, engine.context_length, renderer, TinkerWeights(policy))
@@ -263,7 +285,7 @@ async def _join_tinker(
         from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - the client's import takes long
     update = {"model": published.model, "trainer": published.trainer}
     policy = await TinkerPolicy.connect(config.model_copy(update=update))
-    async with tinker_sampler(policy, model, config) as sampler:
+    async with tinker_sampler(policy, build_renderer(model, config)) as sampler:
         yield sampler
 
 
@@ -271,60 +293,83 @@ async def _join_tinker(
 
 
 @asynccontextmanager
-async def server_sampler(
+async def server_samplers(
     model: Path,
-    published: PublishedPolicy,
+    published: Mapping[str, PublishedPolicy],
     config: RunConfig,
     *,
     folder: Path,
-    adapter: Path | None = None,
+    adapters: Mapping[str, Path] = NO_ADAPTERS,
     training_gpus: int | None = None,
     progress: Progress,
-) -> AsyncGenerator[Sampler]:
+) -> AsyncGenerator[dict[str, Sampler]]:
     """Sample from the servers of the config, or from a `vllm` that is started.
 
-    Logs are kept in `folder`; so are converted weights, or in memory for servers that are started.
-    An `adapter` is loaded unchanged.
+    Each of several policies is an adapter at all of them. Logs are kept in `folder`; so are
+    converted weights, or in memory for servers that are started. Those of `adapters` are loaded
+    unchanged.
 
     Raises:
         ConfigError: no server answers, or one cannot be used as it is.
     """
-    settings, trainer = config.engine, published.trainer
+    settings = config.engine
     assert settings.kind != "local"
-    assert trainer.kind == "local"
     with requires_extra(f"engine.kind {settings.kind!r}", "vllm"):
         from whet.engines.remote.connect import connect_servers  # noqa: PLC0415 - only if needed
     renderer = build_renderer(model, config)
     async with AsyncExitStack() as stack:
         urls, launched, place = settings.urls, list["VLLMProcess"](), folder
         if settings.kind == "vllm" and not urls:
-            memory = weights_in_memory(folder, model, trainer.weights)
+            memory = weights_in_memory(folder, model, _transferred(list(published.values())))
             launched = stack.enter_context(
-                _start_servers(model, published, config, folder, memory, training_gpus, progress)
+                _start_servers(
+                    model, list(published.values()), config, folder, memory, training_gpus, progress
+                )
             )
             urls, place = tuple(server.url for server in launched), memory or folder
-        engine = await connect_servers(
-            settings.kind,
-            urls,
-            renderer.template.decode,
-            context_length=model_context(model),
-            max_context=settings.max_context,
-            startup_error=lambda: next(filter(None, (s.startup_error() for s in launched)), None),
-            progress=progress,
-        )
-        stack.push_async_callback(engine.close)
-        for server in launched:
-            server.mark_ready()
-        weights = ServerWeights(engine, model, place / "served")
-        if adapter is not None:
-            await weights.load_adapter(adapter)
-        yield Sampler(engine, engine.context_length, renderer, weights)
+        samplers: dict[str, Sampler] = {}
+        for name in published:
+            engine = await connect_servers(
+                settings.kind,
+                urls,
+                renderer.template.decode,
+                context_length=model_context(model),
+                max_context=settings.max_context,
+                startup_error=lambda: next(
+                    filter(None, (s.startup_error() for s in launched)), None
+                ),
+                progress=progress,
+            )
+            stack.push_async_callback(engine.close)
+            for server in launched:
+                server.mark_ready()
+            weights = ServerWeights(engine, model, place / "served", policies=len(published))
+            if name in adapters:
+                await weights.load_adapter(adapters[name])
+            samplers[name] = Sampler(engine, engine.context_length, renderer, weights)
+        yield samplers
+
+
+def _transferred(published: Sequence[PublishedPolicy]) -> Literal["lora", "full"]:
+    """Kind of the weights that servers load while they run."""
+    trainers = [policy.trainer for policy in published if policy.trainer.kind == "local"]
+    return "full" if any(trainer.weights == "full" for trainer in trainers) else "lora"
+
+
+def _server_flags(published: Sequence[PublishedPolicy], settings: VLLMConfig) -> list[str]:
+    """Flags of a server that has the adapters of all policies, old versions included."""
+    from whet.engines.remote.launch import required_flags  # noqa: PLC0415 - only if needed
+
+    trainers = [policy.trainer for policy in published if policy.trainer.kind == "local"]
+    widest = max(trainers, key=lambda trainer: trainer.lora_rank)
+    versions = sum(policy.staleness + 2 for policy in published)
+    return required_flags(widest, max_context=settings.max_context, max_versions=versions)
 
 
 @contextmanager
 def _start_servers(
     model: Path,
-    published: PublishedPolicy,
+    published: Sequence[PublishedPolicy],
     config: RunConfig,
     folder: Path,
     memory: Path | None,
@@ -332,15 +377,12 @@ def _start_servers(
     progress: Progress,
 ) -> Generator[list["VLLMProcess"]]:
     """Start vLLM on the GPUs that do not train; the folder in memory is deleted in the end."""
-    from whet.engines.remote.launch import VLLMProcess, required_flags  # noqa: PLC0415
+    from whet.engines.remote.launch import VLLMProcess  # noqa: PLC0415
     from whet.engines.remote.placement import place_servers, visible_gpus  # noqa: PLC0415
 
-    settings, trainer = config.engine, published.trainer
+    settings = config.engine
     assert settings.kind == "vllm"
-    assert trainer.kind == "local"
-    flags = required_flags(
-        trainer, max_context=settings.max_context, max_versions=published.staleness + 2
-    )
+    flags = _server_flags(published, settings)
     placed = place_servers(
         visible_gpus(), training=training_gpus, flags=settings.flags, replicas=settings.replicas
     )
@@ -367,8 +409,12 @@ def weights_in_memory(folder: Path, model: Path, weights: str) -> Path | None:
 class ServerWeights(EngineWeights):
     """Weights that servers sample from, each version in a folder while a request may need it."""
 
-    def __init__(self, engine: "RemoteEngine", base: Path, folder: Path) -> None:
+    def __init__(
+        self, engine: "RemoteEngine", base: Path, folder: Path, *, policies: int = 1
+    ) -> None:
+        """`policies` is the number of policies that the servers have adapters of."""
         self._engine = engine
+        self._policies = policies
         self._base = base.absolute()
         self._folder = folder.absolute()
         self._cwd = Path.cwd()
@@ -400,7 +446,7 @@ class ServerWeights(EngineWeights):
                 "lora" if is_lora else "full",
                 target,
                 name if is_lora else "",
-                max_versions=published.staleness + 1,
+                max_versions=self._policies * (published.staleness + 1),
             )
         )
         self._kept.append(target)

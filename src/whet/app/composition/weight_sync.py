@@ -6,6 +6,7 @@ import platform
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from whet.protocols import Resources, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY
 from whet.types import (
     NO_ADVANTAGES,
+    POLICY_PREFIX,
     TRAINER,
     Attempt,
     GenerationId,
@@ -78,6 +80,11 @@ class PublishedPolicy(Value):
         return *shape, trainer.lora_rank, trainer.lora_alpha, *trainer.lora_layers
 
 
+def policy_resource(name: str) -> str:
+    """Name of the resource that locates the weights of a policy; that of the only one is empty."""
+    return POLICY_PREFIX + name if name else POLICY
+
+
 async def announce_model(resources: Resources, config: RunConfig) -> None:
     """Publish the model to serve in a run that trains none, unless a policy is published."""
     try:
@@ -113,7 +120,8 @@ def read_policy(resource: Resource) -> PublishedPolicy:
         return PublishedPolicy.model_validate(resource.value)
     except ValidationError as error:
         raise StoreError(
-            f"resource {POLICY!r} version {resource.version} was not written by `whet train`: "
+            f"resource {resource.name!r} version {resource.version} was not written by `whet "
+            f"train`: "
             f"{error.errors()[0]['msg']}"
         ) from error
 
@@ -197,14 +205,19 @@ class PublishingTrainer(TrainingBackend):
         resources: Resources,
         folder: Path,
         epoch: int | None = None,
+        name: str = "",
     ) -> None:
-        """`epoch` is that of the trainer's lease, where other trainers share the store."""
+        """`epoch` is that of the trainer's lease, where other trainers share the store.
+
+        `name` is that of the policy, if it is one of several.
+        """
         self._trainer = trainer
         self._policy = policy
         self._config = config
         self._model = model
         self._resources = resources
-        self._folder = folder.absolute()
+        self._resource = policy_resource(name)
+        self._folder = folder.absolute() / name
         self._epoch = epoch
         self._published: int | None = None
         """Revision of the weights published last."""
@@ -226,9 +239,9 @@ class PublishingTrainer(TrainingBackend):
         weights = await self._policy.export_weights(file)
         policy = describe_policy(self._config, self._model, version, weights)
         number = await self._resources.publish(
-            POLICY, policy.model_dump(mode="json"), epoch=self._epoch
+            self._resource, policy.model_dump(mode="json"), epoch=self._epoch
         )
-        logger.info("policy published version=%d resource=%d", version, number)
+        logger.info("%s published version=%d resource=%d", self._resource, version, number)
         # An engine may still read the previous file; if it is too late, it finds the newer one.
         for old in self._folder.glob("*"):
             if old != file and (last is None or old != Path(last.weights)):
@@ -240,7 +253,7 @@ class PublishingTrainer(TrainingBackend):
 
     async def _last(self) -> PublishedPolicy | None:
         try:
-            return read_policy(await self._resources.latest(POLICY))
+            return read_policy(await self._resources.latest(self._resource))
         except NotFound:
             return None
 
@@ -269,6 +282,45 @@ class PublishingTrainer(TrainingBackend):
         await self._trainer.export(folder)
 
 
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The place of published weights of a run, for engines that load a copy."""
+
+    resources: Resources
+    folder: Path
+    epoch: int | None
+    """Of the trainer's lease, where other trainers share the store."""
+
+    def wrap(
+        self,
+        trainer: TrainingBackend,
+        policy: TrainerWeights,
+        config: RunConfig,
+        model: Path,
+        name: str = "",
+    ) -> PublishingTrainer:
+        """The trainer of a policy, by its name if it is one of several, that publishes here."""
+        return PublishingTrainer(
+            trainer,
+            policy,
+            config,
+            model=model,
+            resources=self.resources,
+            folder=self.folder,
+            epoch=self.epoch,
+            name=name,
+        )
+
+    async def publish_base(self, config: RunConfig, model: Path, name: str) -> None:
+        """Publish a policy that is the model itself, unless it is published."""
+        value = describe_policy(config, model, 0, "").model_dump(mode="json")
+        resource = policy_resource(name)
+        with suppress(NotFound):
+            if (await self.resources.latest(resource)).value == value:
+                return
+        await self.resources.publish(resource, value, epoch=self.epoch)
+
+
 class EngineWeights(Protocol):
     """Weights that an engine samples from, in this process or another."""
 
@@ -290,9 +342,15 @@ class PolicyFollower:
     """
 
     def __init__(
-        self, weights: EngineWeights, served: PublishedPolicy, resources: Resources
+        self,
+        weights: EngineWeights,
+        served: PublishedPolicy,
+        resources: Resources,
+        name: str = "",
     ) -> None:
+        """`name` is that of the policy, if it is one of several."""
         self._weights = weights
+        self._resource = policy_resource(name)
         self._served = served
         self.published: PublishedPolicy = served
         """The policy that is loaded."""
@@ -308,7 +366,7 @@ class PolicyFollower:
         Raises:
             EngineError: they cannot be loaded; a retry may succeed.
         """
-        wanted = attempt.resources.get(POLICY)
+        wanted = attempt.resources.get(self._resource)
         if self._is_due(wanted):
             with anyio.move_on_after(LOAD_TIMEOUT_S) as scope:
                 async with self._loading:
@@ -327,7 +385,7 @@ class PolicyFollower:
         while True:
             self._looked_up = anyio.current_time()
             try:
-                newest = await self._resources.latest(POLICY)
+                newest = await self._resources.latest(self._resource)
             except NotFound:
                 return
             if newest.version == self._at:
@@ -341,8 +399,11 @@ class PolicyFollower:
             try:
                 await self._weights.load(published)
             except EngineError:
-                if (await self._resources.latest(POLICY)).version == newest.version:
+                if (await self._resources.latest(self._resource)).version == newest.version:
                     raise
                 continue  # a newer policy was published, and the file of this one deleted
             self._at, self.published = newest.version, published
-            logger.info("policy loaded version=%d resource=%d", published.version, newest.version)
+            number = newest.version
+            logger.info(
+                "%s loaded version=%d resource=%d", self._resource, published.version, number
+            )

@@ -45,7 +45,11 @@ class Comparison:
         return max((scores.tasks for scores in self.scores.values()), default=0)
 
     def as_json(self) -> dict[str, object]:
-        """All numbers, by model."""
+        """All numbers and failures, by model."""
+        return {name: {**found, **self._failures(name)} for name, found in self.numbers().items()}
+
+    def numbers(self) -> dict[str, dict[str, object]]:
+        """Measures and gains, by model."""
         return {name: self._model(name) for name in self.scores}
 
     def _model(self, name: str) -> dict[str, object]:
@@ -55,10 +59,12 @@ class Comparison:
         gains = {m: _estimate_json(each[name]) for m, each in self.gains.items() if name in each}
         if gains:
             values["gain"] = gains
-        failures = failure_counts(self.scores[name])
-        values["failed"] = len(self.scores[name].failures)
-        values["failures"] = {k: {"count": n, "example": text} for k, (n, text) in failures.items()}
         return values
+
+    def _failures(self, name: str) -> dict[str, object]:
+        counts = failure_counts(self.scores[name])
+        examples = {kind: {"count": n, "example": text} for kind, (n, text) in counts.items()}
+        return {"failed": len(self.scores[name].failures), "failures": examples}
 
     def describe_tasks(self) -> str:
         """Number of tasks, and of those compared if some are not."""
@@ -109,9 +115,11 @@ def print_comparison(console: Console, comparison: Comparison, title: str) -> No
         table.add_column("gain" if len(others) == 1 else f"{name} - {base}", justify="right")
     share = comparison.is_share
     for measure, by_model in comparison.measures.items():
-        cells = [_value(by_model[name], share, alone=not others) for name in comparison.scores]
+        cells = [
+            format_value(by_model[name], share, alone=not others) for name in comparison.scores
+        ]
         table.add_row(
-            measure, *cells, *(_gain(comparison.gains[measure][n], share) for n in others)
+            measure, *cells, *(format_gain(comparison.gains[measure][n], share) for n in others)
         )
     console.print(table)
     about = "paired 95 % intervals" if others else "95 % intervals"
@@ -199,7 +207,7 @@ def _changes(comparison: Comparison, measure: str) -> dict[str, list[float]]:
     return found
 
 
-def _value(found: Estimate | None, share: bool, *, alone: bool) -> str:
+def format_value(found: Estimate | None, share: bool, *, alone: bool) -> str:
     """Format a mean, with its interval if there is no baseline."""
     if found is None:
         return "n/a"
@@ -216,7 +224,8 @@ def _value(found: Estimate | None, share: bool, *, alone: bool) -> str:
     )
 
 
-def _gain(found: Estimate | None, share: bool) -> str:
+def format_gain(found: Estimate | None, share: bool) -> str:
+    """Format a gain with its interval."""
     if found is None:
         return "n/a"
     text = f"{100 * found.mean:+.1f} points" if share else f"{found.mean:+.3f}"

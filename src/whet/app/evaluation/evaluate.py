@@ -16,13 +16,20 @@ from rich.console import Console
 
 from whet.app.cli.display import ConsoleDisplay, Display
 from whet.app.composition.gateway_server import Gateway, build_judge, run_agents
+from whet.app.evaluation.by_policy import (
+    PolicyResult,
+    PolicyUse,
+    compare_by_policy,
+    print_by_policy,
+    read_uses,
+)
 from whet.app.evaluation.comparison import (
     Comparison,
     compare,
     draw_comparison,
     print_comparison,
 )
-from whet.app.evaluation.models import EndpointModel, LocalModel, Model, read_models
+from whet.app.evaluation.models import EndpointModel, Model, PolicySet, read_models
 from whet.app.evaluation.statistics import Scores
 from whet.app.evaluation.trials import (
     Trial,
@@ -41,7 +48,7 @@ from whet.app.inputs import (
 )
 from whet.app.prompts.saved import ALL_MODELS
 from whet.app.run_folder import RunFolder
-from whet.config import RunConfig, resolve
+from whet.config import PolicyConfig, RunConfig, resolve
 from whet.errors import ConfigError, requires_extra
 from whet.gateway.upstream import UpstreamProxy, UpstreamRouter, check_endpoint
 from whet.io.files import JsonLines
@@ -71,14 +78,18 @@ class Evaluation:
     """JSON lines: one for each task, model and sample."""
     picture: Path
     seconds: float
+    policies: Mapping[str, PolicyResult]
+    """Each policy, if there are several: the same on the tasks in which it acted."""
 
     def as_json(self) -> dict[str, object]:
         """The numbers of the evaluation."""
+        by_policy = {name: result.as_json() for name, result in self.policies.items()}
         return {
             "seconds": round(self.seconds, 1),
             "tasks": self.comparison.tasks,
             "sources": dict(self.models),
             "models": self.comparison.as_json(),
+            **({"policies": by_policy} if by_policy else {}),
             "results": str(self.results),
             "picture": str(self.picture),
             "run": str(self.run),
@@ -101,9 +112,9 @@ def evaluate(
     """Compare models on tasks; the first model is the baseline.
 
     A model is `tiny`, `smollm2`, a Hugging Face folder, a GGUF file, a PEFT adapter, a run or one
-    of its checkpoints; with an `endpoint`, a model name of that OpenAI-compatible URL. `prompts`
-    are the resources of the agent by model, those of all under an empty name. `settings` are config
-    keys.
+    of its checkpoints, with all its policies; with an `endpoint`, a model name of that
+    OpenAI-compatible URL. `prompts` are the resources of the agent by model, those of all under an
+    empty name. `settings` are config keys.
     `resume` continues the evaluation called `name`, or the newest, and may add models to it.
 
     Raises:
@@ -129,6 +140,8 @@ class PreparedEvaluation(NamedTuple):
     """API key of the endpoint."""
     prompts: Mapping[str, Mapping[str, JsonValue]]
     """Resources of the agent, by model."""
+    policies: Mapping[str, PolicyConfig]
+    """Of a model that has several; each of the others is served by all of their names."""
 
 
 def prepare_evaluation(
@@ -177,7 +190,19 @@ def prepare_evaluation(
     models, prompts = _remember_models(folder, models, prompts, progress)
     for url in {model.url for model in models if isinstance(model, EndpointModel)}:
         progress(f"{url} returns text only: its tokens are not recorded, and it is never trained")
-    return PreparedEvaluation(folder, models, key, prompts)
+    return PreparedEvaluation(folder, models, key, prompts, _find_policies(models))
+
+
+def _find_policies(models: Sequence[Model]) -> Mapping[str, PolicyConfig]:
+    """The policies by whose names agents call. Raises ConfigError if models differ in them."""
+    first, *others = [model for model in models if isinstance(model, PolicySet)] or [None]
+    for other in others:
+        if first and other and set(other.policies) != set(first.policies):
+            raise ConfigError(
+                f"{first.name!r} has the policies {', '.join(first.policies)}, and {other.name!r} "
+                f"{', '.join(other.policies)}: an agent calls the same ones in all"
+            )
+    return first.policies if first else {}
 
 
 def run_evaluation(
@@ -202,6 +227,8 @@ def run_evaluation(
         )
     draw_comparison(evaluation.comparison, evaluation.picture)
     print_comparison(console, evaluation.comparison, f"whet eval: {folder.path.name}")
+    if evaluation.policies:
+        print_by_policy(console, evaluation.policies)
     for line in (
         f"took {evaluation.seconds:.0f} s; every result: {evaluation.results}",
         f"picture: {evaluation.picture}",
@@ -219,17 +246,20 @@ async def _evaluate_models(
     display: Display,
 ) -> Evaluation:
     began = time.monotonic()
-    folder, models, key, prompts = prepared
+    folder, models, key, prompts, policies = prepared
+    config = folder.config().model_copy(update={"policies": policies})
     scores: dict[str, Scores] = {}
+    uses: dict[str, Mapping[str, PolicyUse]] = {}
     with folder.owned():
         lines = _Results(results, folder.path.name)
         async with _serve_judge(folder.config(), display) as judge:
             for model in models:
-                scores[model.name] = await _evaluate_model(
+                scores[model.name], uses[model.name] = await _evaluate_model(
                     agent,
                     tasks,
                     model,
                     folder,
+                    config,
                     lines=lines,
                     key=key,
                     display=display,
@@ -239,7 +269,8 @@ async def _evaluate_models(
     evaluation = Evaluation(
         run=folder.path,
         models={model.name: model.source for model in models},
-        comparison=compare(scores, folder.config().evaluation),
+        comparison=compare(scores, config.evaluation),
+        policies=compare_by_policy(scores, uses, list(policies), config.evaluation),
         results=results,
         picture=folder.path / "comparison.png",
         seconds=time.monotonic() - began,
@@ -253,14 +284,14 @@ async def _evaluate_model(
     tasks: Sequence[JsonValue],
     model: Model,
     folder: RunFolder,
+    config: RunConfig,
     *,
     lines: "_Results",
     key: str,
     display: Display,
     resources: Mapping[str, JsonValue],
     judge: Endpoint | None,
-) -> Scores:
-    config = folder.config()
+) -> tuple[Scores, dict[str, PolicyUse]]:
     trials = plan_trials("eval", tasks, config)
     planned = {trial.rollout.id: trial for trial in trials}
 
@@ -286,7 +317,8 @@ async def _evaluate_model(
         for trial in trials:
             record = ended[trial.rollout.id]
             lines.add(model, trial, Outcome(reward=record.reward, failure=record.failure))
-        return read_scores(trials, ended)
+        uses = await read_uses(store, trials) if config.policies else {}
+        return read_scores(trials, ended), uses
 
 
 @asynccontextmanager
@@ -310,7 +342,7 @@ async def _serve(
     judge: Endpoint | None,
 ) -> AsyncGenerator[Gateway]:
     secret = folder.secret()
-    if isinstance(model, LocalModel):
+    if not isinstance(model, EndpointModel):
         place = folder.path / "serve" / model.name
         with requires_extra("a model on this machine", "local"):
             from whet.app.composition.run import serve_model  # noqa: PLC0415 - imports torch
@@ -330,7 +362,7 @@ async def _serve(
         port_flag="--gateway.port",
     )
     try:
-        yield Gateway(server.url, secret, model.source)
+        yield Gateway(server.url, secret, model.source, tuple(config.policies))
     finally:
         await proxy.close()
         await router.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from whet.app.run_folder import RunFolder
-from whet.config import LocalTrainerConfig, RunConfig, TinkerConfig
+from whet.config import LocalTrainerConfig, PolicyConfig, RunConfig, TinkerConfig
 from whet.errors import ConfigError
 from whet.models.catalog import resolve_model
 
@@ -57,7 +57,25 @@ class EndpointModel:
         return f"{self.source}@{self.url}"
 
 
-Model = LocalModel | EndpointModel
+@dataclass(frozen=True, slots=True)
+class PolicySet:
+    """The policies of a run of several, all of which are served together."""
+
+    name: str
+    source: str
+    """As the user wrote it."""
+    models: Mapping[str, LocalModel]
+    """The model of each policy, by its name."""
+    policies: Mapping[str, PolicyConfig]
+    """Their sections in the run's config."""
+
+    def fingerprint(self) -> str:
+        """Digest of the weights of all policies."""
+        found = {name: model.fingerprint() for name, model in self.models.items()}
+        return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+
+
+Model = LocalModel | PolicySet | EndpointModel
 
 
 def read_models(
@@ -69,7 +87,8 @@ def read_models(
 ) -> list[Model]:
     """Resolve `--model [NAME=]SOURCE` flags; with an endpoint, sources are its model names.
 
-    A source may be the name of a run in `directory`, as `whet runs` lists them.
+    A source may be the name of a run in `directory`, as `whet runs` lists them. A run of several
+    policies, or one of its checkpoints, is all of them.
 
     Raises:
         ConfigError: unknown model, or two models with one name.
@@ -79,7 +98,7 @@ def read_models(
         named = NAME_AND_SOURCE.fullmatch(spec)
         name, source = named.groups() if named else (None, spec)
         if endpoint is None:
-            models.append(_find(name, find_source(source, directory), progress))
+            models.append(_find_all(name, find_source(source, directory), progress))
         else:
             models.append(EndpointModel(name or _as_name(source), source, endpoint))
     for number, model in enumerate(models):
@@ -164,10 +183,7 @@ def _is_start(source: str) -> bool:
 
 def _is_checkpoint(path: Path, run: RunFolder) -> bool:
     """Whether a folder is a checkpoint of a run, or that of one of several policies."""
-    several = run.config().policies
-    whole = path.parent if several else path
-    if several and path.parent == run.checkpoints:
-        raise _several_policies(path, run)
+    whole = path.parent if path.name in run.config().policies else path
     return whole.parent == run.checkpoints
 
 
@@ -176,6 +192,42 @@ def _several_policies(path: Path, run: RunFolder) -> ConfigError:
     return ConfigError(
         f"{str(path)!r} has several policies: name one of them, such as {str(path / names[0])!r}"
     )
+
+
+def _find_all(
+    name: str | None, source: str, progress: Callable[[str], None]
+) -> LocalModel | PolicySet:
+    """A model; or all policies, if it is a run of several or one of its checkpoints."""
+    path = Path(source).expanduser()
+    run = find_run(path)
+    if run is None or not _has_several(path, run):
+        return _find(name, source, progress)
+    several, place = run.config().policies, path
+    if path == run.path:  # the trained policies, or those of the newest checkpoint while it runs
+        place = run.model if run.model.is_dir() else _newest_checkpoint(source, run)
+    models: dict[str, LocalModel] = {}
+    for policy, section in several.items():
+        own = run.config().for_policy(policy)
+        weights = str(own.start or own.model) if section.frozen else str(place / policy)
+        models[policy] = _find(policy, weights, progress)
+    step = "" if place == run.model or path == run.path else f"-{place.name}"
+    return PolicySet(name or run.path.name + step, source, models, several)
+
+
+def _has_several(path: Path, run: RunFolder) -> bool:
+    """Whether a folder has all the policies of a run of several."""
+    places = (run.path, run.model, *_list_checkpoints(run))
+    return bool(run.config().policies) and path in places
+
+
+def _newest_checkpoint(source: str, run: RunFolder) -> Path:
+    if checkpoints := _list_checkpoints(run):
+        return checkpoints[-1]
+    raise ConfigError(f"run {source!r} has no model and no checkpoint yet: let it finish a step")
+
+
+def _list_checkpoints(run: RunFolder) -> list[Path]:
+    return sorted(path for path in run.checkpoints.glob("*") if path.name[0] != ".")
 
 
 def _trainer_of(path: Path, run: RunFolder | None) -> LocalTrainerConfig | None:
@@ -201,6 +253,8 @@ def _read_shape(start: Path, trainer: LocalTrainerConfig | None) -> dict[str, Js
 def _find(name: str | None, source: str, progress: Callable[[str], None]) -> LocalModel:
     path = Path(source).expanduser()
     run = find_run(path)
+    if run is not None and _has_several(path, run):
+        raise _several_policies(run.model if path == run.path else path, run)
     if run is not None and path == run.path:
         return _trained(name, source, run, progress)
     if (path / "adapter_config.json").is_file():
@@ -217,17 +271,11 @@ def _trained(
     name: str | None, source: str, run: RunFolder, progress: Callable[[str], None]
 ) -> LocalModel:
     """The trained model of a run, or its newest checkpoint while it runs."""
-    if run.config().policies:
-        raise _several_policies(run.model, run)
     if run.model.is_dir():
         found = _find(name or run.path.name, str(run.model), progress)
         return LocalModel(found.name, source, found.folder, found.adapter)
-    checkpoints = sorted(path for path in run.checkpoints.glob("*") if path.name[0] != ".")
-    if not checkpoints:
-        raise ConfigError(
-            f"run {source!r} has no model and no checkpoint yet: let it finish a step"
-        )
-    return _at_checkpoint(name or run.path.name, source, checkpoints[-1], run, progress)
+    newest = _newest_checkpoint(source, run)
+    return _at_checkpoint(name or run.path.name, source, newest, run, progress)
 
 
 def _at_checkpoint(

@@ -24,6 +24,7 @@ from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
 from whet.protocols import Store
+from whet.training.learners import read_versions
 from whet.types import NO_ADVANTAGES, Rollout, RolloutRecord, Status, StepRecord
 
 PAGE = 500
@@ -142,10 +143,20 @@ class Shown:
         found = [self.advantages[id] for id in view.generation_ids if id in self.advantages]
         return fmean(found) if found else None
 
+    def policies(self, view: AttemptView) -> list[str]:
+        """The policies that an attempt called, in a run of several, with their mean advantages."""
+        found: dict[str, list[float]] = {}
+        for call in view.calls:
+            ids = [call.generation_id(index) for index in range(len(call.generations))]
+            own = found.setdefault(call.origin.policy, [])
+            own += [self.advantages[id] for id in ids if id in self.advantages]
+        return [f"{name} {fmean(own):+.3f}" if own else name for name, own in found.items() if name]
+
     def as_json(self) -> dict[str, object]:
         """Everything except the token ids, which are in the store."""
         return {
             "step": self.step and self.step.step + 1,
+            "versions": read_versions(self.step.metrics) if self.step else {},
             "attempts": [
                 view.as_json() | {"rollout": view.rollout.id, "advantage": self.advantage(view)}
                 for view in self.views
@@ -221,11 +232,16 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         return
     config = folder.config()
     line = f"run {folder.path}: {config.model}, step {shown.step.step + 1}"
+    if versions := read_versions(shown.step.metrics):
+        numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
+        line += f"; versions of the policies: {numbered}"
     console.print(line, highlight=False, soft_wrap=True)
     table = Table()
     table.add_column("rollout", no_wrap=True)  # to be copied whole, also from 80 columns
     for title in ("reward", "advantage", "calls", "forks", "tokens", "seconds"):
         table.add_column(title, justify="right")
+    if config.policies:
+        table.add_column("policies", overflow="fold")
     table.add_column("failure", overflow="fold")
     for view in shown.views:
         record, advantage = view.record, shown.advantage(view)
@@ -238,6 +254,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
             str(forks),
             str(view.sampled_tokens),
             f"{view.seconds:.1f}",
+            *(["\n".join(shown.policies(view))] if config.policies else []),
             Text(record.failure.message if record.failure else ""),
         )
     console.print(table)

@@ -101,6 +101,7 @@ class RolloutFilter:
     group: str | None = None
     step: int | None = None
     agent: str | None = None
+    policy: str | None = None
     text: str | None = None
     """Part of the task, a message, an answer or a failure; ASCII letters match in any case."""
     task: JsonValue = None
@@ -118,7 +119,8 @@ class RolloutFilter:
     @property
     def is_searched(self) -> bool:
         """Whether there is a condition that no index knows."""
-        return bool(self.agent is not None or self.text or self.forked or self.task is not None)
+        wanted = (self.agent, self.policy, self.task)
+        return bool(self.text or self.forked or any(each is not None for each in wanted))
 
 
 class RolloutRow(NamedTuple):
@@ -267,9 +269,10 @@ def _conditions(where: RolloutFilter, values: list[Column]) -> str:
             values.append(value)
     if where.has_reward:
         sql += " AND attempt.status = 'succeeded'" + _between_rewards(where, values)
-    if where.agent is not None:
-        sql += f" AND {OF_CALL}"
-        values.append(f'"agent":{json.dumps(where.agent, ensure_ascii=False)}')
+    for key, name in (("agent", where.agent), ("policy", where.policy)):
+        if name is not None:
+            sql += f" AND {OF_CALL}"
+            values.append(f'"{key}":{json.dumps(name, ensure_ascii=False)}')
     if where.forked:
         sql += f" AND {OF_CALL}"
         values.append(FORKED)

@@ -142,6 +142,7 @@ def _calls_json(calls: Sequence[Call], template: ChatTemplate | None) -> list[di
                 "dialect": origin.dialect,
                 "model": origin.model,
                 "agent": origin.agent,
+                "policy": origin.policy,
                 "tools": origin.tools,
                 "fork": origin.fork,
                 "cause": FORK_CAUSES[origin.fork] if origin.fork else None,

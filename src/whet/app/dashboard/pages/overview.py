@@ -16,6 +16,7 @@ from whet.app.inspection.run_list import RunSummary, summarize_folder
 from whet.app.run_folder import RunFolder
 from whet.errors import NotFound, StoreError
 from whet.store.queries import browse
+from whet.training.learners import read_versions
 from whet.types import find_gateways
 
 SPARK = 60
@@ -161,6 +162,7 @@ async def read_checkpoints(run: OpenedRun) -> dict[str, object]:
             {
                 "step": step.step + 1,
                 "version": step.version,
+                "policies": read_versions(step.metrics),
                 "name": step.checkpoint,
                 "bytes": present.get(step.checkpoint),
                 "reward": step.metrics.get("reward"),

@@ -24,6 +24,7 @@ class RolloutQuery(BaseModel):
     step: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """From 1 on."""
     agent: Annotated[str, Field(max_length=200)] | None = None
+    policy: Annotated[str, Field(max_length=200)] | None = None
     text: Annotated[str, Field(max_length=200)] | None = None
     min_reward: FiniteFloat | None = None
     max_reward: FiniteFloat | None = None
@@ -43,6 +44,7 @@ class RolloutQuery(BaseModel):
             group=self.group,
             step=None if self.step is None else self.step - 1,
             agent=self.agent,
+            policy=self.policy,
             text=self.text,
             task=task,
             min_reward=self.min_reward,
