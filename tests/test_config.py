@@ -93,7 +93,7 @@ def test_there_are_at_most_120_keys() -> None:
         ({"engine": {"kind": "sglang"}}, "config section 'engine': name the SGLang servers"),
         (
             {"engine": {"kind": "vllm", "urls": ["http://a"], "flags": ["--x"]}},
-            "config section 'engine': command and flags are for a server that is started",
+            "config section 'engine': command, flags and replicas are for servers that are started",
         ),
         (
             {"trainer": {"kind": "tinker", "weights": "full"}},
