@@ -136,8 +136,10 @@ clean: ## remove the environment and caches; runs in .whet stay
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py
 
 # uv installs in seconds what takes pip a minute. It chooses the build of torch for this machine: PyPI's is the one for NVIDIA
-# GPUs, ten times the size of the one for CPUs. It reads no settings of pip, so where it fails pip goes on.
-UV = $(BIN)/uv pip install --quiet $(addprefix --find-links ,$(PIP_FIND_LINKS)) --python
+# GPUs, ten times the size of the one for CPUs. It gets pip's folders of wheels, reads no other settings of pip, and where it fails pip
+# goes on.
+WHEELS = $(shell $(PYTHON) -m pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p" | sort -u)
+UV = $(BIN)/uv pip install --quiet $(addprefix --find-links ,$(WHEELS)) --python
 # $(call install,PYTHON,OPTIONS AND PACKAGES)
 install = UV_HTTP_RETRIES=1 UV_HTTP_TIMEOUT=10 $(UV) $(1) --torch-backend auto $(2) 2>/dev/null || \
 	{ echo "download.pytorch.org is out of reach: taking PyPI's torch" && $(UV) $(1) $(2); } || \
