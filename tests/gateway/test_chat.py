@@ -118,12 +118,13 @@ async def test_an_echoed_turn_continues_from_its_sampled_tokens(
     assert gateway.engine.prompts[1] == whole
 
 
+@pytest.mark.parametrize("content", [None, "[blank text]"])
 async def test_a_dropped_text_beside_a_call_is_noted_and_its_tokens_stand(
-    new_gateway: NewGateway,
+    new_gateway: NewGateway, content: str | None
 ) -> None:
     gateway = await new_gateway(f"let me see\n{CALLING}", "it is 5")
     first = await gateway.post(PATH, ask(HI, tools=[CHAT_TOOL]))
-    turn = first["choices"][0]["message"] | {"content": None}
+    turn = first["choices"][0]["message"] | {"content": content}
     result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
     await gateway.post(PATH, ask(HI, turn, result, tools=[CHAT_TOOL]))
     one, two = await gateway.calls()

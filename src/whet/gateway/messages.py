@@ -86,8 +86,8 @@ class Message(NamedTuple):
             return False
         # Some SDKs drop the text beside tool calls; the calls' ids still identify the turn.
         # Most drop reasoning, and hand-written agents strip white space.
-        dropped = bool(self.tool_calls) and not echo.content
-        dropped = dropped or (echo.content == BLANK and not self.content.strip())
+        may_lack_text = bool(self.tool_calls) or not self.content.strip()
+        dropped = may_lack_text and echo.content in ("", BLANK)
         reasoned = not echo.reasoning or self.reasoning.strip() == echo.reasoning.strip()
         if self.role != "assistant":
             return reasoned and (self.content, self.name) == (echo.content, echo.name)
