@@ -1,15 +1,13 @@
 """Demo agent with the smallest task: repeat an identity string exactly."""
 
 import random
-import ssl
 from typing import Literal
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI
 
 from whet.demos import problems
 from whet.types import Endpoint
 
-TLS = ssl.create_default_context()  # reading the certificates takes 25 ms, so not per client
 NAMES = ("Tom", "Ana", "Lee", "Mia", "Sam", "Eva", "Ben", "Zoe", "Kai", "Ida", "Max", "Uma")
 ASK = "Repeat exactly this and nothing else: {}"
 ASK_TINY = "Who are you? Say {} and nothing else."
@@ -36,12 +34,7 @@ def identities(
 
 async def say_it(task: dict[str, str], llm: Endpoint) -> float:
     """Ask once; the reward is 1.0 if the answer is exactly the identity."""
-    async with AsyncOpenAI(
-        base_url=llm.base_url,
-        api_key=llm.api_key,
-        max_retries=0,
-        http_client=DefaultAsyncHttpxClient(verify=TLS),
-    ) as client:
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
         reply = await client.chat.completions.create(
             model=llm.model,
             messages=[{"role": "user", "content": task["question"]}],

@@ -28,6 +28,7 @@ from whet.runners.context import (
     as_attempt_error,
     resolve_reward,
 )
+from whet.runners.executors.certificates import defer_certificates
 from whet.runners.executors.env_guard import guard_environment, restore_environment
 from whet.runners.executors.executor import Evicted, Executor
 
@@ -84,6 +85,7 @@ class AgentSandbox:
             Evicted: another attempt blocks the loop.
         """
         guard_environment()
+        defer_certificates()
         job = self._loop.start(context, work)
         try:
             with move_on_after(timeout_s):
