@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from support.tiny_llama import load, row_of
 from whet.app.composition.trainers import check_served
 from whet.config import LossConfig, resolve
-from whet.engines.local.forward import check_sampling
+from whet.engines.local.forward import CudaGraphForward, agrees_with_model, check_sampling
 from whet.errors import ConfigError
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import LocalTrainer
@@ -132,7 +132,7 @@ def test_models_with_full_attention_are_packed_and_sampled(
     assert not [record for record in caplog.records if record.name.startswith("whet")]
 
 
-def test_a_model_that_rounding_moves_far_is_packed_all_the_same(make: Make) -> None:
+def test_a_model_that_rounding_moves_far_is_packed_and_sampled_all_the_same(make: Make) -> None:
     """Large biases of queries and keys, as in Qwen2.5, make bf16 states differ by a third."""
     folder = make("qwen2", num_hidden_layers=4)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -143,6 +143,8 @@ def test_a_model_that_rounding_moves_far_is_packed_all_the_same(make: Make) -> N
     model.save_pretrained(folder)
     policy = load(folder, weights="full", precision="bf16")
     assert policy.packs_rows
+    check_sampling(policy)
+    assert agrees_with_model(CudaGraphForward(policy, 64), policy)
 
 
 LONGROPE: dict[str, Any] = {

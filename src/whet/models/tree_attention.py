@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
+from whet.models.rounding import rounding_errors
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # before torch 2.10: trees use a mask
@@ -165,10 +167,6 @@ def runs_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-ROUNDING = 0.29
-"""Standard deviation of a rounding error, in units of the last place."""
-
-
 class RowProbe:
     """Comparison of a model's passes over tiny rows: packed, alone, and in a longer context.
 
@@ -241,26 +239,9 @@ class RowProbe:
         return _gap(hidden_TD[:-1], alone_TD[:-1])
 
     def rounding_gap(self) -> float:
-        """Largest of some gaps of a row to itself with all linear outputs off by rounding errors.
-
-        Rounding to bf16 moves some models far: in Qwen2.5 the largest activations are in the
-        thousands, and two correct implementations of its attention differ by a third.
-        """
-        scale = ROUNDING * torch.finfo(self._dtype).eps
-        generator = torch.Generator(self._device)
-        generator.seed()  # torch's own generators may be in use by another thread
-
-        def disturb(module: nn.Module, args: object, output: Tensor) -> Tensor:
-            noise = torch.randn(output.shape, generator=generator, device=output.device)
-            return output * (1 + scale * noise).to(output.dtype)
-
-        linear = [module for module in self._body.modules() if isinstance(module, nn.Linear)]
-        hooks = [module.register_forward_hook(disturb) for module in linear]
-        try:
+        """Largest of some gaps of a row to itself with rounding errors."""
+        with rounding_errors(self._body):
             runs = [self._run(self._ids_L[self._rows[0]]) for _ in range(self.DISTURBED_RUNS)]
-        finally:
-            for hook in hooks:
-                hook.remove()
         return max(_gap(run_TD, self._plain[0]) for run_TD in runs)
 
     @torch.inference_mode()
