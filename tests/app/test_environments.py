@@ -71,6 +71,9 @@ def test_an_invalid_name_is_refused(text: str) -> None:
         ("openenv:http://x?speed=1", "openenv has no option 'speed'"),
         ("harbor:nowhere", "a folder of task folders"),
         ("harbor:nowhere?speed=1", "harbor has no option 'speed'"),
+        ("harbor:nowhere?max_turns=many", "'max_turns' is a positive integer; found 'many'"),
+        ("openenv:http://x?max_turns=0", "'max_turns' is a positive integer; found 0"),
+        ("reasoning-gym:gcd?max_tokens=1.5", "'max_tokens' is a positive integer; found 1.5"),
     ],
 )
 def test_what_cannot_be_opened_is_one_line(text: str, says: str) -> None:

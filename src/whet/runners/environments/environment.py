@@ -72,10 +72,7 @@ class EnvironmentName:
 
     def count(self, split: Split) -> int:
         """Tasks of a split. Raises ConfigError if an option is not a count."""
-        value = self.options.get("tasks" if split == "train" else split, TASKS[split])
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"the number of tasks is a positive integer; found {value!r}")
-        return value
+        return read_count(self.options, "tasks" if split == "train" else split, TASKS[split])
 
     def own_options(self) -> Options:
         """The options of the environment itself."""
@@ -111,6 +108,14 @@ def list_tasks(name: EnvironmentName, split: Split) -> list[JsonValue]:
     if not tasks and split == "train":
         raise ConfigError(f"the environment {name.kind}:{name.name} has no tasks")
     return tasks
+
+
+def read_count(options: Options, key: str, default: int) -> int:
+    """The option `key`, or its default. Raises ConfigError if it is not a positive integer."""
+    value = options.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"the option {key!r} is a positive integer; found {value!r}")
+    return value
 
 
 def import_package(module: str, package: str) -> ModuleType:

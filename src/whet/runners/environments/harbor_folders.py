@@ -11,14 +11,13 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
 from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError
 from whet.runners.environments.completion import Message, complete
-from whet.runners.environments.environment import Options, Split
+from whet.runners.environments.environment import Options, Split, read_count
 from whet.runners.environments.harbor_sandbox import HarborSandbox
 from whet.runners.environments.harbor_tasks import HarborTask, NeedsContainer, read_task
 from whet.runners.sandboxes.choice import choose_sandbox
@@ -84,6 +83,7 @@ def open_environment(name: str, options: Options) -> HarborFolder:
     """Open a folder of tasks. Raises ConfigError."""
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise ConfigError(f"harbor has no option {unknown[0]!r}: there are {', '.join(OPTIONS)}")
+    counts = {key: read_count(options, key, default) for key, default in OPTIONS.items()}
     folders = sorted(file.parent for file in Path(name).glob("*/task.toml"))
     if not folders:
         raise ConfigError(f"harbor takes a folder of task folders with task.toml; found {name!r}")
@@ -107,7 +107,7 @@ def open_environment(name: str, options: Options) -> HarborFolder:
             *(len(reasons), len(folders), name, reasons[0]),
         )
     choose_sandbox("bubblewrap")  # raises ConfigError where it does not work
-    return HarborFolder(tasks, OPTIONS | cast(dict[str, int], dict(options)))
+    return HarborFolder(tasks, counts)
 
 
 def _find_split(name: str) -> Split:

@@ -26,10 +26,7 @@ class HarborTask:
 
     folder: Path
     workdir: PurePosixPath = WORKDIR
-    copies: list[tuple[Path, PurePosixPath]] = field(
-        default_factory=list[tuple[Path, PurePosixPath]]
-    )
-    """Files of the task, and where they belong below the working directory."""
+    copies: Copies = field(default_factory=Copies)
     variables: dict[str, str] = field(default_factory=dict[str, str])
     agent_s: float = 600.0
     verifier_s: float = 600.0

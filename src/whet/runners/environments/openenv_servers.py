@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError, boundary
 from whet.runners.environments.completion import Message, complete
-from whet.runners.environments.environment import Options, Split, import_package
+from whet.runners.environments.environment import Options, Split, import_package, read_count
 from whet.types import Endpoint
 
 FIRST_SEED: dict[Split, int] = {"train": 0, "held_out": 1_000_000_000}
@@ -30,6 +30,8 @@ class OpenEnvServer:
             raise ConfigError(f"openenv takes the URL of a running server; found {url!r}")
         self._url = url
         self._options = options
+        self._max_turns = read_count(options, "max_turns", 10)
+        self._max_tokens = read_count(options, "max_tokens", 512)
         self._client = import_package("openenv.core.generic_client", "openenv").GenericEnvClient
 
     def list_tasks(self, split: Split, count: int) -> Sequence[JsonValue]:
@@ -48,10 +50,9 @@ class OpenEnvServer:
         with boundary(AgentFailed, f"the OpenEnv server {self._url} failed"):
             async with self._client(base_url=self._url) as server:
                 result = await server.reset(seed=seed)
-                for _ in range(cast(int, self._options.get("max_turns", 10))):
+                for _ in range(self._max_turns):
                     messages.append({"role": "user", "content": self._show(result.observation)})
-                    limit = cast(int, self._options.get("max_tokens", 512))
-                    reply = await complete(llm, messages, max_tokens=limit)
+                    reply = await complete(llm, messages, max_tokens=self._max_tokens)
                     messages.append({"role": "assistant", "content": reply})
                     result = await server.step(self._parse_action(reply))
                     total += float(result.reward or 0.0)

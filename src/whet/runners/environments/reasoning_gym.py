@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError
 from whet.runners.environments.completion import Message, complete
-from whet.runners.environments.environment import Options, Split, import_package
+from whet.runners.environments.environment import Options, Split, import_package, read_count
 from whet.types import Endpoint
 
 SEEDS: dict[Split, int] = {"train": 1, "held_out": 1_000_003}
@@ -27,7 +27,7 @@ class ReasoningGym:
     def __init__(self, family: str, options: Options) -> None:
         self._family = family
         self._system = options.get("system")
-        self._max_tokens = options.get("max_tokens", 512)
+        self._max_tokens = read_count(options, "max_tokens", 512)
         own = ("system", "max_tokens")
         self._options = {key: value for key, value in options.items() if key not in own}
         self._create = cache(self._create_dataset)
@@ -57,7 +57,7 @@ class ReasoningGym:
         messages: list[Message] = [{"role": "user", "content": question}]
         if self._system:
             messages.insert(0, {"role": "system", "content": self._system})
-        text = await complete(llm, messages, max_tokens=cast(int, self._max_tokens))
+        text = await complete(llm, messages, max_tokens=self._max_tokens)
         tagged = ANSWER.findall(text)
         answer = (tagged[-1] if tagged else text).strip()
         return float(dataset.score_answer(answer=answer, entry=dataset[index]))
