@@ -9,7 +9,7 @@ computed from a right answer.
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 
 class Kind(NamedTuple):
@@ -17,27 +17,36 @@ class Kind(NamedTuple):
 
     question: str
     answer: str
-    """Body of a right function of one argument `x`."""
+    """What a right function of one argument `x` returns."""
+    mistake: str
+    """What a wrong one returns, in the dialogues of `warmup.py`."""
     arguments: tuple[object, ...]
 
 
 KINDS = [
-    Kind("returns the number plus {}", "x + {}", (4, -3)),
-    Kind("returns the number minus {}", "x - {}", (50, 2)),
-    Kind("returns the number times {}", "x * {}", (3, -2)),
-    Kind("returns the square of the number plus {}", "x * x + {}", (3, -5)),
-    Kind("returns the larger one of the number and {}", "max(x, {})", (1, 30)),
-    Kind("returns the remainder of the number divided by {}", "x % {}", (47, 100)),
-    Kind("returns True if the number is larger than {}, else False", "x > {}", (1, 99)),
-    Kind("returns the text {} times in a row", "x * {}", ("ab", "c")),
-    Kind("returns the first {} characters of the text", "x[:{}]", ("abcdefghijklmnopqr", "z")),
-    Kind("returns the sum of the list of numbers plus {}", "sum(x) + {}", ([1, 2], [])),
+    Kind("returns the number plus {}", "x + {}", "x - {}", (4, -3)),
+    Kind("returns the number minus {}", "x - {}", "{} - x", (50, 2)),
+    Kind("returns the number times {}", "x * {}", "x + {}", (3, -2)),
+    Kind("returns the square of the number plus {}", "x * x + {}", "x + {}", (3, -5)),
+    Kind("returns the larger one of the number and {}", "max(x, {})", "min(x, {})", (1, 30)),
+    Kind("returns the remainder of the number divided by {}", "x % {}", "x // {}", (47, 100)),
+    Kind("returns True if the number is larger than {}, else False", "x > {}", "x < {}", (1, 99)),
+    Kind("returns the text {} times in a row", "x * {}", "[x] * {}", ("ab", "c")),
+    Kind("returns the first {} letters of the text", "x[:{}]", "x[{}:]", ("abcdefghijklmn", "z")),
+    Kind("returns the sum of the list plus {}", "sum(x) + {}", "sum(x) - {}", ([1, 2], [])),
 ]
 NUMBERS = {"train": range(3, 15, 2), "held_out": range(2, 14, 2)}
 
 
-def make_task(kind: Kind, number: int) -> dict[str, object]:
-    """A task of `agent.py`: the question, and tests that a right answer passes."""
+class Task(TypedDict):
+    """A task of `agent.py`."""
+
+    question: str
+    tests: list[str]
+
+
+def make_task(kind: Kind, number: int) -> Task:
+    """Make a question, and tests that a right answer passes."""
     expression = kind.answer.format(number)
     tests: list[str] = []
     for argument in kind.arguments:

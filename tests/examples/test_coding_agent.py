@@ -1,6 +1,7 @@
 """The coding agent in its sandboxes: the reward is the share of tests that the code passes."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Generator
@@ -88,6 +89,21 @@ def test_made_tasks_differ_by_split_and_a_right_answer_passes(
     assert "times 3" in train[2]["question"]
     answer = "```python\ndef f(x):\n    return 3 * x\n```"
     assert attempt(model, answer, task=train[2]) == 1.0
+
+
+def test_the_warm_up_has_right_and_wrong_answers_and_no_number_of_a_task(tmp_path: Path) -> None:
+    file = tmp_path / "dialogues.jsonl"
+    subprocess.run([sys.executable, str(FOLDER / "warmup.py"), str(file), "200"], check=True)
+    dialogues = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert len(dialogues) == 200
+    replies = [[m["content"] for m in each if m["role"] == "assistant"] for each in dialogues]
+    wrong_first = [each for each in replies if len(each) == 2]
+    assert 0.6 < len(wrong_first) / 200 < 0.95
+    assert any(first != second for first, second in wrong_first)
+    numbers = {
+        int(number) for each in dialogues for number in re.findall(r"\d+", each[1]["content"])
+    }
+    assert not numbers & set(range(15))
 
 
 @pytest.mark.slow
