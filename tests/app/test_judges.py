@@ -13,6 +13,7 @@ from support.judge_server import rank_by, serve_judge
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
+from whet.store import DEFAULT_RUN
 from whet.types import Trajectory
 
 SMALL = {"tasks_per_step": 2, "group_size": 4, "steps": 1, "trainer": {"weights": "full"}}
@@ -48,9 +49,11 @@ def train(folder: Path, model: Path, judge: object, **settings: object) -> whet.
     )
 
 
-def read(folder: Path, *, spans: bool = False) -> list[tuple[Trajectory, int]]:
+def read(
+    folder: Path, model: str = DEFAULT_RUN, *, spans: bool = False
+) -> list[tuple[Trajectory, int]]:
     async def load() -> list[tuple[Trajectory, int]]:
-        async with RunFolder(folder).open_store() as store:
+        async with RunFolder(folder).open_store(model) as store:
             ids = [record.rollout.id for record in await store.rollouts()]
             found = await store.trajectories(ids)
             return [(t, len(await store.spans(t.attempt.id)) if spans else 0) for t in found]
@@ -109,6 +112,64 @@ def test_the_base_model_of_the_run_is_a_judge_that_is_never_trained(
     assert len(said) == 8
     assert all(len(trajectory.calls) == 1 for trajectory, _ in read(result.run))
     assert result.steps[0].metrics["calls"] == 8
+
+
+def test_the_judge_of_an_agent_scores_its_training_and_its_evaluation(
+    tmp_path: Path, model: Path
+) -> None:
+    given: list[float] = []
+
+    def grade(prompt: str, number: int) -> str:
+        given.append(size(prompt) % 11 / 10)
+        return json.dumps({"scores": {"1": given[-1] * 10}})
+
+    with serve_judge(grade) as server:
+        judge = whet.judge("better", base_url=server.url, model="m", cache=None)
+
+        async def judged(task: str, llm: whet.Endpoint) -> float:
+            answer = await ask(llm, task, llm.model)
+            return (await judge.score(answer, task=task)).score
+
+        trained = whet.train(
+            judged, ["say one", "say two"], quiet=True, dir=str(tmp_path), name="run",
+            model=str(model), **SMALL,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+        assert sorted(given) == pytest.approx(sorted(t.reward or 0 for t, _ in read(trained.run)))
+        given.clear()
+        compared = whet.evaluate(
+            judged,
+            ["say three", "say four"],
+            {"base": str(model), "trained": str(trained.run)},
+            quiet=True,
+            dir=str(tmp_path),
+            evaluation={"samples": 1},
+        )
+    assert len(given) == 8  # two tasks, two models, greedy and sampled
+    lines = [json.loads(line) for line in compared.results.read_text().splitlines()]
+    assert sorted(line["reward"] for line in lines) == pytest.approx(sorted(given))
+    for name in ("base", "trained"):
+        stored = read(compared.run, name, spans=True)
+        assert [(len(t.calls), spans) for t, spans in stored] == [(1, 1)] * 4
+
+
+def test_an_evaluation_has_the_model_of_gateway_judge(tmp_path: Path, model: Path) -> None:
+    said: list[str] = []
+
+    async def asks_both(task: str, llm: whet.Endpoint) -> float:
+        said.append(await ask(llm, await ask(llm, task, llm.model) or "nothing", "judge"))
+        return 1.0
+
+    def evaluate(judge: str) -> whet.Evaluation:
+        return whet.evaluate(
+            asks_both, ["say one"], {"base": str(model)}, quiet=True, dir=str(tmp_path),
+            gateway={"judge": judge}, evaluation={"samples": 1},
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"several models: name the one of gateway\.judge"):
+        evaluate("base")
+    compared = evaluate(str(model))
+    assert len(said) == 2
+    assert all(len(trajectory.calls) == 1 for trajectory, _ in read(compared.run, "base"))
 
 
 def test_a_judge_without_a_model_is_refused_at_the_start(tmp_path: Path, model: Path) -> None:
