@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from support.commands import EXAMPLES, ROOT
-from whet.app.cli.main import build_parser
 from whet.app.cli.flags import AFTER, check_after, split_after
+from whet.app.cli.main import build_parser
 
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 CONTINUED = re.compile(r"\\\n\s*")
