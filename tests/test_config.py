@@ -30,6 +30,7 @@ def test_merging_leaves_its_arguments_as_they_were() -> None:
     ("values", "message"),
     [
         ({"stepz": 3}, "unknown config key 'stepz': did you mean 'steps'"),
+        ({"max_tokens": 9}, "the agent sends max_tokens in its own requests"),
         ({"learning_rate": 1}, "unknown config key 'learning_rate': did you mean 'adam.lr'"),
         ({"adam": {"learning_rate": 1}}, "key 'adam.learning_rate': did you mean 'adam.lr'"),
         ({"runner": {"gpus": 2}}, "unknown config key 'runner.gpus': did you mean 'trainer.gpus'"),

@@ -188,6 +188,8 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_p
         whet.train(traced, ["a"], tracer="zipkin", **place)
     with pytest.raises(ConfigError, match="takes prompt_template, but its rollout has none"):
         whet.train(agent, ["a"], **place)
+    with pytest.raises(ConfigError, match="unknown algorithm 'rlo', perhaps 'rloo'"):
+        whet.train(traced, ["a"], algorithm="rlo", **place)
     with pytest.raises(ConfigError, match="name 'policy' is reserved"):
         whet.train(agent, ["a"], resources={"policy": 1}, **place)
     with pytest.raises(ConfigError, match="'x' is object, not a JSON value"):

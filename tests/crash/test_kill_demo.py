@@ -99,14 +99,18 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
     assert {path.name for path in folder.checkpoints.iterdir()} == {steps[-1].checkpoint}
 
 
-@pytest.mark.parametrize("rollouts", [0, 20, 401])
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path, rollouts: int) -> None:
+@pytest.mark.parametrize(
+    ("rollouts", "how"), [(0, signal.SIGINT), (20, signal.SIGTERM), (401, signal.SIGINT)]
+)
+def test_a_signal_stops_it_cleanly_and_it_says_how_to_go_on(
+    tmp_path: Path, rollouts: int, how: signal.Signals
+) -> None:
     folder = RunFolder(tmp_path / "runs" / "stopped")
     with start(tmp_path, "--name", "stopped", *SMALL) as run:
         wait_for(run, folder.store, rollouts)
         assert run.stdout
         assert f"run {folder.path}" in run.stdout.readline()
-        run.send_signal(signal.SIGINT)
+        run.send_signal(how)
         out, err = run.communicate(timeout=60)
 
     assert run.returncode == 130

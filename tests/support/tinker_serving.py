@@ -28,7 +28,7 @@ MARKS = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 KEY = "tml-of-the-tests"
-SERVER = [sys.executable, "-m", "whet", "tinker-server"]
+SERVER = (sys.executable, "-m", "whet", "tinker-server")
 
 
 def tinker_config(server: "Server") -> RunConfig:
@@ -54,7 +54,13 @@ async def open_tinker(server: "Server") -> "TinkerPolicy":
 class Server:
     """`whet tinker-server` at work; the address stays when it is started again."""
 
-    def __init__(self, folder: Path, model: str = "tiny", flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: str = "tiny",
+        flags: tuple[str, ...] = (),
+        command: tuple[str, ...] = SERVER,
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -62,10 +68,11 @@ class Server:
         self.folder = folder
         self.model = model
         self.flags = flags
+        self.command = command
         self.start()
 
     def start(self) -> None:
-        command = [*SERVER, "--port", str(self.port), "--dir", str(self.folder)]
+        command = [*self.command, "--port", str(self.port), "--dir", str(self.folder)]
         with (self.folder.parent / "server.log").open("a") as log:
             self.process = subprocess.Popen(
                 [*command, "--model", self.model, "--trainer.precision", "fp32", *self.flags],

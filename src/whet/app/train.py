@@ -58,7 +58,7 @@ def train(
     tasks: Tasks,
     *,
     held_out: Tasks | None = None,
-    algorithm: Algorithm | dict[str, JsonValue] | None = None,
+    algorithm: Algorithm | dict[str, JsonValue] | str | None = None,
     resources: ResourceValues | None = None,
     hooks: Sequence[Hooks] = (),
     judge: Judge | None = None,
@@ -71,9 +71,9 @@ def train(
     """Train the model behind an agent on tasks; `settings` are keys of the config.
 
     With `held_out` tasks the base and the trained model are compared on them. `algorithm` is an
-    object of your own, or keys of the config. `resources` are passed to every rollout, and `hooks`
-    are called around each attempt. A `judge` ranks the answers of each training group, and its
-    scores are added to the rewards. `tracer` records the spans of the agent's SDK. `resume`
+    object of your own, a name, or keys of the config. `resources` are passed to every rollout, and
+    `hooks` are called around each attempt. A `judge` ranks the answers of each training group, and
+    its scores are added to the rewards. `tracer` records the spans of the agent's SDK. `resume`
     continues the run `name`, or the newest. With a `store`, or WHET_STORE in the environment, this
     process only trains: `whet serve` and `whet runner` at that store do the rest, and the same call
     continues a run that was begun.
@@ -115,13 +115,14 @@ def train(
 
 
 def _read_algorithm(
-    settings: dict[str, JsonValue], algorithm: Algorithm | dict[str, JsonValue] | None
+    settings: dict[str, JsonValue], algorithm: Algorithm | dict[str, JsonValue] | str | None
 ) -> tuple[dict[str, JsonValue], Algorithm | None]:
     """The settings that name the algorithm, and the object if it is one of the user's own."""
     if algorithm is None:
         return settings, None
-    if isinstance(algorithm, dict):
-        return {**settings, "algorithm": algorithm}, None
+    if isinstance(algorithm, dict | str):
+        keys = {"name": algorithm} if isinstance(algorithm, str) else algorithm
+        return {**settings, "algorithm": keys}, None
     own = check_credit(algorithm)
     return {**settings, "algorithm": {"name": algorithm_name(own)}}, own
 

@@ -35,7 +35,7 @@ from whet.config.limits import BudgetConfig, CheckpointsConfig
 from whet.config.policy import PolicyConfig
 from whet.config.running import DashboardConfig, GatewayConfig, RunnerConfig, TrackingConfig
 from whet.config.section import Section, changed_keys
-from whet.config.suggestion import suggest
+from whet.config.suggestion import explain_unknown
 from whet.errors import ConfigError
 
 
@@ -343,9 +343,9 @@ def explain(error: ValidationError) -> str:
     if fault["type"] == "union_tag_not_found":
         return f"config key {key!r}: expected a section with keys, found {fault['input']!r}"
     if fault["type"] == "extra_forbidden":
-        meant = suggest(key, _list_keys())
-        hint = f"did you mean {meant!r}? " if meant else ""
-        return f"unknown config key {key!r}: {hint}`whet train --help-config` lists the keys"
+        hint = explain_unknown(key, {each: repr(each) for each in _list_keys()})
+        found = f"unknown config key {key!r}" + (f": {hint}" if hint else "")
+        return f"{found}; `whet train --help-config` lists the keys"
     if fault["type"] == "string_pattern_mismatch":
         expected = "letters, digits, '_', '.' and '-', the first a letter or digit"
         return f"config key {key!r}: expected {expected}, found {fault['input']!r}"

@@ -62,6 +62,23 @@ async def stoppable() -> AsyncGenerator[Stop]:
         tasks.cancel_scope.cancel()
 
 
+@contextmanager
+def sigterm_interrupts() -> Generator[None]:
+    """Treat SIGTERM as Ctrl-C within the block, unless Ctrl-C is ignored.
+
+    Only the main thread may change signal handlers; in another one nothing is changed.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def interrupt_on_sigterm() -> None:
     """Treat SIGTERM as Ctrl-C, which a process started in the background may ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

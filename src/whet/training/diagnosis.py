@@ -32,13 +32,11 @@ EXPLANATIONS: Mapping[Cause, str] = {
     Cause.SEED: "all answers of a task are equal, because all its rollouts sample with the same "
     "seed: leave seed out of the agent's requests",
     Cause.GRAMMAR: "all answers of a task are equal, and constrained by a JSON schema or a forced "
-    "tool call; constrained answers are not trained: let the model answer freely",
-    Cause.EQUAL_ANSWERS: "all answers of a task are equal, though they were sampled: the model is "
-    "certain of them, or top_p or top_k leave one token; raise runner.temperature, or choose "
-    "harder tasks",
+    "tool call, which is not trained: let the model answer freely",
+    Cause.EQUAL_ANSWERS: "all answers of a task are equal, though sampled: raise "
+    "runner.temperature, or choose harder tasks",
     Cause.EQUAL_REWARDS: "all rewards of a task are equal, though its answers differ: the reward "
-    "is constant, or the task too easy or too hard; give partial rewards, change the tasks, or "
-    "raise group_size",
+    "is constant, or the task too easy or too hard; give partial rewards, or raise group_size",
     Cause.NO_CREDIT: "the algorithm gave no credit, though the rewards of a task differ",
 }
 

@@ -1,5 +1,6 @@
 """Errors of users: one line that says how to fix it, exit code 2, and no files left behind."""
 
+import io
 import json
 import re
 import socket
@@ -123,7 +124,9 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
             "train agent.py:solve --tasks tasks.jsonl --reward exit",
             "--reward is only for a command",
         ),
-        ("", "the following arguments are required: COMMAND"),
+        ("demo --max-new-tokens 9", "--max-new-tokens, the agent sends max_tokens in its own requ"),
+        ("demo --output-dir x", "unknown flag --output-dir, did you mean --dir?"),
+        ("--log info", "the following arguments are required: COMMAND"),
         ("models get nothing", "there is no model 'nothing'"),
         ("train agent.py:solve", "no tasks: name a file with --tasks"),
         (
@@ -183,6 +186,47 @@ def test_an_unknown_flag_ends_the_process(folder: Path) -> None:
     assert_refused(
         whet(folder, "demo", "--stepz", "3"), "unknown flag --stepz, did you mean --steps?"
     )
+
+
+def test_models_are_listed_with_and_without_the_word(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_main(capsys, "models", "list")
+    assert done.returncode == 0
+    assert "tiny " in done.stdout
+    assert run_main(capsys, "models").stdout == done.stdout
+
+
+def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whet.app.composition.distributed.TOKEN_WAIT_S", 0.0)
+    monkeypatch.delenv("WHET_STORE_TOKEN", raising=False)
+    done = run_main(capsys, "serve")
+    assert done.returncode == 2
+    advice = "start `whet store` with this --dir, or set WHET_STORE_TOKEN; `whet serve --model"
+    assert "waiting for the store's token in .whet/store.token" in done.stdout
+    assert advice in done.stdout
+    assert done.stderr.startswith("whet: no store's token in .whet/store.token after 0 s: start")
+    assert advice in done.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_long_lines_broken_between_words_and_a_file_whole_ones(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ("demo", "--dir", "file/under")
+    [whole] = run_main(capsys, *line).stderr.splitlines()
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(line) == 2
+    lines = terminal.getvalue().splitlines()
+    assert len(lines) > 1
+    assert " ".join(each.strip() for each in lines) == whole
+    assert main_module.fit("warning: short", terminal) == "warning: short"
 
 
 @pytest.mark.slow
@@ -272,10 +316,11 @@ def test_an_evaluation_from_the_command_line_prints_its_numbers_as_json(
 COMMANDS = [name for commands in main_module.COMMANDS.values() for name in commands]
 
 
+@pytest.mark.parametrize("arguments", [(), ("--help",)], ids=["alone", "with --help"])
 def test_help_lists_every_command_by_group_with_one_line_each(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    done = run_main(capsys, "--help")
+    done = run_main(capsys, *arguments)
     assert done.returncode == 0
     for title, commands in main_module.COMMANDS.items():
         assert f"\n{title}:\n" in done.stdout

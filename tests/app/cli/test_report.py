@@ -71,6 +71,28 @@ def test_without_held_out_tasks_the_report_compares_nothing(tmp_path: Path) -> N
     assert "tokens trained" in text
 
 
+def test_a_run_without_trained_tokens_is_said_to_have_trained_nothing(tmp_path: Path) -> None:
+    def trained(tokens: float) -> str:
+        metrics = {**record(0, 0.0).metrics, "trained_tokens": tokens}
+        step = record(0, 0.0).model_copy(update={"metrics": metrics})
+        return printed(Result(run=tmp_path, steps=(step,), comparison=None, seconds=1.0))
+
+    assert "training data (nothing was trained)" in trained(0.0)
+    assert "every trained token was sampled" in trained(3.0)
+    assert "nothing was trained" not in trained(3.0)
+
+
+def test_a_terminal_breaks_warnings_between_words_and_no_other_line() -> None:
+    text = io.StringIO()
+    display = ConsoleDisplay(Console(file=text, width=20, force_terminal=True, color_system=None))
+    display.note("warning: one two three four five")
+    display.note("next: whet show a-long-name --failed")
+    assert [line.strip() for line in text.getvalue().splitlines()] == [
+        *("warning: one two", "three four five"),
+        "next: whet show a-long-name --failed",
+    ]
+
+
 def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
     told = json.loads(json.dumps(result(tmp_path).as_json()))
 

@@ -81,13 +81,14 @@ async def appears(file: Path) -> None:
             await anyio.sleep(0.02)
 
 
+@pytest.mark.parametrize("processes", ["0", "2"], ids=["in one process", "in processes"])
 @pytest.mark.parametrize("agent", ["patient", "stuck"])
 def test_sigterm_lets_attempts_end_and_hands_back_the_rest_at_once(
-    folder: Path, store: HTTPStore, gateway: str, agent: str
+    folder: Path, store: HTTPStore, gateway: str, agent: str, processes: str
 ) -> None:
     enqueue(store, "long", "short")
     arguments = ("runner", f"agent.py:{agent}", "--gateway", gateway, "--grace", "0.5")
-    with start(folder, *arguments) as runner:
+    with start(folder, *arguments, "--processes", processes) as runner:
         runner.hears("joined run default")
         anyio.run(appears, folder / "begun-long")
         anyio.run(store.wait, ["short"])
@@ -102,12 +103,17 @@ def test_sigterm_lets_attempts_end_and_hands_back_the_rest_at_once(
     assert agent == "stuck" or (folder / "over-long").exists()
 
 
-def test_a_cancel_reaches_an_agent_in_another_process(
-    folder: Path, store: HTTPStore, gateway: str
+@pytest.mark.parametrize(
+    ("processes", "concurrency"),
+    [("0", "64"), ("2", "64"), ("2", "2")],
+    ids=["in one process", "in shared processes", "alone in a process"],
+)
+def test_a_cancel_reaches_an_agent_of_a_runner(
+    folder: Path, store: HTTPStore, gateway: str, processes: str, concurrency: str
 ) -> None:
     enqueue(store, "long")
-    arguments = ("runner", "agent.py:patient", "--gateway", gateway)
-    with start(folder, *arguments) as runner:
+    arguments = ("runner", "agent.py:patient", "--gateway", gateway, "--processes", processes)
+    with start(folder, *arguments, "--concurrency", concurrency) as runner:
         anyio.run(appears, folder / "begun-long")
         anyio.run(store.cancel, ["long"])
         anyio.run(appears, folder / "over-long")
@@ -188,7 +194,10 @@ def test_what_a_store_keeps_is_shown_moved_and_forgotten(
         return (out + err).strip()
 
     assert "no store at" in done("size", code=2)
-    (folder / ".whet").mkdir()
+    own = folder / ".whet" / "runs" / "alone" / "store.db"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert f"has its own: --db {own}" in done("size", code=2)
     anyio.run(fill)
     assert "mine " in done("size")
     assert done("prune", "--older-than", "0s") == "mine: pruned 1 rollouts"

@@ -70,7 +70,9 @@ class ConsoleDisplay(Display):
             self._live.stop()
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        # A terminal shows warnings, which are long, broken between words; other lines stay whole.
+        is_broken = self._console.is_terminal and text.startswith("warning")
+        self._console.print(text, highlight=False, soft_wrap=not is_broken)
 
     def phase(self, name: str, rollouts: int) -> None:
         self._bar.reset(self._task, description=name, total=rollouts, left=self._left)

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from whet.app.composition.distributed import DEFAULT_STORE, STORE_VARIABLE
 from whet.app.inputs import load_tasks
 from whet.config import RunConfig
-from whet.config.suggestion import suggest
+from whet.config.suggestion import explain_unknown
 from whet.errors import ConfigError, MissingExtra, boundary
 from whet.runners.agent import Agent, check_agent
 from whet.runners.environments.environment import Split
@@ -71,13 +71,12 @@ class CommandParser(argparse.ArgumentParser):
             if self._subparsers and not flag.startswith("-"):
                 break  # the rest is for a command
             if flag.startswith("--") and flag not in self._option_string_actions:
-                meant = self._suggest(flag)
-                self.error(f"unknown flag {flag}" + (f", did you mean {meant}?" if meant else ""))
+                hint = explain_unknown(_key(flag), self._flags_by_key())
+                self.error(f"unknown flag {flag}" + (f", {hint}" if hint else ""))
         return super().parse_known_args(args, namespace or argparse.Namespace())
 
-    def _suggest(self, flag: str) -> str:
-        flags = {_key(each): each for each in self._option_string_actions}
-        return flags.get(suggest(_key(flag), flags), "")
+    def _flags_by_key(self) -> dict[str, str]:
+        return {_key(each): each for each in self._option_string_actions}
 
     def format_help(self) -> str:
         self._action_groups.sort(key=lambda group: group.title == "help")  # to the end

@@ -4,12 +4,15 @@ import argparse
 import gc
 import importlib.metadata
 import logging
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
 from whet.errors import WhetError
+from whet.io.process import sigterm_interrupts
 
 
 class CommandInfo(NamedTuple):
@@ -95,18 +98,23 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. An error that the user can fix is one line on stderr and exit code 2."""
     tune_gc()
-    before, after = split_after(sys.argv[1:] if argv is None else argv)
+    before, after = split_after((sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
-        args = build_parser().parse_args(before, argparse.Namespace(**{AFTER: after}))
-        _configure_logging(args.log)
-        check_after(args)
-        return args.run(args)
+        with sigterm_interrupts():
+            return _run(before, after)
     except WhetError as error:
-        sys.stderr.write(f"whet: {' '.join(str(error).split())}\n")
+        sys.stderr.write(fit(f"whet: {' '.join(str(error).split())}", sys.stderr) + "\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("whet: stopped\n")
         return 130
+
+
+def _run(before: Sequence[str], after: Sequence[str]) -> int:
+    args = build_parser().parse_args(before, argparse.Namespace(**{AFTER: after}))
+    _configure_logging(args.log)
+    check_after(args)
+    return args.run(args)
 
 
 def tune_gc() -> None:
@@ -118,12 +126,22 @@ def tune_gc() -> None:
     gc.set_threshold(10_000, 10, 100)
 
 
+def fit(line: str, stream: TextIO) -> str:
+    """Break a long line between words, if a terminal shows it: that would break it anywhere."""
+    if not stream.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(
+        line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
 class StderrHandler(logging.Handler):
     """Writes to the stderr of the moment, which a progress bar replaces to stay below the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level, _, rest = self.format(record).partition(":")
-        sys.stderr.write(f"{level.lower()}:{rest}\n")
+        sys.stderr.write(fit(f"{level.lower()}:{rest}", sys.stderr) + "\n")
 
 
 def _configure_logging(level: str | None) -> None:

@@ -14,13 +14,16 @@ from whet.models.catalog import available, resolve_model
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the actions of `whet models`."""
-    parser.usage = "whet models [get NAME | merge SOURCE OUT]"
+    parser.usage = "whet models [list | get NAME | merge SOURCE OUT]"
     actions = parser.add_subparsers(
         metavar="ACTION",
         parser_class=CommandParser,
         prog=parser.prog,
-        title="actions (default: list the models)",
+        title="actions (default: list)",
     )
+    about = "list the models by name, and where they are"
+    listing = actions.add_parser("list", help=about, description=f"{about.capitalize()}.")
+    listing.set_defaults(run=_list)
     about = "download a model into the cache"
     get = actions.add_parser("get", help=about, description=f"{about.capitalize()}.")
     get.add_argument("name", metavar="NAME", help="smollm2, or a name of the Hugging Face Hub")

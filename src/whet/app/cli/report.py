@@ -29,9 +29,10 @@ def print_report(console: Console, result: Result) -> None:
         console.print("\n".join(lines), highlight=False, soft_wrap=True)  # one output in notebooks
     trained = result.total("trained_rollouts")
     per_rollout = result.total("rows") / trained if trained else 0.0
+    proof = "every trained token was sampled in its own context"
     console.print(
         two_columns(
-            "training data (every trained token was sampled in its own context)",
+            f"training data ({proof if result.total('trained_tokens') else 'nothing was trained'})",
             [
                 ("rollouts", f"{result.total('rollouts'):,}"),
                 ("failed rollouts", f"{result.total('failed_rollouts'):,}"),

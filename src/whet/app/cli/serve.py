@@ -37,6 +37,8 @@ Arguments = argparse.Namespace
 POLL_INTERVAL_S = 0.5
 """Seconds between looks for the run's policy, until it is published."""
 
+ALONE = "; `whet serve --model MODEL` serves a model by itself"
+
 SHOWN = {
     "engine": ("engine.kind", "engine.device", "engine.max_context", "engine.urls"),
     "gateway": ("gateway.host", "gateway.port", "gateway.models", "gateway.endpoints"),
@@ -73,7 +75,8 @@ def run_serve(args: Arguments) -> int:
 async def _serve(args: Arguments, config: RunConfig) -> None:
     async with stoppable() as stop:
         with stop.cancel_on_request():
-            place = await find_store(args.store, args.run_name, Path(args.dir))
+            directory = Path(args.dir)
+            place = await find_store(args.store, args.run_name, directory, or_else=ALONE)
             async with connect_store(place) as store:
                 await _serve_run(store, place, config, args)
     print_line("gateway stopped")

@@ -156,7 +156,9 @@ async def _act(
 def _database(args: argparse.Namespace) -> str:
     database = args.db or str(Path(args.dir) / DATABASE)
     if "://" not in database and not Path(database).exists():
-        raise ConfigError(f"no store at {database!r}: name it with --db, --dir or --store")
+        own = sorted(Path(args.dir).glob(f"runs/*/{DATABASE}"))
+        hint = f"; a run without `whet store` has its own: --db {own[0]}" if own else ""
+        raise ConfigError(f"no store at {database!r}: name it with --db, --dir or --store{hint}")
     return database
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 from anyio import create_task_group
 
+from whet.errors import ConfigError
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_store
 from whet.store.http import token
@@ -36,6 +37,8 @@ STORE_VARIABLE = "WHET_STORE"
 """Environment variable with the store's address, for all processes of a run."""
 
 TOKEN_POLL_S = 0.2
+TOKEN_WAIT_S = 600.0
+"""Seconds that a process waits for the store's token: those of a run start in any order."""
 CONNECT_NOTICE_S = 2.0
 """Seconds without a connection before a process prints what it waits for."""
 WORKER_POLL_S = 2.0
@@ -71,17 +74,25 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-async def find_store(url: str, run: str | None, directory: Path) -> StoreAddress:
-    """The address of a run with the store's token; waits until the token is in the directory."""
-    is_waiting = False
-    while not _has_token(directory):
-        if not is_waiting:
-            is_waiting = True
-            print_line(
-                f"waiting for the store's token in {directory / token.FILE}: start `whet store` "
-                f"with this --dir, or set {token.VARIABLE}"
-            )
-        await anyio.sleep(TOKEN_POLL_S)
+async def find_store(
+    url: str, run: str | None, directory: Path, *, or_else: str = ""
+) -> StoreAddress:
+    """The address of a run with the store's token; waits until the token is in the directory.
+
+    `or_else` says what to type if no store was meant.
+
+    Raises:
+        ConfigError: there is no token after `TOKEN_WAIT_S`, or it cannot be read.
+    """
+    if not _has_token(directory):
+        file = directory / token.FILE
+        advice = f"start `whet store` with this --dir, or set {token.VARIABLE}{or_else}"
+        print_line(f"waiting for the store's token in {file}, {TOKEN_WAIT_S:g} s at most: {advice}")
+        with anyio.move_on_after(TOKEN_WAIT_S):
+            while not _has_token(directory):  # noqa: ASYNC110 - another process makes it
+                await anyio.sleep(TOKEN_POLL_S)
+        if not _has_token(directory):
+            raise ConfigError(f"no store's token in {file} after {TOKEN_WAIT_S:g} s: {advice}")
     return StoreAddress(url, run or DEFAULT_RUN, token.find_token(directory))
 
 

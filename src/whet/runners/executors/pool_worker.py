@@ -90,8 +90,10 @@ async def _serve(executor: InProcessExecutor, requests: TextIO, responses: Messa
         attempt = Attempt.model_validate(request["attempt"])
         llm = Endpoint.model_validate(request["llm"])
         context = PipedAttempt(attempt, llm, responses, is_alone=request["is_alone"])
+        outcome: Message = {"failed": "agent", "reason": "the attempt was canceled"}
         with CancelScope() as scopes[attempt.id]:
-            context.send(await _run(executor, context, request["resources"]))
+            outcome = await _run(executor, context, request["resources"])
+        context.send(outcome)
         del scopes[attempt.id]
 
     async with anyio.create_task_group() as tasks:

@@ -19,6 +19,7 @@ from whet.config import TracerName
 from whet.errors import AgentFailed, AttemptError, AttemptTimeout, BadReward, ConfigError
 from whet.runners.context import AttemptContext
 from whet.runners.executors.executor import Evicted, Executor
+from whet.runners.executors.in_process import CANCEL_GRACE_S
 from whet.types import AttemptId, Reward, Span
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ START_TIMEOUT_S = 60.0
 """Seconds that a process may take to import the agent."""
 REPORT_GRACE_S = 5.0
 """Seconds beyond its limit that a process has to report the timeout of an attempt among others."""
+CANCEL_REPORT_S = CANCEL_GRACE_S + 1.0
+"""Seconds that a process has to report the end of a canceled attempt."""
 
 Message = dict[str, JsonValue]
 
@@ -42,9 +45,10 @@ FAILURES: dict[str, type[AttemptError | Evicted]] = {
 class ProcessPool(Executor):
     """A number of processes, each with up to a number of attempts at once.
 
-    Requests and responses are lines of JSON on stdin and stdout; nothing is unpickled. A process
-    with an attempt that exceeded its limit or was canceled is killed: at once if the attempt was
-    alone in it, else after the others, which it gets no more of.
+    Requests and responses are lines of JSON on stdin and stdout; nothing is unpickled. An attempt
+    that exceeded its limit or was canceled is canceled in its process, where it has a moment to
+    clean up. Then the process is killed, for a plain function would run on in its thread: at once
+    if the attempt was alone in it, else after the others, which it gets no more of.
 
     A process that dies fails an attempt that was alone in it. If there were several, one of them is
     at fault: each of them runs again, alone.
@@ -237,34 +241,42 @@ class _Worker:
                 "is_alone": self._is_exclusive,
             }
         )
-        messages = self.running[attempt.id]
         try:
-            while True:
-                match await messages.get():
-                    case {"emitted": dict(reward)}:
-                        context.add_reward(Reward.model_validate(reward))
-                    case {"span": dict(span)}:
-                        context.add_span(Span.model_validate(span))
-                    case {"failed": str(kind), "reason": str(reason), **rest}:
-                        self._reported.add(attempt.id)
-                        failed = FAILURES[kind](reason)
-                        if isinstance(failed, AttemptError):
-                            failed.traceback = str(rest.get("traceback", ""))
-                        raise failed
-                    case {"result": float(reward)}:
-                        self._reported.add(attempt.id)
-                        return reward
-                    case {"died": str(reason), "attempts": int(attempts)}:
-                        raise _ProcessDied(reason, attempts)
-                    case other:
-                        raise AgentFailed(
-                            f"unexpected message from the agent process: {other!r:.80}"
-                        )
+            return await self._receive_reward(context)
         except asyncio.CancelledError:
-            if not self._is_exclusive:  # else the process is killed
-                with CancelScope(shield=True), suppress(_ProcessDied):
-                    await self._send({"cancel": attempt.id})
+            with CancelScope(shield=True):
+                await self._cancel(context)
             raise
+
+    async def _receive_reward(self, context: AttemptContext) -> float:
+        """Take the messages of an attempt up to its last one."""
+        attempt = context.attempt.id
+        while True:
+            match await self.running[attempt].get():
+                case {"emitted": dict(reward)}:
+                    context.add_reward(Reward.model_validate(reward))
+                case {"span": dict(span)}:
+                    context.add_span(Span.model_validate(span))
+                case {"failed": str(kind), "reason": str(reason), **rest}:
+                    self._reported.add(attempt)
+                    failed = FAILURES[kind](reason)
+                    if isinstance(failed, AttemptError):
+                        failed.traceback = str(rest.get("traceback", ""))
+                    raise failed
+                case {"result": float(reward)}:
+                    self._reported.add(attempt)
+                    return reward
+                case {"died": str(reason), "attempts": int(attempts)}:
+                    raise _ProcessDied(reason, attempts)
+                case other:
+                    raise AgentFailed(f"unexpected message from the agent process: {other!r:.80}")
+
+    async def _cancel(self, context: AttemptContext) -> None:
+        """Cancel an attempt in the process, and wait until it has cleaned up."""
+        with suppress(_ProcessDied, AttemptError, Evicted), move_on_after(CANCEL_REPORT_S):
+            await self._send({"cancel": context.attempt.id})
+            await self._receive_reward(context)
+        self._reported.discard(context.attempt.id)  # a plain function runs on in its thread
 
     async def kill(self) -> None:
         """Kill the process and all processes it has started."""
