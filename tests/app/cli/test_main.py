@@ -217,7 +217,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_gets_long_lines_broken_between_words_and_a_file_whole_ones(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = ("demo", "--dir", "file/under")
+    line = ("demo", "--loop.max-staleness", "3")
     [whole] = run_main(capsys, *line).stderr.splitlines()
     monkeypatch.setenv("COLUMNS", "40")
     terminal = Terminal()
