@@ -120,9 +120,10 @@ def _read_algorithm(
     """The settings that name the algorithm, and the object if it is one of the user's own."""
     if algorithm is None:
         return settings, None
-    if isinstance(algorithm, dict | str):
-        keys = {"name": algorithm} if isinstance(algorithm, str) else algorithm
-        return {**settings, "algorithm": keys}, None
+    if isinstance(algorithm, str):
+        return {**settings, "algorithm": {"name": algorithm}}, None
+    if isinstance(algorithm, dict):
+        return {**settings, "algorithm": algorithm}, None
     own = check_credit(algorithm)
     return {**settings, "algorithm": {"name": algorithm_name(own)}}, own
 
