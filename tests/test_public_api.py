@@ -101,7 +101,7 @@ SIGNATURES = {
     "train": "(agent: collections.abc.Callable[..., typing.Any] | object, "
     "tasks: str | pathlib.Path | collections.abc.Sequence[typing.Any], *, "
     "held_out: str | pathlib.Path | collections.abc.Sequence[typing.Any] | None = None, "
-    "algorithm: whet.protocols.Algorithm | dict[str, JsonValue] | None = None, "
+    "algorithm: whet.protocols.Algorithm | dict[str, JsonValue] | str | None = None, "
     "resources: collections.abc.Mapping[str, object] | None = None, "
     "hooks: collections.abc.Sequence[whet.runners.hooks.Hooks] = (), "
     "judge: whet.runners.judges.judge.Judge | None = None, "
