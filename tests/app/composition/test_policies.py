@@ -13,6 +13,7 @@ from rich.console import Console
 
 import whet
 from whet.app.composition.policies import open_policies
+from whet.app.composition.run import serve_one
 from whet.app.dashboard.pages.overview import read_checkpoints
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
@@ -21,7 +22,7 @@ from whet.app.evaluation.models import PolicySet, read_models
 from whet.app.inspection.attempt_view import draw_attempt, read_attempt
 from whet.app.inspection.run_list import list_runs
 from whet.app.run_folder import RunFolder
-from whet.config import resolve
+from whet.config import RunConfig, resolve
 from whet.errors import ConfigError
 from whet.models.huggingface import LocalPolicy
 from whet.store.sqlite import SQLiteStore
@@ -89,6 +90,7 @@ def test_a_run_of_several_policies_serves_saves_and_lists_each(tmp_path: Path) -
         with pytest.raises(ConfigError, match="has several policies: name one of them"):
             whet.train(team, [0], dir=str(tmp_path), model=str(source), quiet=True)
     check_evaluation(tmp_path)
+    check_serving(tmp_path)
     anyio.run(check_listings, folder)
     for place in (folder.model, folder.checkpoints / "step-000000"):
         [model] = read_models([str(place / "planner")], None, print)
@@ -146,6 +148,30 @@ def check_evaluation(tmp_path: Path) -> None:
     assert isinstance(at_step, PolicySet)
     assert at_step.name == "first-step-000000"
     assert set(at_step.models) == {"planner", "worker", "critic"}
+
+
+def check_serving(tmp_path: Path) -> None:
+    """A run is served with all its policies by their names, or one of them is chosen."""
+    with whet.serve("first", dir=str(tmp_path), quiet=True) as llm:
+        assert (llm.model, llm.policies) == ("planner", ("planner", "worker", "critic"))
+        codes = [anyio.run(post, llm, name).status_code for name in (*llm.policies, "gpt-5-mini")]
+        assert codes == [200] * 4
+        assert "this endpoint serves 'planner'" in anyio.run(post, llm, "first").text
+    anyio.run(check_one_policy, resolve({"dir": str(tmp_path)}))
+
+
+async def check_one_policy(config: RunConfig) -> None:
+    async with serve_one("first", config, print, "worker") as gateway:
+        assert (await post(gateway.own_endpoint, "worker")).status_code == 200
+        assert (await post(gateway.own_endpoint, "planner")).status_code == 404
+    for source, policy, message in (
+        ("first", "nobody", "no policy 'nobody': expected one of planner, worker, critic"),
+        ("first", None, "has several policies: name one of planner, worker, critic"),
+        ("tiny", "planner", "has only one policy"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            async with serve_one(source, config, print, policy):
+                pass
 
 
 async def check_listings(folder: RunFolder) -> None:

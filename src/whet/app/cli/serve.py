@@ -90,7 +90,9 @@ async def _serve_alone(args: Arguments, config: RunConfig) -> None:
             config = config.model_copy(update={"dir": Path(args.dir)})
             async with serve_alone(args.model, config, print_line) as served:
                 endpoint = served.own_endpoint
-                print_line(f"{args.model} listens at {endpoint.base_url}, model {endpoint.model!r}")
+                names = ", ".join(map(repr, endpoint.policies or (endpoint.model,)))
+                models = "models" if endpoint.policies else "model"
+                print_line(f"{args.model} listens at {endpoint.base_url}, {models} {names}")
                 print_line(
                     f"export OPENAI_BASE_URL={endpoint.base_url} OPENAI_API_KEY={endpoint.api_key}"
                 )

@@ -81,7 +81,9 @@ class Gateway(Endpoints):
     def own_endpoint(self) -> Endpoint:
         """The endpoint for calls outside attempts, where the config allows them."""
         key = auth.mint_key(auth.ANY_ATTEMPT, self.secret)
-        return Endpoint(base_url=f"{self.url}/v1", api_key=key, model=self.model)
+        return Endpoint(
+            base_url=f"{self.url}/v1", api_key=key, model=self.model, policies=self.policies
+        )
 
 
 def count_gateways(config: RunConfig) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from anyio import to_thread
+from pydantic import JsonValue
 
 from whet.app.composition.distributed import StoreAddress
 from whet.app.composition.gateway_pool import serve_in_processes
@@ -46,10 +47,16 @@ from whet.app.composition.weight_sync import (
     TrainerLease,
     policy_resource,
 )
-from whet.app.evaluation.models import LocalModel, PolicySet, find_run, read_models
+from whet.app.evaluation.models import (
+    EndpointModel,
+    LocalModel,
+    PolicySet,
+    find_run,
+    read_models,
+)
 from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
 from whet.app.run_folder import RunFolder
-from whet.config import GatewayConfig, LocalEngineConfig, RunConfig
+from whet.config import GatewayConfig, LocalEngineConfig, RunConfig, resolve
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
 from whet.gateway.pipeline import Log
@@ -191,23 +198,31 @@ async def serve_alone(
 ) -> AsyncGenerator[Gateway]:
     """Serve a model, a run, an adapter or a checkpoint to any client; nothing is recorded.
 
-    The key of a run's model stays the same.
+    Each of several policies is served by its name. The key of a run's model stays the same.
 
     Raises:
         ConfigError: the model is unknown, or cannot be loaded.
     """
-    check_one_policy(config, "serving a model")
-    model, secret = _find_served(source, config.dir, progress)
-    gateway = config.gateway.model_copy(
-        update={"allow_unattributed": True, "models": (*config.gateway.models, model.name)}
-    )
-    config = config.model_copy(update={"gateway": gateway})
-    with tempfile.TemporaryDirectory() as folder:
-        async with (
-            SQLiteStore(Path(folder) / "store.db") as log,
-            serve_model(model, config, log, secret, Path(folder)) as served,
-        ):
-            yield replace(served, model=model.name)
+    async with _serve_found(*_find_served(source, config.dir, progress), config) as gateway:
+        yield gateway
+
+
+@asynccontextmanager
+async def serve_one(
+    source: str, config: RunConfig, progress: Progress, policy: str | None = None
+) -> AsyncGenerator[Gateway]:
+    """Serve a model as `serve_alone` does, or one policy of a run of several.
+
+    Raises:
+        ConfigError: the model or the policy is unknown, or cannot be loaded.
+    """
+    found, secret = _find_served(source, config.dir, progress)
+    if isinstance(found, PolicySet):
+        found = found.choose(policy)
+    elif policy is not None:
+        raise ConfigError(f"{source!r} has only one policy: leave out {policy!r}")
+    async with _serve_found(found, secret, config) as gateway:
+        yield gateway
 
 
 @asynccontextmanager
@@ -221,19 +236,40 @@ async def serve_judge(
     source = config.model if config.gateway.judge == BASE_MODEL else config.gateway.judge
     engine = config.engine if config.engine.kind == "local" else LocalEngineConfig()
     update: dict[str, object] = {"engine": engine, "gateway": GatewayConfig(), "policies": {}}
-    async with serve_alone(source, config.model_copy(update=update), progress) as gateway:
+    async with serve_one(source, config.model_copy(update=update), progress) as gateway:
         yield gateway.own_endpoint.model_copy(update={"model": gateway.model})
 
 
-def _find_served(source: str, directory: Path, progress: Progress) -> tuple[LocalModel, bytes]:
+def _find_served(
+    source: str, directory: Path, progress: Progress
+) -> tuple[LocalModel | PolicySet, bytes]:
     """A model by what `whet eval` takes, or by the name of a run, and the secret of its keys."""
     [model] = read_models([source], None, progress, directory=directory)
-    if isinstance(model, PolicySet):
-        first = next(iter(model.models.values())).source
-        raise ConfigError(f"{source!r} has several policies: name one of them, such as {first!r}")
-    assert isinstance(model, LocalModel)
+    assert not isinstance(model, EndpointModel)
     run = find_run(Path(model.source).expanduser())
     return model, run.secret() if run else secrets.token_bytes(32)
+
+
+@asynccontextmanager
+async def _serve_found(
+    model: LocalModel | PolicySet, secret: bytes, config: RunConfig
+) -> AsyncGenerator[Gateway]:
+    check_one_policy(config, "serving a model")
+    gateway: dict[str, object] = {"allow_unattributed": True}
+    if isinstance(model, PolicySet):
+        policies: dict[str, JsonValue] = {
+            name: {"models": list(section.models)} for name, section in model.policies.items()
+        }
+        config = resolve({**config.model_dump(mode="json"), "policies": policies})
+    else:
+        gateway["models"] = (*config.gateway.models, model.name)
+    config = config.model_copy(update={"gateway": config.gateway.model_copy(update=gateway)})
+    with tempfile.TemporaryDirectory() as folder:
+        async with (
+            SQLiteStore(Path(folder) / "store.db") as log,
+            serve_model(model, config, log, secret, Path(folder)) as served,
+        ):
+            yield served if served.policies else replace(served, model=model.name)
 
 
 # ------------------------------------------------------------------- trainer and gateway

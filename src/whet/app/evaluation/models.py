@@ -74,6 +74,22 @@ class PolicySet:
         found = {name: model.fingerprint() for name, model in self.models.items()}
         return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
 
+    def choose(self, policy: str | None) -> LocalModel:
+        """The model of one policy.
+
+        Raises:
+            ConfigError: there is none of that name, or none is named.
+        """
+        names = ", ".join(self.models)
+        if policy is None:
+            first = next(iter(self.models.values())).source
+            raise ConfigError(
+                f"{self.source!r} has several policies: name one of {names}, such as {first!r}"
+            )
+        if policy not in self.models:
+            raise ConfigError(f"{self.source!r} has no policy {policy!r}: expected one of {names}")
+        return self.models[policy]
+
 
 Model = LocalModel | PolicySet | EndpointModel
 

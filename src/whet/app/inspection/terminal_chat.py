@@ -26,6 +26,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.usage = "whet chat MODEL [options]"
     group = parser.group("chat")
     group.add_argument("model", metavar="MODEL", help="a run, an adapter, a checkpoint or a model")
+    group.add_argument("--policy", metavar="NAME", help="one of the several policies of a run")
     group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="default 1")
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
@@ -42,10 +43,10 @@ def run_chat(args: argparse.Namespace) -> int:
 
 async def _chat(args: argparse.Namespace, config: RunConfig) -> None:
     with requires_extra("`whet chat`", "local"):
-        from whet.app.composition.run import serve_alone  # noqa: PLC0415 - imports torch
+        from whet.app.composition.run import serve_one  # noqa: PLC0415 - imports torch
     messages = [{"role": "system", "content": args.system}] if args.system else []
     is_terminal = sys.stdin.isatty()
-    async with serve_alone(args.model, config, _note) as served:
+    async with serve_one(args.model, config, _note, args.policy) as served:
         if is_terminal:
             _note(f"{args.model} is ready: type a message, Ctrl-D ends")
         while line := await to_thread.run_sync(_read_line, is_terminal, abandon_on_cancel=True):
