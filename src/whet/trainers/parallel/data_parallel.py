@@ -65,10 +65,7 @@ class DataParallelTrainer(LocalTrainer):
         commands = [RankCommand(name="recompute", rows=tuple(part)) for part in parts]
         first = super()._recompute_logprobs
         computed, replies = self._run_apart(commands, lambda: first(own))
-        results = [computed, *(reply.rows for reply in replies)]
-        pairs = zip(dealt, results, strict=True)
-        known = {id(o): n for old, new in pairs for o, n in zip(old, new, strict=True)}
-        return [known[id(row)] for row in rows]
+        return collect_dealt(rows, dealt, [computed, *(reply.rows for reply in replies)])
 
     def _optim_step(self, adam: AdamStep) -> Metrics:
         self._ranks.run_same(
@@ -180,6 +177,15 @@ def deal(rows: Sequence[Row], parts: int) -> list[list[Row]]:
         dealt[min(parts - 1, int((before + cost / 2) * parts / max(1, total)))].append(row)
         before += cost
     return dealt
+
+
+def collect_dealt(
+    rows: Sequence[Row], dealt: Sequence[Sequence[Row]], results: Sequence[Sequence[Row]]
+) -> list[Row]:
+    """Results for dealt rows, part by part, in the order of the rows before they were dealt."""
+    pairs = zip(dealt, results, strict=True)
+    found = {id(old): new for part, done in pairs for old, new in zip(part, done, strict=True)}
+    return [found[id(row)] for row in rows]
 
 
 def _count_new_tokens(ordered: Sequence[Row]) -> Iterator[int]:

@@ -23,7 +23,7 @@ from whet.trainers.local import LocalTrainer, MicroBatches, is_out_of_memory, re
 from whet.trainers.logprobs import PolicyScores
 from whet.trainers.loss import LossFunction
 from whet.trainers.packing import Batch, PrefixTree, R, check_rows, pack
-from whet.trainers.parallel.data_parallel import deal, merge_metrics
+from whet.trainers.parallel.data_parallel import collect_dealt, deal, merge_metrics
 from whet.trainers.parallel.ranks import RankCommand, RankGroup, RankPlace, RankReply
 from whet.trainers.parallel.shards import ShardWeights, shard_policy
 from whet.trainers.snapshot import Snapshot
@@ -84,7 +84,8 @@ class ShardedTrainer(TrainingBackend):
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         def compute() -> Metrics:
-            replies = self._run_dealt(rows, RankCommand(name="forward_backward", loss=loss))
+            command = RankCommand(name="forward_backward", loss=loss)
+            replies = self._run_dealt(self._deal(rows), command)
             for reply in replies:
                 for generation, values in reply.log_ratios.items():
                     self._log_ratios.setdefault(generation, values)
@@ -98,11 +99,9 @@ class ShardedTrainer(TrainingBackend):
 
     async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
         def compute() -> list[Row]:
-            replies = self._run_dealt(rows, RankCommand(name="recompute"))
-            dealt = deal(rows, self._ranks.place.size)
-            pairs = zip(dealt, (reply.rows for reply in replies), strict=True)
-            known = {id(o): n for old, new in pairs for o, n in zip(old, new, strict=True)}
-            return [known[id(row)] for row in rows]
+            dealt = self._deal(rows)
+            replies = self._run_dealt(dealt, RankCommand(name="recompute"))
+            return collect_dealt(rows, dealt, [reply.rows for reply in replies])
 
         return await self._part.run_in_thread(compute)
 
@@ -159,11 +158,13 @@ class ShardedTrainer(TrainingBackend):
             lambda: self._ranks.run_same(command, lambda: own(command))
         )
 
-    def _run_dealt(self, rows: Sequence[Row], command: RankCommand) -> list[RankReply]:
-        """Run a command on all ranks, on rows dealt to them; returns all replies, in order."""
+    def _deal(self, rows: Sequence[Row]) -> list[list[Row]]:
         check_rows(rows)
-        parts = deal(rows, self._ranks.place.size)
-        own, *others = (command.model_copy(update={"rows": tuple(part)}) for part in parts)
+        return deal(rows, self._ranks.place.size)
+
+    def _run_dealt(self, dealt: Sequence[Sequence[Row]], command: RankCommand) -> list[RankReply]:
+        """Run a command on all ranks, each on its rows; returns all replies, in order."""
+        own, *others = (command.model_copy(update={"rows": tuple(part)}) for part in dealt)
         reply, replies = self._ranks.run_together(others, lambda: self._part.run(own))
         return [reply, *replies]
 
