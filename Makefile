@@ -6,6 +6,7 @@ BIN := .venv/bin
 DEMO := .venv/.demo
 READY := .venv/.installed
 ARGS ?=
+export PYTHONDONTWRITEBYTECODE :=  # empty is unset: every process would compile everything again
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray test-verl test-environments check fix docs bench clean dashboard dashboard-check test-browser

@@ -1,3 +1,4 @@
+import gc
 import sys
 import warnings
 from collections.abc import Generator
@@ -28,6 +29,11 @@ def few_cores() -> Generator[None]:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # a million objects of libraries, which every full collection would visit
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

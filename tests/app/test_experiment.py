@@ -38,6 +38,7 @@ def run(tmp_path: Path, model: Path, **settings: object) -> whet.Result:
     )
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_stops_early_keeps_its_best_model_and_takes_more_steps(
     tmp_path: Path, model: Path
 ) -> None:
@@ -75,7 +76,7 @@ def test_evaluations_during_training_need_held_out_tasks(tmp_path: Path) -> None
         whet.train(agent, TASKS, dir=str(tmp_path), evaluation={"patience": 1})
 
 
-@pytest.mark.parametrize("weights", ["lora", "full"])
+@pytest.mark.parametrize("weights", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_a_run_starts_from_another_by_name_folder_checkpoint_or_model(
     tmp_path: Path, model: Path, weights: str
 ) -> None:

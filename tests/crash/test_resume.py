@@ -152,7 +152,7 @@ def test_a_run_whose_gateways_are_killed_loses_nothing_and_blames_no_agent(tmp_p
     assert result.total("failed_rollouts") == 0
 
 
-@pytest.mark.parametrize("loop", ["on_policy", "overlapped"])
+@pytest.mark.parametrize("loop", ["on_policy", pytest.param("overlapped", marks=pytest.mark.slow)])
 def test_several_updates_a_step_are_all_done_again_or_not_at_all(tmp_path: Path, loop: str) -> None:
     folder = new_run(tmp_path, loop, mini_batches=2, epochs=2)
     with pytest.raises(Stop):

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,13 @@ from whet.types import Sampling
 pytestmark = pytest.mark.anyio
 
 PROMPT = prompt_of(20)
+
+
+@pytest.fixture(autouse=True)
+def checked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.5)
+
+
 App = Callable[[ServerState], Starlette]
 KINDS = {"vllm": vllm_app, "sglang": sglang_app}
 
@@ -100,7 +108,7 @@ async def test_requests_at_once_go_where_least_is_under_way() -> None:
     async with bench(2, pause_s=0.005) as b:
         async with anyio.create_task_group() as tasks:
             for _ in range(8):
-                tasks.start_soon(ask, b.engine, PROMPT)
+                tasks.start_soon(partial(ask, b.engine, PROMPT, max_tokens=60))
         assert b.request_counts() == [4, 4]
 
 
@@ -212,7 +220,8 @@ async def test_requests_beyond_the_waiting_limit_are_refused() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_closed_generator_frees_its_place_and_stops_the_server(stream: bool) -> None:
     async with bench(1, max_active=1, pause_s=0.01) as b:
-        left = b.engine.generate(PROMPT, Sampling(), stream=stream)
+        limit = None if stream else 40  # without a stream the server goes on to the end
+        left = b.engine.generate(PROMPT, Sampling(max_tokens=limit), stream=stream)
         if stream:
             await anext(left)
             await left.aclose()
@@ -220,7 +229,7 @@ async def test_a_closed_generator_frees_its_place_and_stops_the_server(stream: b
             with anyio.move_on_after(0.1):
                 await anext(left)
             await left.aclose()
-        if stream:  # starlette tells only a stream that its client has left
+        if stream:
             await until(lambda: b.states[0].engines["model"].active == 0)
             before = b.states[0].sampled
             await anyio.sleep(0.1)
