@@ -44,6 +44,14 @@ def batch(verl: Verl) -> Any:
     return found
 
 
+@pytest.fixture(scope="module")
+def credited(verl: Verl, batch: Any) -> Any:
+    """The rows with the advantages that verl computes by our estimator."""
+    metrics: dict[str, Any] = {}
+    updated = verl.trainer._compute_old_log_prob(batch, metrics)
+    return verl.trainer._compute_advantage(updated, metrics)
+
+
 def our_rows(verl: Verl, keys: list[str]) -> dict[str, Row]:
     """The rows that whet builds from its own records, by verl's keys."""
     sessions = dict.fromkeys(key.rsplit("_", 1)[0] for key in keys)
@@ -63,7 +71,7 @@ def test_rows_are_ours_token_for_token(verl: Verl, batch: Any) -> None:
     per_session = Counter(key.rsplit("_", 1)[0] for key in batch.keys)
     assert set(per_session.values()) == {1, 2}, "some sessions have two rows"
     fields = ["prompts", "responses", "input_ids", "response_mask", "rollout_log_probs"]
-    data = verl.read(batch, fields)
+    data = verl.read(credited, fields)
     for place, key in enumerate(batch.keys):
         row = rows[key]
         start = row.segments[0].start
@@ -88,15 +96,12 @@ def test_what_agents_ask_for_does_not_change_the_distribution(verl: Verl, batch:
     assert {s.temperature for row in rows.values() for s in row.segments} == {1.0}
 
 
-def test_a_rollout_weighs_as_one_however_many_rows_it_has(verl: Verl, batch: Any) -> None:
-    metrics: dict[str, Any] = {}
-    updated = verl.trainer._compute_old_log_prob(batch, metrics)
-    updated = verl.trainer._compute_advantage(updated, metrics)
-    data = verl.read(updated, ["advantages", "response_mask", "rm_scores"])
+def test_a_rollout_weighs_as_one_however_many_rows_it_has(verl: Verl, credited: Any) -> None:
+    data = verl.read(credited, ["advantages", "response_mask", "rm_scores"])
     rewards: dict[str, float] = {}
     weights: dict[str, float] = {}
     signs: dict[str, float] = {}
-    for place, key in enumerate(updated.keys):
+    for place, key in enumerate(credited.keys):
         session = key.rsplit("_", 1)[0]
         mask = data["response_mask"][place].bool()
         advantages = data["advantages"][place]
@@ -181,11 +186,11 @@ def test_a_killed_runner_and_a_killed_manager_lose_nothing(verl: Verl, batch: An
 
 
 def test_verls_engine_takes_optimizer_steps_on_the_rows(
-    verl: Verl, batch: Any, tmp_path: Path
+    verl: Verl, credited: Any, tmp_path: Path
 ) -> None:
     """verl's FSDP2 engine with its own ppo_loss, which calls the loss of our plugin."""
     fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "advantages"]
-    data = verl.read(batch, fields)
+    data = verl.read(credited, fields)
     rows = {name: [row.tolist() for row in data[name].unbind()] for name in fields}
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     done = subprocess.run(
