@@ -25,6 +25,8 @@ import whet
 from whet.demos.problems import problems
 
 RUN = "strands-math"
+TINY: dict = {"trainer": {"weights": "full"}, "adam": {"lr": 6e-4}}
+"""Settings for the tiny model. Others, and a vLLM, get the defaults: adapters at a lower rate."""
 
 
 @whet.algorithm
@@ -77,8 +79,8 @@ def main() -> None:
             store=args.store,
             steps=args.steps,
             algorithm={"name": args.algorithm},
-            adam={"lr": 1e-3},
             **settings,
+            **(TINY if args.model == "tiny" and not args.vllm else {}),
         )
     if args.part in ("all", "evaluate"):
         trained = str(Path(args.dir) / "runs" / RUN)
