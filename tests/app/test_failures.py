@@ -243,13 +243,21 @@ def run_json(capsys: pytest.CaptureFixture[str], *command: str) -> Any:
 
 @pytest.mark.slow
 def test_runs_are_listed_shown_and_cleaned(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert train(model, "half", "--steps=1", "--quiet") == 0
     assert main(["dev", "bad.py:fine", "--tasks=tasks.jsonl", f"--model={model}"]) == 0
     by_kind = {run["kind"]: run for run in run_json(capsys, "runs")}
     assert (by_kind["train"]["name"], by_kind["train"]["state"]) == ("it", "done")
-    assert by_kind["dev"]["state"] == "stopped"
+    assert by_kind["dev"]["state"] == "done"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["runs"]) == 0
+    assert by_kind["dev"]["name"] in capsys.readouterr().out  # whole, to be copied
+    assert train(model, "half", "--steps=1", "--resume=it") == 0
+    assert "it has ended already: this is its result again" in capsys.readouterr().out
 
     step = run_json(capsys, "show", "it")
     assert step["step"] == 1

@@ -56,7 +56,9 @@ async def test_the_headers_name_can_be_chosen(new_gateway: NewGateway) -> None:
     assert len(await gateway.calls()) == 1
 
 
-async def test_no_key_or_a_forged_one_is_refused(gateway: Gateway) -> None:
+async def test_no_key_or_a_forged_one_is_refused_and_the_first_is_reported(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
     forged = gateway.key[:-1] + ("0" if gateway.key[-1] != "0" else "1")
     for key in ("", "Bearer", "Bearer ", "Bearer sk-other", f"Bearer {forged}", "Basic abc"):
         assert await status(gateway, PATH, authorization=key) == 401
@@ -64,6 +66,8 @@ async def test_no_key_or_a_forged_one_is_refused(gateway: Gateway) -> None:
     for path in ("/v1/models", "/v1/models/policy", "/v1/responses/resp_1"):
         assert (await gateway.send("GET", path, authorization="")).status_code == 401
     assert await gateway.calls() == []
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("a model call was refused, others may follow: send the attempt's API")
 
 
 async def test_another_attempts_key_is_refused(new_gateway: NewGateway) -> None:

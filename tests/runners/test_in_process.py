@@ -193,14 +193,6 @@ async def test_leases_are_kept_while_an_agent_blocks_the_loop(store: SQLiteStore
     assert groups[0][0].attempt.number == 1
 
 
-@pytest.mark.parametrize("reward", [None, math.nan, math.inf, "much", [1.0]])
-async def test_no_number_is_no_reward(store: SQLiteStore, reward: object) -> None:
-    async def one(task: object) -> object:
-        return reward
-
-    assert (await get_failure(one, store)).startswith("reward: ")
-
-
 # ------------------------------------------------------------------- os.environ
 
 

@@ -116,6 +116,7 @@ async def test_rewards_emitted_in_a_thread_find_their_attempt(store: SQLiteStore
         (math.inf, "finite number; found inf"),
         ("1.0", "found str '1.0'"),
         ([1.0], "found list [1.0]"),
+        ((1.0, "why"), "other values to whet.emit_reward(value, key=...)"),
         (None, "no reward: return a number"),
     ],
 )

@@ -278,6 +278,12 @@ class RunFolder:
                 ) from error
             yield
 
+    def steps_reported(self) -> int:
+        """Steps in the report of a run; 0 without one."""
+        if not self.report.is_file():
+            return 0
+        return int(json.loads(self.report.read_text()).get("steps") or 0)
+
     def write_report(self, report: dict[str, object]) -> None:
         """Save the final numbers, also as the card of the trained model."""
         _write_whole(self.report, json.dumps(report, indent=2).encode())

@@ -1,6 +1,7 @@
 """The gateway's HTTP endpoints: model calls in every wire format, stored responses, models."""
 
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from whet.gateway.telemetry import OtlpErrors, Telemetry, accept_reward
 from whet.io.genai_spans import build_refusal
 from whet.types import Attempt, AttemptId, Reward
 
+logger = logging.getLogger(__name__)
+
 RETRY_HEADER = "x-stainless-retry-count"
 
 
@@ -67,6 +70,7 @@ class _Gateway:
         self._secret = secret
         self._config = config
         self._instance = secrets.token_hex(8)
+        self._has_warned = False
 
     def routes(self, check_reward: Callable[[Reward], None]) -> list[Route]:
         anthropic = AnthropicDialect()
@@ -94,6 +98,9 @@ class _Gateway:
                 await self._complete_call(dialect, request)
             except (RequestError, NotFound) as error:
                 await self._record_refusal(request, error)
+                raise
+            except Unauthorized as error:
+                self._warn_unauthorized(error)
                 raise
 
         errors = ErrorFormat(dialect.error, dialect.error_event)
@@ -132,6 +139,12 @@ class _Gateway:
             with suppress(NotFound):  # an attempt that is unknown
                 refusal = build_refusal(attempt, str(error), time.time_ns())
                 await self._pipeline.log.record(attempt, [refusal])
+
+    def _warn_unauthorized(self, error: Unauthorized) -> None:
+        """Log the first call without a valid key: it is of no attempt that could record it."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("a model call was refused, others may follow: %s", error)
 
     async def _count_tokens(self, request: GatewayRequest) -> Response:
         """Count the prompt tokens of a message exactly, with those that are stored."""

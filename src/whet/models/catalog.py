@@ -25,8 +25,9 @@ SMOLLM2 = "smollm2-135m-instruct"
 """Name of its folder in the cache."""
 SMOLLM2_MB = 542
 EXPECTED = (
-    "expected 'tiny', 'smollm2', a folder with a config.json as `save_pretrained` writes, a GGUF "
-    "file, or a name of the Hugging Face Hub like 'Qwen/Qwen3-0.6B'"
+    "expected 'tiny', 'smollm2', a run that `whet runs` lists, a folder with a config.json as "
+    "`save_pretrained` writes, a GGUF file, or a name of the Hugging Face Hub like "
+    "'Qwen/Qwen3-0.6B'"
 )
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")

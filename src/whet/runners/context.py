@@ -111,6 +111,11 @@ def resolve_reward(returned: object, emitted: list[Reward]) -> float:
     Raises:
         BadReward: there is none, or it is not a finite number.
     """
+    if isinstance(returned, tuple | list | dict):
+        raise BadReward(
+            f"a reward is a number; found {type(returned).__name__} {returned!r:.80}: return the "
+            "number, and give other values to whet.emit_reward(value, key=...)"
+        )
     if returned is not None:
         return check_reward(returned)
     own = (r.value for r in reversed(emitted) if r.key == "reward" and r.target is None)

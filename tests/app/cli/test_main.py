@@ -128,6 +128,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --output-dir x", "unknown flag --output-dir, did you mean --dir?"),
         ("--log info", "the following arguments are required: COMMAND"),
         ("models get nothing", "there is no model 'nothing'"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model a-run", "a run that `whet runs` lists"),
         ("train agent.py:solve", "no tasks: name a file with --tasks"),
         (
             "train agent.py:solve --tasks tasks.jsonl --algorithm.name agent.py:solve",

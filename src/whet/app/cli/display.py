@@ -156,11 +156,11 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     sizes = f"{config.steps} steps of {config.tasks_per_step} x {config.group_size} rollouts"
     trained = ", ".join(filter(None, config.trained_policies))
     policies = f", policies {trained}," if trained else ""
-    console.print(
-        f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    lines = [f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}"]
+    if folder.steps_reported() >= max(1, config.steps):
+        lines.append("it has ended already: this is its result again; more steps train it on")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_next(console: Console, folder: RunFolder) -> None:

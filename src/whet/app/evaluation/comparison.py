@@ -107,7 +107,7 @@ def compare(scores: Mapping[str, Scores], config: EvaluationConfig) -> Compariso
 def print_comparison(console: Console, comparison: Comparison, title: str) -> None:
     """Print the table, its number of tasks, and the failed rollouts."""
     base, *others = comparison.scores
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=len(title))
     table.add_column("")
     for name in comparison.scores:
         table.add_column(name, justify="right")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -64,6 +65,8 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
         state = "running"
     elif report:
         state = "failed" if report.get("problem") else "done"
+    elif folder.kind() == DEV_KIND:
+        state = "done"  # it is not resumed
     return RunSummary(
         name=folder.path.name,
         kind=folder.kind(),
@@ -166,8 +169,9 @@ def run_clean(args: argparse.Namespace) -> int:
 
 
 def _table(runs: list[RunSummary]) -> Table:
-    table = Table()
-    for title in ("run", "kind", "model", "state", "steps", "reward", "gain", "changed", "MiB"):
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", no_wrap=True)  # to be copied whole, also from 80 columns
+    for title in ("kind", "model", "state", "steps", "reward", "gain", "changed", "MiB"):
         numbers = ("steps", "reward", "gain", "MiB")
         table.add_column(title, justify="right" if title in numbers else "left")
     for run in runs:

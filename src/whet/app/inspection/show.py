@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -236,7 +237,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
         line += f"; versions of the policies: {numbered}"
     console.print(line, highlight=False, soft_wrap=True)
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("rollout", no_wrap=True)  # to be copied whole, also from 80 columns
     for title in ("reward", "advantage", "calls", "forks", "tokens", "seconds"):
         table.add_column(title, justify="right")
