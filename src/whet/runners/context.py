@@ -111,11 +111,6 @@ def resolve_reward(returned: object, emitted: list[Reward]) -> float:
     Raises:
         BadReward: there is none, or it is not a finite number.
     """
-    if isinstance(returned, tuple | list | dict):
-        raise BadReward(
-            f"a reward is a number; found {type(returned).__name__} {returned!r:.80}: return the "
-            "number, and give other values to whet.emit_reward(value, key=...)"
-        )
     if returned is not None:
         return check_reward(returned)
     own = (r.value for r in reversed(emitted) if r.key == "reward" and r.target is None)
@@ -128,7 +123,9 @@ def resolve_reward(returned: object, emitted: list[Reward]) -> float:
 def check_reward(value: object) -> float:
     """Return a reward as a float. Raises BadReward for anything but a finite number."""
     if not isinstance(value, Real):
-        raise BadReward(f"a reward is a number; found {type(value).__name__} {value!r:.80}")
+        found = f"a reward is a number; found {type(value).__name__} {value!r:.80}"
+        several = "; give other values to whet.emit_reward(value, key=...)"
+        raise BadReward(found + several * isinstance(value, tuple | list | dict))
     number = float(value)
     if not math.isfinite(number):
         raise BadReward(f"a reward is a finite number; found {number}")

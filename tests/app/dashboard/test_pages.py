@@ -255,12 +255,18 @@ def test_the_terminal_shows_the_same_numbers(
 
 
 def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
-    folder: RunFolder, client: httpx.Client, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder,
+    client: httpx.Client,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     run = str(folder.path)
     assert main(["rollouts", run, "--failed"]) == 0
     shown = capsys.readouterr().out
-    assert "train-000002-003" in shown
+    [line] = [line for line in shown.splitlines() if "train-000002-003" in line]
+    assert "agent: " in line  # one line each, also in 80 columns
+    assert "tokens seconds" in " ".join(shown.split())
     assert "train-000000-000" not in shown
     assert main(["rollouts", run, "--failed", "--json"]) == 0
     page = read(client, f"{RUN}/rollouts", status="failed")

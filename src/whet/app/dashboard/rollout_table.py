@@ -8,7 +8,6 @@ from typing import Any, get_args
 import httpx
 from pydantic import ValidationError
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser
@@ -17,6 +16,7 @@ from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
 from whet.app.dashboard.terminal import clean
+from whet.app.inspection.run_list import narrow_table
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, StoreError
 from whet.io.threads import run_async
@@ -140,12 +140,13 @@ def _print(console: Console, name: str, rows: Rows) -> None:
     if not rows:
         console.print("no such rollouts")
         return
-    table = Table()
-    table.add_column("rollout", no_wrap=True)  # to be copied whole, also from 80 columns
+    table = narrow_table("rollout")
     table.add_column("status", no_wrap=True)
-    for title in ("reward", "step", "calls", "forks", "tokens", "seconds"):
-        table.add_column(title, justify="right")
-    table.add_column("task or failure", overflow="fold")
+    forks = ["forks"] if any(row["forks"] for row in rows) else []
+    for title in ("reward", "step", "calls", *forks, "tokens", "seconds"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("task or failure", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.expand = True  # the last column has the rest of each line
     for row in rows:
         failure = row["failure"]
         shown = f"{failure['kind']}: {failure['message']}" if failure else str(row["task"])
@@ -155,7 +156,7 @@ def _print(console: Console, name: str, rows: Rows) -> None:
             "-" if row["reward"] is None else f"{row['reward']:.3g}",
             "-" if row["step"] is None else str(row["step"]),
             str(row["calls"]),
-            str(row["forks"] or ""),
+            *([str(row["forks"] or "")] if forks else []),
             str(row["sampled_tokens"]),
             "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
             Text(clean(shown)[:200], "red" if failure else ""),

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -168,17 +167,33 @@ def run_clean(args: argparse.Namespace) -> int:
     return 0
 
 
+def narrow_table(first: str) -> Table:
+    """Build a table for 80 columns: without lines, the first column whole, to be copied."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    return table
+
+
 def _table(runs: list[RunSummary]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run", no_wrap=True)  # to be copied whole, also from 80 columns
-    for title in ("kind", "model", "state", "steps", "reward", "gain", "changed", "MiB"):
-        numbers = ("steps", "reward", "gain", "MiB")
-        table.add_column(title, justify="right" if title in numbers else "left")
+    table = narrow_table("run")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for title in ("steps", "reward", "gain", "age", "MiB"):
+        table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
-        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         reward = "-" if run.reward is None else f"{run.reward:.2f}"
         gain = "-" if run.gain is None else f"{run.gain:+.2f}"
         size = f"{run.bytes / 2**20:.0f}"
         named = (run.name, run.kind, run.model, run.state)
-        table.add_row(*named, str(run.steps), reward, gain, changed, size)
+        age = _format_age(time.time() - run.changed)
+        table.add_row(*named, str(run.steps), reward, gain, age, size)
     return table
+
+
+def _format_age(seconds: float) -> str:
+    """Format a time as seconds, minutes, hours or days."""
+    for unit, length, limit in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 2 * 86400)):
+        if seconds < limit:
+            return f"{max(0, seconds) / length:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser
@@ -20,7 +18,7 @@ from whet.app.inspection.attempt_view import (
     draw_attempt,
     read_attempt,
 )
-from whet.app.inspection.run_list import list_runs
+from whet.app.inspection.run_list import list_runs, narrow_table
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
@@ -237,8 +235,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
         line += f"; versions of the policies: {numbered}"
     console.print(line, highlight=False, soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rollout", no_wrap=True)  # to be copied whole, also from 80 columns
+    table = narrow_table("rollout")
     for title in ("reward", "advantage", "calls", "forks", "tokens", "seconds"):
         table.add_column(title, justify="right")
     if config.policies:
