@@ -184,12 +184,13 @@ async def test_an_agent_that_blocks_the_loop_fails_alone_and_the_others_run_agai
     assert second.reward == 1.0
 
 
+@pytest.mark.slow
 async def test_leases_are_kept_while_an_agent_blocks_the_loop(store: SQLiteStore) -> None:
     async def one(task: int) -> float:
-        time.sleep(4)  # noqa: ASYNC251 - that is the mistake
+        time.sleep(7)  # noqa: ASYNC251 - that is the mistake
         return 1.0
 
-    groups = await run(one, [0], store, lease_s=3)
+    groups = await run(one, [0], store, lease_s=6)
     assert groups[0][0].attempt.number == 1
 
 

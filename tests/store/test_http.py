@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -146,16 +147,11 @@ async def wakes(store: Store) -> dict[str, float]:
 
 
 async def test_whoever_waits_is_woken_at_once(served: SQLiteStore, store: HTTPStore) -> None:
-    assert {how: ms < 20 for how, ms in (await wakes(served.for_run("in-process"))).items()} == {
-        "claim": True,
-        "wait": True,
-        "ended": True,
-    }
-    assert {how: ms < 50 for how, ms in (await wakes(store)).items()} == {
-        "claim": True,
-        "wait": True,
-        "ended": True,
-    }
+    # Some milliseconds; a busy machine takes longer, looking again in intervals takes a second.
+    for each in (served.for_run("in-process"), store):
+        took_ms = await wakes(each)
+        assert took_ms.keys() == {"claim", "wait", "ended"}
+        assert max(took_ms.values()) < 300
 
 
 async def test_waiting_costs_nearly_nothing(tmp_path: Path) -> None:
@@ -359,21 +355,28 @@ async def test_a_closing_server_answers_whoever_waits_and_finishes_what_was_begu
     attempt = await claim(served)
     server = StoreServer(served, token=TOKEN)
     async with HTTPStore.connect(server.url, token=TOKEN, patience_s=1) as store:
+        acknowledged = set[CallId]()
 
         async def wait_in_vain() -> None:
             with pytest.raises(StoreError, match=r"no response from the store at .* for 1 s"):
                 await store.wait(["a"])
+
+        async def append(name: str) -> None:
+            made = call(attempt.id, name)
+            with suppress(StoreError):  # it came after the server had closed
+                await store.append(made)
+                acknowledged.add(made.id)
 
         async with anyio.create_task_group() as group:
             group.start_soon(wait_in_vain)
             await anyio.sleep(0.2)
             began = time.monotonic()
             for n in range(20):
-                group.start_soon(store.append, call(attempt.id, str(n)))
+                group.start_soon(append, str(n))
             await anyio.sleep(0.005)
             await to_thread.run_sync(server.close)
-            assert time.monotonic() - began < 3
-    assert len(await served.calls(attempt.id)) <= 20
+            assert time.monotonic() - began < 10
+    assert acknowledged <= {each.id for each in await served.calls(attempt.id)}
 
 
 async def test_a_client_waits_for_a_server_that_is_away_and_says_so_once(
