@@ -6,6 +6,7 @@ from agent_framework import Agent, MCPStdioTool
 from agent_framework.openai import OpenAIChatClient
 
 INSTRUCTIONS = "Use the calculator, then answer."
+SERVER = "exec mcp-server-calculator 2>/dev/null"  # it reports each newer request at length
 NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -13,12 +14,19 @@ async def math_agent(task, llm):
     """Answer `task["question"]`: 1.0 if the last number is right, a little for calculating."""
     client = OpenAIChatClient(base_url=llm.base_url, api_key=llm.api_key, model=llm.model)
     calculator = MCPStdioTool(
-        name="calculator", command="mcp-server-calculator", tool_result_content="content_only"
+        name="calculator",
+        command="sh",
+        args=["-c", SERVER],
+        tool_result_content="content_only",
     )
     async with (
         calculator,
         Agent(
-            client=client, name="MathAgent", instructions=INSTRUCTIONS, tools=calculator
+            client=client,
+            name="MathAgent",
+            instructions=INSTRUCTIONS,
+            tools=calculator,
+            default_options={"max_tokens": 64},
         ) as agent,
     ):
         calculator.functions[0].name = "calculator"  # the name that the tiny model knows

@@ -15,6 +15,9 @@ from agent import math_agent
 import whet
 from whet.demos.problems import problems
 
+TINY: dict = {"trainer": {"weights": "full"}, "adam": {"lr": 6e-4}}
+"""Settings for the tiny model. Larger ones keep the defaults, adapters and a lower rate."""
+
 
 def main() -> None:
     args = parse()
@@ -25,10 +28,10 @@ def main() -> None:
         model=args.model,
         steps=args.steps,
         tasks_per_step=args.tasks_per_step,
-        adam={"lr": 1e-3},
         dir=args.dir,
         name=args.name,
         tracking={"names": ["jsonl", *args.track]},
+        **(TINY if args.model == "tiny" else {}),
     )
     train, held_out = problems("train", 500, 0), problems("test", args.held_out, 1)
     if args.debug:
