@@ -32,6 +32,7 @@ def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
     one = RunFolder.create(RunConfig(dir=tmp_path), "demo")
     two = RunFolder.create(RunConfig(dir=tmp_path), "demo")
     assert one.path != two.path
+    assert [folder.config().name for folder in (one, two)] == [one.path.name, two.path.name]
 
 
 def test_a_run_is_not_started_over(tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ async def test_a_chunked_answer_is_read() -> None:
         assert await Service(url)({}, LLM) == 1.0
 
 
-async def test_a_service_that_is_not_there_yet_is_waited_for() -> None:
+async def test_a_service_that_is_not_there_yet_is_waited_for_and_that_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def answer(body: dict[str, Any]) -> bytes:
         return http({"reward": 1})
 
@@ -138,11 +140,13 @@ async def test_a_service_that_is_not_there_yet_is_waited_for() -> None:
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
-            await anyio.wait_all_tasks_blocked()
+            while not caplog.messages:  # noqa: ASYNC110 - a log line is no event
+                await anyio.sleep(0.05)
             async with serve(answer, port):
                 while not rewards:
                     await anyio.wait_all_tasks_blocked()
                     await anyio.sleep(0.05)
+    assert caplog.messages == [f"waiting up to 20 s for the service {url}/chat"]
     with pytest.raises(AgentFailed, match="cannot connect to the service"):
         await Service(url, patience_s=0)({}, LLM)
 

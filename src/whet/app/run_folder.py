@@ -103,7 +103,7 @@ class RunFolder:
             _write_whole(folder._kind, kind.encode())
             _write_whole(folder._secret, secrets.token_bytes(32), mode=0o600)
             # Last: a folder with a config is a run.
-            folder.save_config(config)
+            folder.save_config(config.model_copy(update={"name": name}))
         folder._is_new = True
         return folder
 

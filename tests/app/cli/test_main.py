@@ -13,6 +13,7 @@ import pytest
 from whet.app.cli import main as main_module
 from whet.app.cli.config_flags import config_fields
 from whet.app.cli.main import main
+from whet.errors import WhetError
 
 AGENT = """
 import httpx
@@ -208,6 +209,12 @@ def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
     assert advice in done.stdout
     assert done.stderr.startswith("whet: no store's token in .whet/store.token after 0 s: start")
     assert advice in done.stderr
+
+
+def test_a_full_disk_is_told_with_what_to_do() -> None:
+    full = WhetError("training failed: SafetensorError: I/O error: No space left on device")
+    assert main_module.describe(full).endswith("go on with --resume, or in another --dir")
+    assert main_module.describe(WhetError("a\n  b")) == "a b"
 
 
 class Terminal(io.StringIO):

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with sigterm_interrupts():
             return _run(before, after)
     except WhetError as error:
-        sys.stderr.write(fit(f"whet: {' '.join(str(error).split())}", sys.stderr) + "\n")
+        sys.stderr.write(fit(f"whet: {describe(error)}", sys.stderr) + "\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("whet: stopped\n")
@@ -115,6 +115,14 @@ def _run(before: Sequence[str], after: Sequence[str]) -> int:
     _configure_logging(args.log)
     check_after(args)
     return args.run(args)
+
+
+def describe(error: WhetError) -> str:
+    """The error in one line; after one of a full disk, what to do."""
+    line = " ".join(str(error).split())
+    if "No space left on device" in line:
+        line += "; make room on the disk, then go on with --resume, or in another --dir"
+    return line
 
 
 def tune_gc() -> None:

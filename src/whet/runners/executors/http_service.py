@@ -1,5 +1,6 @@
 """Agents behind an HTTP service: one request for each attempt."""
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -12,6 +13,8 @@ from whet.io.attempt_url import parse_attempt_ids
 from whet.io.http_client import ConnectError, HttpClient, Response, TransportError
 from whet.runners.executors.remote import fetch_posted_rewards, get_last_reward, parse_reward
 from whet.types import Endpoint, Rollout
+
+logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[[JsonValue, Any], float | Awaitable[float]]
 """`(task, answer) -> reward`, async or not. Any: the service's own JSON."""
@@ -53,6 +56,7 @@ class Service:
         self.url = _check_url(url) if url else ""
         self.max_turns = max_turns
         self.patience_s = patience_s
+        self._has_warned = False
         self._reward = reward
         self._semaphore = None if concurrency is None else anyio.Semaphore(concurrency)
 
@@ -126,11 +130,18 @@ class Service:
                         raise AgentFailed(
                             f"cannot connect to the service {self.url!r}: {error}"
                         ) from error
+                    self._warn_waiting()
                 except TransportError as error:
                     raise AgentFailed(
                         f"the service {self.url!r} gave no answer: {error}"
                     ) from error
                 await anyio.sleep(RECONNECT_PAUSE_S)
+
+    def _warn_waiting(self) -> None:
+        """Log once that a service is not there."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("waiting up to %g s for the service %s", self.patience_s, self.url)
 
 
 def _parse_answer(reply: Response, url: str) -> JsonValue:
