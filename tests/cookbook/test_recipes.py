@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import EXAMPLES
 from support.tinker_serving import KEY, MARKS, Server
 from whet.models.catalog import resolve_model
 
@@ -125,3 +126,22 @@ def test_a_recipe_goes_on_after_a_kill(recipe: str, folder: Path, server: Server
     after = read_steps(log)[len(before) :]
     assert after[-1] == STEPS - 1
     assert sorted({*before, *after}) == list(range(STEPS))
+
+
+def test_the_example_of_the_cookbook_raises_its_reward(folder: Path, server: Server) -> None:
+    log, said = folder / "cookbook.log", folder / "said"
+    script = EXAMPLES / "tinker_client" / "cookbook_rl.py"
+    service = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
+    with said.open("wb") as out:
+        done = subprocess.run(
+            [PYTHON, script, "--model", NAME, "--log", log, "--steps", "12"],
+            cwd=folder,
+            env={**os.environ, **service, "PYTHONPATH": ""},
+            stdout=out,
+            stderr=out,
+            check=False,
+        )
+    assert done.returncode == 0, said.read_text()[-3000:]
+    rewards = [json.loads(line)["env/all/reward/total"] for line in log.read_text().splitlines()]
+    assert len(rewards) == 12
+    assert rewards[-1] > rewards[0]

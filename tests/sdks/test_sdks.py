@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from sdks.environments import python_of
 from sdks.matrix import FILE, Cells, check_spans, examine
-from sdks.recipes import EXAMPLES, HERE, RECIPES, Recipe
+from sdks.recipes import EXAMPLES, HERE, RECIPES, ROOT, Recipe
 from sdks.trial import GROUP, TASKS, Runner, try_out
 from whet.types import Call, digest_tokens
 
@@ -34,6 +36,50 @@ def _runner(recipe: Recipe) -> Runner:
         environment["PATH"] = f"{beside}{os.pathsep}{os.environ['PATH']}"
     agent = f"{EXAMPLES / recipe.example}.py:{recipe.function}"
     return Runner(python_of(recipe.pins), agent, environment, tracer=recipe.tracer)
+
+
+def run_example(pins: str, script: str, *arguments: str, path: str = "") -> str:
+    """Run a script of the examples with whet here, beside the packages of an SDK."""
+    [packages] = python_of(pins).parents[1].glob("lib/python3*/site-packages")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(packages)]),
+        "PATH": os.pathsep.join([*([path] if path else []), os.environ["PATH"]]),
+    }
+    done = subprocess.run(
+        [sys.executable, EXAMPLES.parent / script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    # It ends with 1 if all attempts of a group succeed or fail alike.
+    assert done.returncode == 0 or "nothing was trained" in done.stderr, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_strands_example_collects_trains_and_evaluates(tmp_path: Path) -> None:
+    small = ("--steps", "1", "--held-out", "2", "--dir", str(tmp_path))
+    said = run_example("strands", "strands_math/pipeline.py", "all", *small)
+    assert "of 2 rollouts" in said
+    assert "TITO rate 100%" in said
+    report = json.loads((tmp_path / "runs" / "strands-math" / "report.json").read_text())
+    assert (report["steps"], report["rollouts"], report["unproven_rows"]) == (1, 64, 0)
+    [compared] = tmp_path.glob("runs/eval-*/report.json")
+    assert [*json.loads(compared.read_text())["models"]] == ["base", "trained"]
+
+
+def test_the_agent_framework_example_trains(tmp_path: Path) -> None:
+    small = ("--steps", "1", "--tasks-per-step", "1", "--held-out", "1", "--name", "run")
+    run_example(
+        "agent-framework",
+        "agent_framework_math/train.py",
+        *(*small, "--dir", str(tmp_path)),
+        path=str(python_of("mcp-server-calculator").parent),
+    )
+    report = json.loads((tmp_path / "runs" / "run" / "report.json").read_text())
+    assert (report["steps"], report["rollouts"], report["unproven_rows"]) == (1, 8, 0)
 
 
 def test_a_recorder_has_the_tokens_of_the_store(
