@@ -2,15 +2,19 @@
 
 import asyncio
 import hmac
-import json
 import logging
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from whet.agl.store.base import LightningStore, LightningStoreCapabilities
-from whet.agl.store.rpc import HEALTH, METHODS, PREFIX, Method
+from whet.agl.store.rpc import HEALTH, METHODS, PREFIX
 from whet.errors import WhetError
 from whet.io.server import AppServer
+from whet.store.http.errors import RefusedRequest
 from whet.store.http.token import make_token
 
 logger = logging.getLogger(__name__)
@@ -95,72 +99,61 @@ class LightningStoreServer(LightningStore):
         return object.__getattribute__(self, name)
 
 
-def build_app(store: LightningStore, token: str) -> ASGIApp:
-    """Build the ASGI app: a POST for each method, and a health check.
-
-    Plain ASGI: for requests this small, a framework would take as long as the store.
-    """
+def build_app(store: LightningStore, token: str) -> Starlette:
+    """Build the app: a POST for each method, and a health check."""
     expected = f"Bearer {token}".encode()
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"]
-        if path == HEALTH:
-            status, body = 200, b'{"status": "ok"}'
-        elif not hmac.compare_digest(_find_header(scope, b"authorization"), expected):
-            status, body = _refuse(
+    async def call(request: Request) -> Response:
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+            raise RefusedRequest(
                 401, "send the store's token: WHET_STORE_TOKEN, or .whet/store.token"
             )
-        elif not path.startswith(PREFIX) or (name := path.removeprefix(PREFIX)) not in METHODS:
-            status, body = _refuse(404, f"unknown method {path.removeprefix(PREFIX)!r}")
-        elif scope["method"] != "POST":
-            status, body = _refuse(405, f"send a POST to {path}")
-        elif (read := await _read_body(receive)) is None:
-            status, body = _refuse(413, f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB")
-        else:
-            status, body = await _call(store, METHODS[name], read)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    return app
-
-
-async def _call(store: LightningStore, method: Method, body: bytes) -> tuple[int, bytes]:
-    try:
-        arguments = method.load(body)
+        method = METHODS.get(request.path_params["name"])
+        if method is None:
+            raise RefusedRequest(404, f"unknown method {request.path_params['name']!r}")
+        arguments = method.load(await _read_body(request))
         if method.name == "wait_for_rollouts":
             timeout = arguments.get("timeout")
             arguments["timeout"] = MAX_WAIT_S if timeout is None else min(timeout, MAX_WAIT_S)
         result = await getattr(store, method.name)(**arguments)
-        return 200, method.dump_result(arguments, result)
-    except ValueError as error:  # pydantic's errors are too
-        return _refuse(400, str(error))
-    except WhetError as error:
-        return _refuse(503, str(error))
+        return Response(method.dump_result(arguments, result), media_type="application/json")
+
+    return Starlette(
+        routes=[
+            Route(HEALTH, _report_health),
+            Route(PREFIX + "{name}", call, methods=["POST"]),
+        ],
+        exception_handlers=dict.fromkeys(
+            (ValueError, WhetError, HTTPException, ClientDisconnect), _refuse
+        ),
+    )
 
 
-async def _read_body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if it is too large."""
+async def _report_health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    match error:
+        case RefusedRequest():
+            status = error.status
+        case HTTPException():  # of routes
+            status = error.status_code
+        case ValueError() | ClientDisconnect():  # pydantic's errors are ValueErrors
+            status = 400
+        case _:
+            status = 503
+    return JSONResponse({"error": str(error)}, status)
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body of a request. Raises RefusedRequest if it is too large."""
     parts: list[bytes] = []
-    size, is_complete = 0, False
-    while not is_complete:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return b""
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
+    size = 0
+    async for chunk in request.stream():
+        parts.append(chunk)
+        size += len(chunk)
         if size > MAX_BODY_BYTES:
-            return None
-        is_complete = not message.get("more_body", False)
+            limit = MAX_BODY_BYTES // 2**20
+            raise RefusedRequest(413, f"the body is larger than {limit} MiB")
     return b"".join(parts)
-
-
-def _find_header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _refuse(status: int, message: str) -> tuple[int, bytes]:
-    return status, json.dumps({"error": message}).encode()
