@@ -96,8 +96,7 @@ class Diagnostics:
             ):
                 return {
                     "other-address": f"rollout {rollout} failed and none of its calls reached the "
-                    f"gateway ({failure.message:.120}): does {clients[0]!r} use another server? "
-                    f"{CLIENT_HINT}"
+                    f"gateway: does {clients[0]!r} use another server? {CLIENT_HINT}"
                 }
             return {}
         if self._calls[group]:
