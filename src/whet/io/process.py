@@ -76,7 +76,7 @@ def sigterm_interrupts() -> Generator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not of Python
 
 
 def interrupt_on_sigterm() -> None:
