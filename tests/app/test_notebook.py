@@ -75,7 +75,7 @@ def test_rollouts_are_shown_and_a_model_is_served_inside_a_running_event_loop(
 
     assert anyio.run(cells) >= 0
     shown = capsys.readouterr().out
-    assert "│ train-000000-001 │" in shown
+    assert "\ntrain-000000-001 " in shown
     assert "call 1  chat, policy" in shown
 
 
