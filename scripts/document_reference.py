@@ -40,7 +40,10 @@ def signature(name: str, found: object) -> str:
         return f"class {name}"
     prefix = "class " if inspect.isclass(found) else "def "
     parameters = str(inspect.signature(found))  # type: ignore[arg-type]
-    return f"{prefix}{name}{parameters}".replace("whet.types.rollouts.", "").replace("'", "")
+    text = f"{prefix}{name}{parameters}".replace("whet.types.rollouts.", "").replace("'", "")
+    # Versions of Python print these otherwise: paths since 3.13, `Any` and unions since 3.14.
+    text = text.replace("pathlib._local.", "pathlib.").replace("typing.", "")
+    return re.sub(r"Union\[(\w+), (Literal\[\w+\])\]", r"\1 | \2", text)
 
 
 def methods(found: type) -> Iterator[str]:
