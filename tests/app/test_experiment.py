@@ -76,7 +76,8 @@ def test_evaluations_during_training_need_held_out_tasks(tmp_path: Path) -> None
         whet.train(agent, TASKS, dir=str(tmp_path), evaluation={"patience": 1})
 
 
-@pytest.mark.parametrize("weights", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["lora", "full"])
 def test_a_run_starts_from_another_by_name_folder_checkpoint_or_model(
     tmp_path: Path, model: Path, weights: str
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_judge_ranks_the_groups_of_a_run_and_its_cost_is_reported(
     assert all(len(t.calls) == 1 and t.reward == 0 and spans == 1 for t, spans in stored)
 
 
+@pytest.mark.slow
 def test_a_judge_that_fails_leaves_the_rewards_of_its_group(tmp_path: Path, model: Path) -> None:
     async def own(task: str, llm: whet.Endpoint) -> float:
         return size(await ask(llm, task, llm.model))
@@ -95,6 +96,7 @@ def test_a_judge_that_fails_leaves_the_rewards_of_its_group(tmp_path: Path, mode
     assert "judge/score" not in metrics
 
 
+@pytest.mark.slow
 def test_the_base_model_of_the_run_is_a_judge_that_is_never_trained(
     tmp_path: Path, model: Path
 ) -> None:
@@ -114,6 +116,7 @@ def test_the_base_model_of_the_run_is_a_judge_that_is_never_trained(
     assert result.steps[0].metrics["calls"] == 8
 
 
+@pytest.mark.slow
 def test_the_judge_of_an_agent_scores_its_training_and_its_evaluation(
     tmp_path: Path, model: Path
 ) -> None:

@@ -55,6 +55,7 @@ def test_train_works_inside_a_running_event_loop(model: Path, tmp_path: Path) ->
     assert len(result.steps) == 1
 
 
+@pytest.mark.slow
 def test_rollouts_are_shown_and_a_model_is_served_inside_a_running_event_loop(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_dry_run_takes_no_name(model: Path, tmp_path: Path) -> None:
     assert trainer.fit(agent, [1.0]).run.name == "it"
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_leaves_its_name_free(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,7 +152,8 @@ def test_a_run_whose_gateways_are_killed_loses_nothing_and_blames_no_agent(tmp_p
     assert result.total("failed_rollouts") == 0
 
 
-@pytest.mark.parametrize("loop", ["on_policy", pytest.param("overlapped", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["on_policy", "overlapped"])
 def test_several_updates_a_step_are_all_done_again_or_not_at_all(tmp_path: Path, loop: str) -> None:
     folder = new_run(tmp_path, loop, mini_batches=2, epochs=2)
     with pytest.raises(Stop):
@@ -189,6 +190,7 @@ def test_an_overlapped_run_loses_nothing_either(
         assert metrics["off_policy_tokens"] > 0 or metrics.get("logprob_gap", 0.0) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_commit_did_not_happen(tmp_path: Path) -> None:
     folder = new_run(tmp_path)
     with pytest.raises(Stop):
@@ -213,6 +215,7 @@ def test_a_lost_checkpoint_is_said_and_nothing_is_trained_on_top_of_the_wrong_we
         go(folder, Breaking())
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_only_looked_at(tmp_path: Path) -> None:
     folder = new_run(tmp_path)
     first = go(folder, Breaking()).as_json()

@@ -49,7 +49,7 @@ def test_tiny_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_folder_without_a_model_is_described(tmp_path: Path) -> None:
-    assert "it is empty; expected 'tiny', 'smollm2', a folder" in complaint(str(tmp_path))
+    assert "it is empty; expected 'tiny', 'smollm2', a run" in complaint(str(tmp_path))
     for number in range(7):
         (tmp_path / f"{number}.bin").touch()
     assert "no config.json, but 0.bin, 1.bin, 2.bin, 3.bin, 4.bin, ...;" in complaint(str(tmp_path))

@@ -246,6 +246,7 @@ def work_and_be_killed(path: Path, name: str, after: int) -> list[list[str]]:
     return [line.split() for line in lines if line.endswith("\n")]
 
 
+@pytest.mark.slow
 async def test_whatever_was_acknowledged_is_there_however_often_the_process_is_killed(
     path: Path,
 ) -> None:

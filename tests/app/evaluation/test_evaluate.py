@@ -119,6 +119,7 @@ def test_an_agent_that_raises_is_not_tried_again_and_counts(tmp_path: Path, mode
     assert "ValueError" in str(evaluation.comparison.as_json()["base"])
 
 
+@pytest.mark.slow
 def test_a_finished_evaluation_takes_further_models_and_repeats_nothing(
     tmp_path: Path, model: Path
 ) -> None:

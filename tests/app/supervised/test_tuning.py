@@ -147,6 +147,7 @@ def total_tokens(result: FineTuning) -> float:
     return sum(step.metrics["trained_tokens"] for step in result.steps)
 
 
+@pytest.mark.slow
 def test_best_and_worst_of_a_group_are_a_pair(run: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = settings(tmp_path, "pairs", held_out=0, epochs=3)
     result = whet.dpo(from_run=run, quiet=True, **given)

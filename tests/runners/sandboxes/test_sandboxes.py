@@ -78,6 +78,7 @@ def test_a_command_that_forks_without_end_is_bounded(sandbox: str, gateway: str)
     assert run(make(sandbox, "show_home"), gateway) == 1
 
 
+@pytest.mark.slow
 @each_local
 def test_a_command_that_fills_the_disk_is_stopped(sandbox: str, gateway: str) -> None:
     agent = make(f"{sandbox},disk_mb=8", "fill_disk", "400")
