@@ -34,6 +34,7 @@ MAX_LOGIT_GAP = 0.5
 """Mean difference in logits up to which two implementations agree; far above bf16 rounding in most
 models, see `_max_gap`."""
 MAX_LOGIT_GAP_FP32 = 0.01
+"""The same in fp32, where rounding moves no model far."""
 DISTURBED_RUNS = 4
 """Passes by which the effect of rounding is measured."""
 COMPARED_LOGITS = 100

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _lock = threading.Lock()
-_waiting = "_whet_certificates"
+_WAITING = "_whet_certificates"
 """Attribute of a context: the arguments with which its certificates are to be read."""
 
 
@@ -29,14 +29,14 @@ def defer_certificates() -> None:
             load(self, cafile, capath, cadata)  # what is wrong is an error at once
         else:
             with _lock:
-                self.__dict__.setdefault(_waiting, []).append((cafile, capath, cadata))
+                self.__dict__.setdefault(_WAITING, []).append((cafile, capath, cadata))
 
     def load_first(name: str) -> None:
         method = getattr(context, name)
 
         def after_loading(self: ssl.SSLContext, *args: Any, **options: Any) -> Any:
             with _lock:
-                for sources in self.__dict__.pop(_waiting, ()):
+                for sources in self.__dict__.pop(_WAITING, ()):
                     load(self, *sources)
             return method(self, *args, **options)
 
