@@ -133,6 +133,30 @@ async def test_many_attempts_share_a_process_its_event_loop_and_its_globals(
     assert [group[0].reward for group in groups] == [1.0] * 6
 
 
+BARRIER = """
+import os, pathlib, time
+folder = pathlib.Path(__file__).parent
+(folder / f"{os.getpid()}.loading").touch()
+deadline = time.monotonic() + 20
+# This process and the first of the pool load it by themselves, the two others together.
+while len(list(folder.glob("*.loading"))) == 3:
+    assert time.monotonic() < deadline, "alone"
+    time.sleep(0.01)
+def solve(task, llm):
+    return 1.0
+"""
+
+
+async def test_processes_load_the_agent_at_the_same_time(
+    store: SQLiteStore, tmp_path: Path
+) -> None:
+    file = tmp_path / "barrier.py"
+    file.write_text(BARRIER)
+    agent = load_function(f"{file}:solve")
+    groups = await run(agent, ["a"] * 12, store, processes=3, concurrency=12)
+    assert [group[0].reward for group in groups] == [1.0] * 12
+
+
 async def test_by_default_an_agent_with_a_name_gets_half_of_many_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

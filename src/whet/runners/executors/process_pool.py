@@ -90,7 +90,13 @@ class ProcessPool(Executor):
             ConfigError: the agent cannot be loaded in a process.
         """
         pool = cls(spec, processes, attempts_each, tracer, python)
-        pool._workers.append(await _Worker.start(spec, attempts_each, tracer, python))
+        try:
+            worker = await pool._add_worker()
+            await worker.wait_ready()
+        except BaseException:
+            with CancelScope(shield=True):
+                await pool.close()
+            raise
         return pool
 
     async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
@@ -98,14 +104,18 @@ class ProcessPool(Executor):
         is_alone = self._attempts_each == 1 or attempt.rollout.id in self._suspects
         async with self._slots:
             worker = await self._reserve(attempt.id, is_alone=is_alone)
-            has_ended = False
+            has_ended = True  # it has not begun
             try:
+                await worker.wait_ready()
+                has_ended = False
                 # Among others, the process itself cancels an attempt at its limit.
                 with move_on_after(attempt.rollout.timeout_s + REPORT_GRACE_S * (not is_alone)):
                     try:
                         return await worker.run(context, resources)
                     finally:
                         has_ended = worker.has_reported(attempt.id)
+            except ConfigError as error:
+                raise AgentFailed(str(error)) from error
             except _ProcessDied as died:
                 if died.attempts == 1:
                     raise AgentFailed(str(died)) from died
@@ -127,22 +137,21 @@ class ProcessPool(Executor):
             await worker.kill()
 
     async def _reserve(self, attempt: AttemptId, *, is_alone: bool) -> "_Worker":
-        """Choose the process with the fewest attempts, or start one."""
+        """Choose the process with the fewest attempts, or begin to start one."""
         async with self._choosing:
             usable = [worker for worker in self._workers if worker.is_usable]
             best = min(usable, key=lambda worker: len(worker.running), default=None)
             # A suspect may need a process beyond their number.
             may_start = is_alone or len(usable) < self._processes
             if best is None or (best.running and may_start):
-                try:
-                    best = await _Worker.start(
-                        self._spec, self._attempts_each, self._tracer, self._python
-                    )
-                except ConfigError as error:
-                    raise AgentFailed(str(error)) from error
-                self._workers.append(best)
+                best = await self._add_worker()
             best.reserve(attempt, is_alone=is_alone)
             return best
+
+    async def _add_worker(self) -> "_Worker":
+        worker = await _Worker.start(self._spec, self._attempts_each, self._tracer, self._python)
+        self._workers.append(worker)
+        return worker
 
     async def _release(
         self, worker: "_Worker", attempt: AttemptId, *, retire: bool, kill: bool
@@ -170,7 +179,8 @@ class _ProcessDied(Exception):
 class _Worker:
     """One process of the pool."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, settings: Message) -> None:
+        """`settings` are sent to the process, which loads the agent they name."""
         self._process = process
         assert process.stdout is not None
         self._responses = BufferedByteReceiveStream(process.stdout)
@@ -180,37 +190,40 @@ class _Worker:
         self.running: dict[AttemptId, asyncio.Queue[Message]] = {}
         """Messages of each attempt that were not read yet."""
         self.is_retired = False
+        self._loading = asyncio.create_task(self._load(settings))
 
     @classmethod
     async def start(
         cls, spec: str, attempts: int, tracer: TracerName | None, python: str | None
     ) -> "_Worker":
+        """Start the process; it is ready later, so that several can load the agent at once."""
         process = await anyio.open_process(
             [python or sys.executable, "-m", "whet.runners.executors.pool_worker"],
             stdout=-1,
             stderr=None,
             start_new_session=True,
         )
-        worker = cls(process)
-        settings: Message = {"spec": spec, "tracer": tracer, "attempts": attempts}
+        # Another interpreter has packages of its own.
+        path: JsonValue = None if python else list(sys.path)
+        return cls(process, {"spec": spec, "tracer": tracer, "attempts": attempts, "path": path})
+
+    async def wait_ready(self) -> None:
+        """Wait until the process has loaded the agent. Raises ConfigError if it cannot."""
+        await asyncio.shield(self._loading)
+
+    async def _load(self, settings: Message) -> None:
         try:
             with fail_after(START_TIMEOUT_S):
-                # Another interpreter has packages of its own.
-                path: JsonValue = None if python else list(sys.path)
-                await worker._send({**settings, "path": path})
-                response = await worker._receive()
+                await self._send(settings)
+                response = await self._receive()
         except (TimeoutError, _ProcessDied, AgentFailed) as error:
-            await worker.kill()
+            self.is_retired = True
+            spec = settings["spec"]
             raise ConfigError(f"cannot start a process for the agent {spec!r}: {error}") from error
-        except BaseException:
-            with CancelScope(shield=True):
-                await worker.kill()
-            raise
         if "error" in response:
-            await worker.kill()
+            self.is_retired = True
             raise ConfigError(str(response["error"]))
-        worker._reader = asyncio.create_task(worker._read())
-        return worker
+        self._reader = asyncio.create_task(self._read())
 
     @property
     def is_usable(self) -> bool:
@@ -282,6 +295,7 @@ class _Worker:
         """Kill the process and all processes it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._loading.cancel()
         if self._reader is not None:
             self._reader.cancel()
         await self._process.aclose()
