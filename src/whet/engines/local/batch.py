@@ -41,7 +41,8 @@ class KVCache(Cache):
     def __init__(self, positions: int = 0, layers: int = 1) -> None:
         """With `positions` the pool has a fixed size and never moves in memory.
 
-        It is then one tensor for all `layers`, so that moving rows is one kernel, not many.
+        It is then one tensor for all `layers`, so that copying a row is one kernel, not many, and
+        rows change places by their slots alone.
         """
         super().__init__(layers=[])
         self.positions = positions
@@ -54,6 +55,8 @@ class KVCache(Cache):
         """The ids whose keys and values each row holds, from position 0."""
         self.length_S: NDArray[np.int64] = np.empty(0, np.int64)
         """Number of tokens each row holds."""
+        self.slot_S: NDArray[np.int64] = np.empty(0, np.int64)
+        """Where each row is in the pool, in units of `capacity`."""
         self.used_S: NDArray[np.int64] = np.empty(0, np.int64)
         """The pass in which each row was last active, to evict the oldest first."""
         self.read_rows: slice | Sequence[int] | None = None
@@ -119,6 +122,7 @@ class KVCache(Cache):
         tokens_SL[: len(keep), :columns] = self.tokens_SL[keep, :columns]
         self.tokens_SL = tokens_SL
         grown = (0, rows - len(keep))
+        old_slots, self.slot_S = self.slot_S[keep], np.arange(rows)
         self.length_S = np.pad(self.length_S[keep].clip(max=columns), grown)
         self.used_S = np.pad(self.used_S[keep], grown)
         self.capacity = capacity
@@ -127,18 +131,18 @@ class KVCache(Cache):
             for block_XPHD in old_blocks:
                 self._add_block(block_XPHD, heads=block_XPHD.shape[-2])
         for old_XPHD, new_XPHD in zip(old_blocks, self._blocks, strict=True):
-            self._copy_rows(old_XPHD, old_shape, keep, new_XPHD, range(len(keep)), held)
+            self._copy_rows(old_XPHD, old_shape, old_slots, new_XPHD, self.slot_S[: len(keep)], held)
 
     def _copy_rows(
         self,
         old_XPHD: Tensor,
         old_shape: tuple[int, int],
-        sources: Sequence[int],
+        sources: NDArray[np.int64],
         new_XPHD: Tensor,
-        targets: Sequence[int],
+        targets: NDArray[np.int64],
         columns: int,
     ) -> None:
-        """Copy the first columns of rows all at once: sources and targets may overlap."""
+        """Copy the first columns of slots all at once: sources and targets may overlap."""
         if not columns or not len(sources):
             return
         olds = _by_row(old_XPHD, *old_shape)
@@ -167,46 +171,47 @@ class KVCache(Cache):
         """Permute the first rows: row `i` becomes what row `order_S[i]` was."""
         order = np.asarray(order_S, np.int64)
         moved = np.flatnonzero(order != np.arange(len(order)))
-        if not len(moved):
-            return
-        sources = order[moved]
-        columns = int(self.length_S[moved].max())
-        shape = (self.rows, self.capacity)
-        for block_XPHD in self._blocks:
-            self._copy_rows(
-                block_XPHD, shape, sources.tolist(), block_XPHD, moved.tolist(), columns
-            )
-        for array in (self.tokens_SL, self.length_S, self.used_S):
-            array[moved] = array[sources]
+        if len(moved):
+            self._move(moved, order[moved])
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows."""
-        if a == b:
-            return
-        order = list(range(max(a, b) + 1))
-        order[a], order[b] = b, a
-        self.reorder(order)
+        if a != b:
+            self._move(np.array([a, b]), np.array([b, a]))
+
+    def _move(self, targets: NDArray[np.int64], sources: NDArray[np.int64]) -> None:
+        """Make each target row what its source was; both are the same rows."""
+        if self.positions:  # attention reads a row by its slot, so nothing has to be copied
+            self.slot_S[targets] = self.slot_S[sources]
+        else:  # attention reads neighboring rows
+            columns, shape = int(self.length_S[sources].max()), (self.rows, self.capacity)
+            for block_XPHD in self._blocks:
+                self._copy_rows(block_XPHD, shape, sources, block_XPHD, targets, columns)
+        for array in (self.tokens_SL, self.length_S, self.used_S):
+            array[targets] = array[sources]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Make row `target` hold the first `length` positions of `source`, and nothing else."""
         if source != target:
             for block_XPHD in self._blocks:
                 rows_XSLHD = _by_row(block_XPHD, self.rows, self.capacity)
-                rows_XSLHD[:, target, :length] = rows_XSLHD[:, source, :length]
+                into, out_of = self.slot_S[[target, source]]
+                rows_XSLHD[:, into, :length] = rows_XSLHD[:, out_of, :length]
             self.tokens_SL[target, :length] = self.tokens_SL[source, :length]
         self.tokens_SL[target, length:] = NO_TOKEN
         self.length_S[target] = length
 
     def longest_prefix(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
         """Find (row, length) of the longest prefix of `tokens` that some row holds."""
-        return longest_prefix(self.tokens_SL, tokens)
+        held = np.flatnonzero(self.length_S)
+        return longest_prefix(self.tokens_SL[: held[-1] + 1 if len(held) else 0], tokens)
 
     def clear(self) -> None:
         """Drop all keys and values: the weights they were computed with changed."""
         rows = self.rows if self.positions else self.active
         self.tokens_SL = np.full((rows, self.capacity), NO_TOKEN, np.int32)
         self.length_S = np.zeros(rows, np.int64)
-        self.used_S = self.used_S[:rows]
+        self.slot_S, self.used_S = self.slot_S[:rows], self.used_S[:rows]
         # A masked column still takes part with weight zero, so a NaN must not stay in memory.
         if self.positions:
             for block_XPHD in self._blocks:

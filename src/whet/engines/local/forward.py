@@ -30,6 +30,8 @@ Ids = NDArray[np.int64]
 
 MIN_PREFILL_WIDTH = 16
 """Columns of the narrowest prefill; wider ones are powers of two."""
+MIN_PREFILL_TOKENS = 512
+"""Padded tokens of the smallest prefill: fewer take a GPU as long, and each shape is captured."""
 MAX_LOGIT_GAP = 0.5
 """Mean difference in logits up to which two implementations agree; far above bf16 rounding in most
 models, see `_max_gap`."""
@@ -82,7 +84,7 @@ class BatchLayout(NamedTuple):
         ids_BT, position_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         index_BT = np.full(shape, cache.padding_position, np.int64)
         base_B = np.full(shape[0], cache.padding_position, np.int64)
-        base_B[: len(rows)] = np.asarray(rows) * cache.capacity
+        base_B[: len(rows)] = cache.slot_S[list(rows)] * cache.capacity
         for i, (row, new) in enumerate(zip(rows, news, strict=True)):
             count = len(new)
             ids_BT[i, :count] = new
@@ -98,7 +100,7 @@ class BatchLayout(NamedTuple):
         base_B = np.full(rows, cache.padding_position, np.int64)
         ids_BT[:active, 0] = token_B
         position_BT[:active, 0] = cache.length_S[:active]
-        base_B[:active] = np.arange(active) * cache.capacity
+        base_B[:active] = cache.slot_S[:active] * cache.capacity
         return cls(ids_BT, position_BT, base_B[:, None] + position_BT, base_B)
 
 
@@ -156,8 +158,7 @@ class CudaGraphForward(Forward):
         """Memory that the graphs share, since only one runs at a time."""
 
     def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
-        width = max(MIN_PREFILL_WIDTH, _power_of_two(max(map(len, news))))
-        shape = (round_rows(len(rows)), width)
+        shape = prefill_shape(len(rows), max(map(len, news)))
         self._run(BatchLayout.of_prefill(self.cache, rows, news, shape))
         self.cache.extend(rows, news)
 
@@ -317,6 +318,16 @@ def _logit_gap(found_V: Tensor, expected_V: Tensor) -> float:
     """Mean difference of the logits that are expected to be highest."""
     top = expected_V.topk(min(COMPARED_LOGITS, len(expected_V))).indices
     return (found_V[top] - expected_V[top]).abs().mean().item()
+
+
+def prefill_shape(rows: int, width: int) -> tuple[int, int]:
+    """Round rows and width up to powers of two, and the rows to a least number of tokens.
+
+    A shape takes a tenth of a second to capture, and requests that arrive one by one would need
+    many.
+    """
+    width = max(MIN_PREFILL_WIDTH, _power_of_two(width))
+    return max(_power_of_two(rows), MIN_PREFILL_TOKENS // width), width
 
 
 def round_rows(rows: int) -> int:
