@@ -11,8 +11,8 @@ class CheckpointsConfig(Section):
     """Checkpoints, which are written while the next step runs."""
 
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps between checkpoints; one is left out while another is still being written. A resumed
-    run repeats the updates since the last one from their stored rollouts."""
+    """Steps between checkpoints; one is left out where writing would take more than a fifth of the
+    time. A resumed run repeats the updates since the last one from their stored rollouts."""
     keep: Annotated[int, Field(ge=1)] = 1
     """Newest checkpoints to keep, besides that of the best evaluated step."""
 

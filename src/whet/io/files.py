@@ -6,6 +6,7 @@ And a folder in memory, for those that need not.
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -21,6 +22,10 @@ from whet.errors import ConfigError
 PARTIAL = ".{}.partial"
 """Name of a file or folder while it is written, by its final name."""
 _PARTIAL_NAME = re.compile(re.escape(PARTIAL).replace(r"\{\}", "(.+)"))
+
+SYNC_BYTES = 16 * 2**20
+"""Bytes of a file that are written to disk at a time: a sync of another file, such as a commit of
+the store, waits for what was queued before it."""
 
 MEMORY = Path("/dev/shm")
 """Linux's file system in memory."""
@@ -64,8 +69,14 @@ def final_path(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Write a file or folder to disk, a large file in parts."""
+    size = path.stat().st_size if path.is_file() else 0
+    descriptor = os.open(path, os.O_RDWR if size > SYNC_BYTES else os.O_RDONLY)
     try:
+        if size > SYNC_BYTES:
+            with mmap.mmap(descriptor, size) as content:
+                for start in range(0, size, SYNC_BYTES):
+                    content.flush(start, min(SYNC_BYTES, size - start))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -6,6 +6,7 @@ is sampled again, and on a CPU the weights are the same bit for bit.
 """
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -21,19 +22,31 @@ from whet.training.step import Plan, Stopwatch, Update, collect_step, update_pol
 from whet.training.stopping import best_step
 from whet.types import StepRecord
 
-BUSY_AFTER_S = 0.25
-"""Seconds to wait for the checkpoint before, rather than to leave one out."""
+QUICK_S = 0.25
+"""Checkpoints that are written in so many seconds are never left out."""
+MAX_SHARE = 0.2
+"""Share of the time in which others may be written: the store needs the disk as well."""
 
 
 class Checkpoints:
     """Writer of a run's checkpoints, one at a time, in a thread. A context: leaving it waits."""
 
-    def __init__(self, folder: Path, trainer: TrainingBackend, config: RunConfig) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        trainer: TrainingBackend,
+        config: RunConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.folder = folder
+        self._clock = clock
         self._trainer = trainer
         self._config = config.checkpoints
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[float] | None = None
+        """Returns the seconds it took."""
+        self._began = 0.0
         self._newest = ""
         """Name of the checkpoint that was written last, or is being written."""
 
@@ -52,19 +65,18 @@ class Checkpoints:
     async def save(self, done: Sequence[StepRecord]) -> None:
         """Begin to write the checkpoint of the last step, which need not be committed, if due.
 
-        It is left out while another is still being written, unless it is the best: large weights
-        take longer to write than a step takes.
+        It is left out while another is still being written, or was written not long ago, unless it
+        is the best: large weights take longer to write than a step takes.
 
         Raises:
             TrainerError: the checkpoint before could not be written.
         """
         step = done[-1]
         if step is not best_step(done) and (
-            (step.step + 1) % self._config.every or await self._is_busy()
+            (step.step + 1) % self._config.every or await self._is_too_early()
         ):
             return
-        await self._begin(step)
-        self._delete_others(done[:-1])
+        await self._begin(step, delete_others_of=done[:-1])
 
     async def finish(self, done: Sequence[StepRecord]) -> None:
         """Write the checkpoint of the last step, all of which are committed, unless it exists."""
@@ -72,27 +84,44 @@ class Checkpoints:
             return
         exists = (self.folder / done[-1].checkpoint).is_dir()
         if self._newest != done[-1].checkpoint and not exists:
-            await self._begin(done[-1])
-        await self._wait()
-        self._delete_others(done)
+            await self._begin(done[-1], delete_others_of=done[:-1])
+        await self.wait()
+        await to_thread.run_sync(self._delete_others, done)
 
-    async def _begin(self, step: StepRecord) -> None:
-        await self._wait()
+    async def _begin(self, step: StepRecord, *, delete_others_of: Sequence[StepRecord]) -> None:
+        await self.wait()
         write = await self._trainer.snapshot()
-        self._newest = step.checkpoint
-        self._writing = self._thread.submit(self._write, write, self.folder / step.checkpoint)
+        self._newest, self._began = step.checkpoint, self._clock()
+        file, kept = self.folder / step.checkpoint, list(delete_others_of)
+        self._writing = self._thread.submit(self._write, write, file, kept)
 
-    def _write(self, write: Callable[[Path], None], folder: Path) -> None:
+    def _write(
+        self, write: Callable[[Path], None], folder: Path, committed: Sequence[StepRecord]
+    ) -> float:
+        """Write a checkpoint, in the thread; returns the seconds it took."""
+        began = self._clock()
+        self._delete_others(committed)
         with boundary(TrainerError, f"cannot write the checkpoint {str(folder)!r}"):
             write(folder)
+        return self._clock() - began
 
-    async def _is_busy(self) -> bool:
-        """Whether the checkpoint before is still being written, after a moment of patience."""
-        if self._writing is not None:
-            await to_thread.run_sync(partial(wait, [self._writing], BUSY_AFTER_S))
-        return self._writing is not None and not self._writing.done()
+    async def _is_too_early(self) -> bool:
+        """Whether the checkpoint before is being written, or writing one would take too much time.
 
-    async def _wait(self) -> None:
+        A quick one is waited for.
+        """
+        if self._writing is None:
+            return False
+        quick = QUICK_S - (self._clock() - self._began)
+        if not self._writing.done() and quick > 0:
+            await to_thread.run_sync(partial(wait, [self._writing], quick))
+        if not self._writing.done():
+            return True
+        took = self._writing.result()
+        return took > QUICK_S and self._clock() - self._began < took / MAX_SHARE
+
+    async def wait(self) -> None:
+        """Wait until no checkpoint is being written. Raises TrainerError if one cannot be."""
         if self._writing is not None:
             await to_thread.run_sync(self._writing.result)
 

@@ -131,7 +131,9 @@ class KVCache(Cache):
             for block_XPHD in old_blocks:
                 self._add_block(block_XPHD, heads=block_XPHD.shape[-2])
         for old_XPHD, new_XPHD in zip(old_blocks, self._blocks, strict=True):
-            self._copy_rows(old_XPHD, old_shape, old_slots, new_XPHD, self.slot_S[: len(keep)], held)
+            self._copy_rows(
+                old_XPHD, old_shape, old_slots, new_XPHD, self.slot_S[: len(keep)], held
+            )
 
     def _copy_rows(
         self,
