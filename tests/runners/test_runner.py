@@ -1,8 +1,10 @@
 import math
 import threading
 import time
+from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import whet
@@ -14,7 +16,7 @@ from whet.errors import ConfigError
 from whet.io.genai_spans import build_refusal
 from whet.runners.runner import RELEASED, Runner
 from whet.store.sqlite import SQLiteStore
-from whet.types import CallId, Endpoint, FailureKind, Rollout, Status, Target
+from whet.types import Attempt, CallId, Endpoint, FailureKind, Rollout, Status, Target
 
 pytestmark = pytest.mark.anyio
 
@@ -59,6 +61,45 @@ async def test_many_attempts_run_at_once(store: SQLiteStore) -> None:
         return 1.0
 
     assert len(await run(one, list(range(32)), store)) == 32
+
+
+class ClaimCounter(SQLiteStore):
+    """Counts claims: how many there were, and how many at once."""
+
+    total = open = most = 0
+
+    async def claim(self, worker: str, *, lease_s: float, wait_s: float) -> Attempt | None:
+        self.total += 1
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            return await super().claim(worker, lease_s=lease_s, wait_s=wait_s)
+        finally:
+            self.open -= 1
+
+
+async def test_an_idle_runner_waits_with_one_claim_and_a_busy_one_makes_many(
+    tmp_path: Path,
+) -> None:
+    async with ClaimCounter(tmp_path / "store.db") as store:
+        runner = Runner(
+            lambda task: 1.0,
+            RunnerConfig(concurrency=64),
+            store=store,
+            endpoints=FixedEndpoint(endpoint),
+        )
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(runner.run)
+                while not await store.workers():
+                    await anyio.lowlevel.checkpoint()
+                assert (store.total, store.most) == (1, 1)
+                ids = [f"r{n}" for n in range(64)]
+                await store.enqueue([Rollout(id=id, task="a", group=id) for id in ids])
+                await store.wait(ids)
+                assert store.most > 8
+                assert store.total < 64 + 64
+                tasks.cancel_scope.cancel()
 
 
 async def test_the_last_emitted_reward_counts_where_none_is_returned(store: SQLiteStore) -> None:

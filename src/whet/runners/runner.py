@@ -39,8 +39,10 @@ from whet.types import Attempt, AttemptId, Failure, FailureKind, Outcome
 logger = logging.getLogger(__name__)
 
 CLAIM_WAIT_S = 30.0
-MAX_CONCURRENT_CLAIMS = 32
-"""A remote store takes a round trip for a claim, and batches concurrent ones."""
+MAX_CONCURRENT_CLAIMS = 128
+"""A store commits concurrent claims together."""
+CLAIM_GROWTH = 8
+"""How many times as many claims follow those that all succeeded."""
 
 RELEASED = Outcome(
     failure=Failure(
@@ -132,9 +134,7 @@ class Runner:
             leases.start_soon(self._renew_leases)
             async with create_task_group() as attempts:
                 with self._claiming:
-                    async with create_task_group() as claims:
-                        for _ in range(min(MAX_CONCURRENT_CLAIMS, self._capacity)):
-                            claims.start_soon(self._claim, attempts, execution)
+                    await self._claim_forever(attempts, execution)
                 with move_on_after(self._grace_s):
                     while self._running:
                         await self._slots.acquire()
@@ -144,16 +144,44 @@ class Runner:
             leases.cancel_scope.cancel()
         await self._release_orphans()
 
-    async def _claim(self, attempts: TaskGroup, execution: AttemptExecution) -> None:
+    async def _claim_forever(self, attempts: TaskGroup, execution: AttemptExecution) -> None:
+        """Wait for a rollout with one claim; while all claims succeed, make more at once."""
+        wanted = 1
         while True:
-            await self._slots.acquire()
+            count = await self._take_slots(wanted)
             await self._endpoints.wait_ready()
-            attempt = await self._store.claim(self.name, lease_s=self._lease_s, wait_s=CLAIM_WAIT_S)
-            if attempt is None:
-                self._slots.release()
-            else:
-                self._running[attempt.id] = CancelScope()
-                attempts.start_soon(self._run_and_release, attempt, execution)
+            wait_s = CLAIM_WAIT_S if wanted == 1 else 0.0
+            claimed: list[Attempt] = []
+            async with create_task_group() as claims:
+                for _ in range(count):
+                    claims.start_soon(self._claim, wait_s, claimed, attempts, execution)
+            is_more = len(claimed) == count
+            wanted = min(CLAIM_GROWTH * wanted, MAX_CONCURRENT_CLAIMS) if is_more else 1
+
+    async def _take_slots(self, most: int) -> int:
+        """Wait for a free slot, and take as many as are free; returns their number."""
+        await self._slots.acquire()
+        taken = 1
+        while taken < most and self._slots.value:
+            self._slots.acquire_nowait()
+            taken += 1
+        return taken
+
+    async def _claim(
+        self,
+        wait_s: float,
+        claimed: list[Attempt],
+        attempts: TaskGroup,
+        execution: AttemptExecution,
+    ) -> None:
+        """Claim a rollout and begin to run it in a slot; without one, give the slot back."""
+        attempt = await self._store.claim(self.name, lease_s=self._lease_s, wait_s=wait_s)
+        if attempt is None:
+            self._slots.release()
+        else:
+            claimed.append(attempt)
+            self._running[attempt.id] = CancelScope()
+            attempts.start_soon(self._run_and_release, attempt, execution)
 
     def drain(self, grace_s: float) -> None:
         """Claim nothing more, wait so long for running attempts, and release those left then."""

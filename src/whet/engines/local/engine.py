@@ -260,7 +260,8 @@ class LocalEngine(Engine):
                 (source, shared), coming = equal, len(tokens) - 1
             else:
                 source, shared = self._cache.longest_prefix(tokens)
-                coming = longest_prefix(fresh[:admitted], tokens)[1]
+                can_gain = shared + MIN_SHARED_PREFIX <= len(tokens)  # by waiting for a prefill
+                coming = longest_prefix(fresh[:admitted], tokens)[1] if can_gain else 0
             if coming >= shared + MIN_SHARED_PREFIX:
                 waiting.add(key)
                 continue
