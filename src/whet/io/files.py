@@ -6,12 +6,11 @@ And a folder in memory, for those that need not.
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import re
 import shutil
 import stat
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -24,8 +23,7 @@ PARTIAL = ".{}.partial"
 _PARTIAL_NAME = re.compile(re.escape(PARTIAL).replace(r"\{\}", "(.+)"))
 
 SYNC_BYTES = 16 * 2**20
-"""Bytes of a file that are written to disk at a time: a sync of another file, such as a commit of
-the store, waits for what was queued before it."""
+"""Bytes that are written before they are synced."""
 
 MEMORY = Path("/dev/shm")
 """Linux's file system in memory."""
@@ -69,17 +67,29 @@ def final_path(path: Path) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Write a file or folder to disk, a large file in parts."""
-    size = path.stat().st_size if path.is_file() else 0
-    descriptor = os.open(path, os.O_RDWR if size > SYNC_BYTES else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        if size > SYNC_BYTES:
-            with mmap.mmap(descriptor, size) as content:
-                for start in range(0, size, SYNC_BYTES):
-                    content.flush(start, min(SYNC_BYTES, size - start))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a large file, and sync it while it grows.
+
+    A sync of another file, such as a commit of the store, waits for what was queued for the disk
+    before it: here for little.
+    """
+    with file.open("wb") as out:
+        unsynced = 0
+        for part in parts:
+            content = memoryview(part)
+            for start in range(0, len(content), SYNC_BYTES):
+                unsynced += out.write(content[start : start + SYNC_BYTES])
+                if unsynced >= SYNC_BYTES:
+                    out.flush()
+                    os.fdatasync(out.fileno())
+                    unsynced = 0
 
 
 class JsonLines:

@@ -4,16 +4,31 @@ import json
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
+from struct import Struct
 
 import torch
-from safetensors import torch as safetensors
 from torch import Tensor
 
-from whet.io.files import atomic_folder
+from whet.io.files import atomic_folder, write_synced
 
 STATE = "state.json"
 PINNED_BYTES = 64 * 2**20
+
+LENGTH = Struct("<Q")
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of types in safetensors files."""
 
 
 class Snapshot:
@@ -49,8 +64,33 @@ class Snapshot:
         tensors, self._tensors = self._tensors, {}
         with atomic_folder(folder) as to:
             for file, named in tensors.items():
-                safetensors.save_file(dict(named), to / file)
+                write_safetensors(named, to / file)
             (to / STATE).write_text(json.dumps({"version": self._version}))
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write tensors in memory to a safetensors file, which is synced while it grows.
+
+    The library's own function writes all of it first, and copies the tensors once more.
+    """
+    # Larger types first, so that each tensor is aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, dict[str, object]] = {}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    packed = json.dumps(header).encode()
+    packed += b" " * (-len(packed) % LENGTH.size)
+    contents = (
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for _, tensor in ordered
+    )
+    write_synced(file, chain([LENGTH.pack(len(packed)), packed], contents))
 
 
 @contextmanager
