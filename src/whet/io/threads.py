@@ -78,6 +78,31 @@ def resolve_all(resolutions: Iterable[Resolution]) -> None:
         call_in_loop(loop, _resolve, mine)
 
 
+class LoopEvent:
+    """An event of the running event loop, which `set_all` sets from any thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._event = asyncio.Event()
+        self.clear = self._event.clear
+        self.set = self._event.set
+        self.wait = self._event.wait
+
+
+def set_all(events: Iterable[LoopEvent]) -> None:
+    """Set events of any event loops, from any thread; each loop is woken once for all its own."""
+    by_loop = defaultdict[asyncio.AbstractEventLoop, list[LoopEvent]](list)
+    for event in events:
+        by_loop[event.loop].append(event)
+    for loop, mine in by_loop.items():
+        call_in_loop(loop, _set, mine)
+
+
+def _set(events: Iterable[LoopEvent]) -> None:
+    for event in events:
+        event.set()
+
+
 def _resolve(resolutions: Iterable[Resolution]) -> None:
     for future, result in resolutions:
         if future.done():  # cancelled meanwhile

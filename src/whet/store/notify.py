@@ -1,12 +1,11 @@
 """Change notification across threads and event loops, so that waiting needs no polling."""
 
-import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
-from whet.io.threads import call_in_loop
+from whet.io.threads import LoopEvent, set_all
 
 ALL = "*"
 """A key that every subscription receives."""
@@ -27,24 +26,23 @@ class Subscription:
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._loop = asyncio.get_running_loop()
-        self._event = asyncio.Event()
+        self.event = LoopEvent()
+        """Set once a key was received."""
         self._received = set[str]()
 
     async def wait(self) -> set[str]:
         """Wait until a key was notified; returns all keys notified since the last call."""
-        await self._event.wait()
+        await self.event.wait()
         with self._lock:
-            self._event.clear()
+            self.event.clear()
             received, self._received = self._received, set[str]()
         return received
 
-    def receive(self, key: str) -> None:
-        """Called by the notifier, under its lock, from any thread."""
-        is_awake = bool(self._received)
+    def receive(self, key: str) -> bool:
+        """Receive a key, under the notifier's lock; returns whether the event is to be set."""
+        is_first = not self._received
         self._received.add(key)
-        if not is_awake:
-            call_in_loop(self._loop, self._event.set)
+        return is_first
 
 
 class Notifier:
@@ -89,6 +87,10 @@ class Notifier:
     def notify(self, keys: Iterable[str] = (ALL,)) -> None:
         """Wake every subscription to one of the keys."""
         with self._lock:
-            for key in keys:
-                for subscription in self._subscriptions.get(key, ()):
-                    subscription.receive(key)
+            woken = [
+                subscription.event
+                for key in keys
+                for subscription in self._subscriptions.get(key, ())
+                if subscription.receive(key)
+            ]
+        set_all(woken)

@@ -146,6 +146,7 @@ async def test_tokens_sampled_while_the_reader_waits_are_one_chunk(policy: Local
         first = await anext(chunks)
         while engine.active:  # noqa: ASYNC110 - the engine is another thread
             await anyio.sleep(0.01)
+        await ask(engine, prompt_of(10), max_tokens=1)  # the pass after the last one
         [rest] = [chunk async for chunk in chunks]
         assert len(first.tokens) + len(rest.tokens) == 30
         assert len(rest.tokens) == len(rest.logprobs) == len(rest.versions)

@@ -1,10 +1,9 @@
 """Engine of a Hugging Face model in this process, with continuous batching."""
 
-import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import cast
@@ -27,7 +26,7 @@ from whet.engines.request import (
     remaining_context,
 )
 from whet.errors import EngineError, RequestError, boundary
-from whet.io.threads import call_in_loop
+from whet.io.threads import LoopEvent, set_all
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Engine
 from whet.types import Sampling, TokenChunk, join_chunks
@@ -45,7 +44,7 @@ MIN_ROW_CAPACITY = 64
 class _PendingRequest(SampleRequest):
     """A request submitted by a task of another thread."""
 
-    deliver: Callable[[TokenChunk | Exception], None] = field(kw_only=True)
+    chunks: "_ChunkQueue" = field(kw_only=True)
     cancelled: bool = False
 
     def try_append(
@@ -62,16 +61,18 @@ class _ChunkQueue:
     """Chunks from the engine's thread to the task that reads them."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._queued: deque[TokenChunk | Exception] = deque()
-        self._ready = asyncio.Event()
+        self._ready = LoopEvent()
 
-    def put(self, chunk: TokenChunk | Exception) -> None:
-        """Add a chunk, or the error that ends the stream. Called in the engine's thread."""
-        self._queued.append(chunk)
-        # With more than one queued, the reader was already woken.
-        if len(self._queued) == 1:
-            call_in_loop(self._loop, self._ready.set)
+    @staticmethod
+    def put_all(items: "Iterable[tuple[_ChunkQueue, TokenChunk | Exception]]") -> None:
+        """Add chunks, or errors that end a stream, each to its queue, in the engine's thread."""
+        woken: list[LoopEvent] = []
+        for queue, chunk in items:
+            queue._queued.append(chunk)
+            if len(queue._queued) == 1:  # else the reader was already woken
+                woken.append(queue._ready)
+        set_all(woken)
 
     async def take(self) -> TokenChunk:
         """Wait for chunks and return all queued ones as one. Raises a queued error."""
@@ -152,7 +153,7 @@ class LocalEngine(Engine):
             sampling=sampling,
             limit=min(sampling.max_tokens or remaining, remaining),
             stream=stream,
-            deliver=chunks.put,
+            chunks=chunks,
             seed=self._random.getrandbits(64) if sampling.seed is None else sampling.seed % 2**64,
             matcher=matcher,
         )
@@ -369,9 +370,7 @@ class LocalEngine(Engine):
         }
         # Rows are free before their readers are woken.
         self._remove([row in ended for row in range(len(batch))])
-        for _, request, chunk in due:
-            if chunk is not None:
-                request.deliver(chunk)
+        _ChunkQueue.put_all((request.chunks, chunk) for _, request, chunk in due if chunk)
 
     def _flush(self, row: int, top: TopLogprobs = ()) -> TokenChunk | Exception | None:
         """Give a request its buffered tokens; returns the chunk or the error to deliver."""
@@ -410,5 +409,4 @@ class LocalEngine(Engine):
         self._batch = RunningBatch()
         self._cache.active = 0
         self._cache.clear()
-        for request in failed:
-            request.deliver(error)
+        _ChunkQueue.put_all((request.chunks, error) for request in failed)
