@@ -25,6 +25,7 @@ from whet.types import AttemptId, Reward, Span
 logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 * 2**20
+SEND_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
 """Seconds that a process may take to import the agent."""
 REPORT_GRACE_S = 5.0
@@ -185,6 +186,7 @@ class _Worker:
         assert process.stdout is not None
         self._responses = BufferedByteReceiveStream(process.stdout)
         self._reader: asyncio.Task[None] | None = None
+        self._unsent: list[bytes] = []
         self._reported = set[AttemptId]()
         self._is_exclusive = False
         self.running: dict[AttemptId, asyncio.Queue[Message]] = {}
@@ -318,9 +320,19 @@ class _Worker:
             queue.put_nowait({"died": reason, "attempts": len(self.running)})
 
     async def _send(self, message: Message) -> None:
+        """Send a message; those of one turn of the event loop are written together."""
         assert self._process.stdin is not None
+        self._unsent.append(json.dumps(message).encode() + b"\n")
+        if len(self._unsent) > 1:
+            return  # another task sends it; if that fails, the reader reports that the process died
         try:
-            await self._process.stdin.send(json.dumps(message).encode() + b"\n")
+            # A cancellation of this task must not keep back the messages of others.
+            with move_on_after(SEND_TIMEOUT_S, shield=True) as sending:
+                await asyncio.sleep(0)
+                unsent, self._unsent = self._unsent, []
+                await self._process.stdin.send(b"".join(unsent))
+            if sending.cancelled_caught:
+                raise _ProcessDied("the agent process takes no more messages", len(self.running))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise _ProcessDied(await self._explain_exit(), len(self.running)) from None
 
