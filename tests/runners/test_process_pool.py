@@ -157,17 +157,23 @@ async def test_processes_load_the_agent_at_the_same_time(
     assert [group[0].reward for group in groups] == [1.0] * 12
 
 
-async def test_by_default_an_agent_with_a_name_gets_half_of_many_cores(
+@pytest.mark.parametrize(("cores", "processes"), [(2, 0), (4, 2), (6, 3), (12, 8), (64, 12)])
+async def test_by_default_an_agent_with_a_name_gets_half_the_cores_or_all_but_four(
+    monkeypatch: pytest.MonkeyPatch, cores: int, processes: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
+    monkeypatch.setattr("whet.runners.attempt.FEW_CORES", 2)
+    assert count_processes(pool_agents.work, RunnerConfig()) == processes
+
+
+async def test_there_are_no_more_processes_than_attempts_and_none_where_they_cannot_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12))
     monkeypatch.setattr("whet.runners.attempt.FEW_CORES", 2)
-    assert count_processes(pool_agents.work, RunnerConfig()) == 6
     assert count_processes(pool_agents.work, RunnerConfig(concurrency=4)) == 4
     assert count_processes(pool_agents.work, RunnerConfig(processes=0)) == 0
     assert count_processes(lambda task: 1.0, RunnerConfig()) == 0
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(2))
-    assert count_processes(pool_agents.work, RunnerConfig()) == 0
 
 
 async def test_an_agent_without_a_name_cannot_be_run_in_processes(store: SQLiteStore) -> None:

@@ -16,8 +16,8 @@ class RunnerConfig(Section):
     """Attempts that run at once, in all processes."""
     processes: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Processes to run agents in; as many as `concurrency` give each attempt one of its own, and 0
-    runs all attempts in this process. If absent half the cores, at most 8, for agents that can be
-    imported by name on a machine with more than two cores."""
+    runs all attempts in this process. If absent half the cores, or all but four of many, at most
+    12, for agents that can be imported by name on a machine with more than two cores."""
     tracer: TracerName | None = None
     """Record the spans of an agent's SDK: `otel` those of OpenTelemetry, `openai-agents` those of
     the OpenAI Agents SDK, which are then not uploaded."""

@@ -45,8 +45,10 @@ logger = logging.getLogger(__name__)
 HOOK_TIMEOUT_S = 60.0
 FEW_CORES = 2
 """With so many cores, other processes for agents only cost memory."""
-MAX_PROCESSES = 8
-"""By default; more than the gateway of one process can keep busy."""
+OTHER_CORES = 4
+"""Of many cores, those left to engine, trainer, gateways and store."""
+MAX_PROCESSES = 12
+"""By default; more than the gateways keep busy."""
 
 FAILURE_KINDS: dict[type[AttemptError], FailureKind] = {
     AgentFailed: FailureKind.AGENT,
@@ -182,9 +184,9 @@ async def open_attempt_execution(
 def count_processes(agent: Agent, config: RunnerConfig) -> int:
     """Processes to run an agent in; 0 for this one.
 
-    By default half the cores, for the client code of agents keeps a core busy that gateway, engine
-    and trainer need; but not for an agent that other processes cannot import, or that is a process
-    or service by itself.
+    By default half the cores, or all but four of many, for the client code of agents keeps a core
+    busy that gateway, engine and trainer need; but not for an agent that other processes cannot
+    import, or that is a process or service by itself.
     """
     if config.processes is not None:
         return min(config.processes, config.concurrency)
@@ -197,7 +199,7 @@ def count_processes(agent: Agent, config: RunnerConfig) -> int:
         get_spec(agent)
     except ConfigError:
         return 0
-    return min(cores // 2, MAX_PROCESSES, config.concurrency)
+    return min(max(cores // 2, cores - OTHER_CORES), MAX_PROCESSES, config.concurrency)
 
 
 def check_runnable(agent: Agent, config: RunnerConfig) -> None:

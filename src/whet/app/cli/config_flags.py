@@ -60,7 +60,7 @@ SHORT_HELP = {
     "loop.name": "overlapped collects the next step while one trains",
     "seed": "seed of the task order and of new weights",
     "runner.concurrency": "attempts to run at once",
-    "runner.processes": "processes to run agents in, 0 for this one (default: half the cores)",
+    "runner.processes": "processes to run agents in, 0 for this one (default: by the cores)",
     "runner.timeout_s": "seconds an attempt may take",
     "runner.temperature": "temperature of training rollouts (default: as the agent asks)",
     "gateway.host": "address to listen on",
