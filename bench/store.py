@@ -208,8 +208,10 @@ async def on_postgres(count: int, workers: int, whole: bool) -> Numbers:
 SERVE = """
 import sys
 from pathlib import Path
+from whet.app.cli.main import tune_gc
 from whet.store.http.server import StoreServer
 from whet.store.sqlite import SQLiteStore
+tune_gc()  # as `whet store` does
 server = StoreServer(SQLiteStore(Path(sys.argv[1])), token="bench")
 print(server.url, flush=True)
 sys.stdin.read()

@@ -399,13 +399,14 @@ DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Sandbox in which a key of a message is found without a failed look-up of an attribute."""
+    """Sandbox in which a key of a message is looked up without a failed look-up of an attribute."""
 
     def getattr(self, obj: object, attribute: str) -> object:
         """Return an attribute, or else an item."""
-        if type(obj) is dict and attribute not in DICT_ATTRIBUTES and attribute in obj:
-            return cast(dict[str, object], obj)[attribute]
-        return super().getattr(obj, attribute)
+        if type(obj) is not dict or attribute in DICT_ATTRIBUTES:
+            return super().getattr(obj, attribute)
+        items = cast(dict[str, object], obj)
+        return items[attribute] if attribute in items else self.undefined(obj=obj, name=attribute)
 
 
 class GenerationTag(Extension):

@@ -1,10 +1,11 @@
 """Read request bodies: whole, within a timeout, decompressed, and no larger than the limit."""
 
+import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from anyio import current_time, fail_after
 from starlette.requests import ClientDisconnect, Request
 
 from whet.store.http.errors import RefusedRequest
@@ -38,35 +39,43 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if length.isdecimal() and (len(length) > 19 or int(length) > limits.body):
         raise _too_large(limits.body)
     body = bytearray()
-    deadline = current_time() + limits.body_s
-    async for chunk in _stream(request, limits.body, lambda: deadline):
-        body += chunk
+    with _refusals():
+        async with asyncio.timeout(limits.body_s):
+            async for chunk in _stream(request, limits.body):
+                body += chunk
     return _gunzip(bytes(body), limits.body) if encoding == "gzip" else bytes(body)
 
 
-def read_archive(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
+async def read_archive(request: Request, limits: Limits) -> AsyncGenerator[bytes]:
     """Read an archive chunk by chunk. Raises RefusedRequest."""
-    return _stream(request, limits.archive, lambda: current_time() + limits.pause_s)
-
-
-async def _stream(
-    request: Request, max_bytes: int, deadline: Callable[[], float]
-) -> AsyncGenerator[bytes]:
-    size, chunks = 0, aiter(request.stream())
+    chunks = _stream(request, limits.archive)
     while True:
-        try:
-            with fail_after(deadline() - current_time()):
+        with _refusals():
+            async with asyncio.timeout(limits.pause_s):
                 chunk = await anext(chunks, None)
-        except TimeoutError as error:
-            raise RefusedRequest(408, "the body did not arrive in time") from error
-        except ClientDisconnect as error:
-            raise RefusedRequest(400, "the client left before the body was complete") from error
         if chunk is None:
             return
+        yield chunk
+
+
+async def _stream(request: Request, max_bytes: int) -> AsyncGenerator[bytes]:
+    size = 0
+    async for chunk in request.stream():
         size += len(chunk)
         if size > max_bytes:
             raise _too_large(max_bytes)
         yield chunk
+
+
+@contextmanager
+def _refusals() -> Generator[None]:
+    """Raise RefusedRequest for a body that does not arrive."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise RefusedRequest(408, "the body did not arrive in time") from error
+    except ClientDisconnect as error:
+        raise RefusedRequest(400, "the client left before the body was complete") from error
 
 
 def _gunzip(packed: bytes, limit: int) -> bytes:

@@ -79,7 +79,7 @@ class HTTPStore(Store):
         self._client = client
         self._owns = owns
         self._batchers = {
-            method.name: Batcher(partial(self._send_batch, method))
+            method.name: Batcher(partial(self._send_batch, method), client.run)
             for method in METHODS.values()
             if method.batched
         }
@@ -355,8 +355,7 @@ class HTTPStore(Store):
         """Call a batched method of the store, together with other calls of it."""
         method = METHODS[function.__name__]
         item = _encode(method, _bind(method, args, kwargs))
-        added = self._client.run(self._batchers[method.name].add(item))
-        detail = await asyncio.wrap_future(added)
+        detail = await self._batchers[method.name].add(item)
         if detail is not None:
             raise from_http(detail)
 
