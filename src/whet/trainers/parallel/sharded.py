@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from whet.config import AdamStep, LossConfig
-from whet.config.engines import SHARDLESS_KEYS
+from whet.config.learning import SHARDLESS_KEYS
 from whet.config.section import changed_keys
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
