@@ -55,13 +55,20 @@ def add_arguments(parser: CommandParser) -> None:
         "or of a whet.judge",
     )
     group.add_argument(
-        "--mode", choices=["train", "val", "all"], default="all", help="rollouts (default all)"
+        "--mode",
+        choices=["train", "val", "all"],
+        default="all",
+        help="rollouts to score (default all)",
     )
     group.add_argument(
         "--failed", action="store_true", help="also rollouts that failed after a model call"
     )
     group.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="scored at once (default 16)"
+        "--concurrency",
+        type=int,
+        default=16,
+        metavar="N",
+        help="rollouts to score at once (default 16)",
     )
     group.add_argument(
         "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
-from whet.training.stopping import headline
+from whet.training.stopping import read_headline
 from whet.types import StepRecord
 
 
@@ -115,7 +115,11 @@ class NotebookCurve:
 
     def add(self, record: StepRecord, steps: int) -> None:
         """Show one more step."""
-        number, reward, held_out = record.step + 1, record.metrics.get("reward"), headline(record)
+        number, reward, held_out = (
+            record.step + 1,
+            record.metrics.get("reward"),
+            read_headline(record),
+        )
         self._rewards += [] if reward is None else [(number, reward)]
         self._held_out += [] if held_out is None else [(number, held_out)]
         notebook: Any = import_module("IPython.display")  # a notebook has it
@@ -178,7 +182,7 @@ def print_next(console: Console, folder: RunFolder) -> None:
 
 def _held_out(record: StepRecord) -> str:
     """The measure of the evaluation after a step, if there was one."""
-    found = headline(record)
+    found = read_headline(record)
     return "" if found is None else f"  held out {found:.2f}"
 
 

@@ -9,7 +9,7 @@ import anyio
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser
 from whet.errors import ConfigError, boundary, requires_extra
 from whet.io.files import atomic_folder
-from whet.models.catalog import available, resolve_model
+from whet.models.catalog import list_models, resolve_model
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    for model in available():
+    for model in list_models():
         place = model.path or f"not downloaded: whet models get {model.name}"
         _print(f"{model.name:<10} {model.size_mb:>5} MB  {model.summary}\n{'':<21}{place}")
     return 0

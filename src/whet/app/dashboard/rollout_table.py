@@ -40,7 +40,7 @@ def add_arguments(parser: CommandParser) -> None:
     only.add_argument("--failed", action="store_true", help="only those that failed")
     only.add_argument("--status", metavar="STATUS", help="queued, running, succeeded or failed")
     group.add_argument("--mode", metavar="MODE", help="train, val or test")
-    group.add_argument("--step", type=int, metavar="N", help="of a step, from 1 on")
+    group.add_argument("--step", type=int, metavar="N", help="of this step, from 1")
     group.add_argument("--group", metavar="ID", help="of a group")
     group.add_argument("--task", metavar="ROLLOUT", help="with the same task as this rollout")
     group.add_argument("--agent", metavar="NAME", help="with a call of this agent")
@@ -57,7 +57,9 @@ def add_arguments(parser: CommandParser) -> None:
         default="newest",
         help="newest, oldest, best or worst first (default newest)",
     )
-    group.add_argument("--limit", type=int, default=20, metavar="N", help="most (default 20)")
+    group.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="rollouts to list (default 20)"
+    )
     group.add_argument(
         "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
     )

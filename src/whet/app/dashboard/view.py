@@ -31,7 +31,7 @@ def add_arguments(parser: CommandParser) -> None:
         "name",
         nargs="?",
         metavar="RUN",
-        help="a run, by name or folder (default: all, or the newest for one picture or file)",
+        help="a run, by name or folder (default: all; for --tui, --html and --json the newest)",
     )
     group.add_argument(
         "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"

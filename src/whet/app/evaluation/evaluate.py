@@ -163,7 +163,7 @@ def prepare_evaluation(
     config = resolve(values)
     check_one_policy(config, "an evaluation of models")
     if config.gateway.judge == "base":
-        raise ConfigError("an evaluation has several models: name the one of gateway.judge")
+        raise ConfigError("gateway.judge 'base' could be any of several models: name one")
     plan_trials("eval", tasks, config)
     if not specs and not resume:
         raise ConfigError("no model to evaluate: give at least one, such as --model tiny")

@@ -71,7 +71,7 @@ class Scores:
         return [reward for reward in every if reward is not None]
 
 
-def measures(
+def compute_measures(
     scores: Scores, tasks: Sequence[int], *, pass_threshold: float
 ) -> dict[str, list[float]]:
     """Each measure by name, one number for each of these complete tasks; the first is the headline
@@ -109,7 +109,9 @@ def estimate(values: Sequence[float], *, bounded: bool) -> Estimate | None:
     return _estimate(values, pseudo, Interval(0.0, 1.0))
 
 
-def gain(before: Sequence[float], after: Sequence[float], *, bounded: bool) -> Estimate | None:
+def estimate_gain(
+    before: Sequence[float], after: Sequence[float], *, bounded: bool
+) -> Estimate | None:
     """Mean gain per task with a paired interval: how hard tasks are does not widen it."""
     gains = [b - a for a, b in zip(before, after, strict=True)]
     pseudo = ((-1.0, 0.5), (0.0, 1.0), (1.0, 0.5)) if bounded else ()

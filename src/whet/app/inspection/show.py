@@ -38,14 +38,20 @@ def add_arguments(parser: CommandParser) -> None:
     )
     group = parser.group("what to show")
     group.add_argument(
-        "name", metavar="RUN", help="a run, by name or folder; or a rollout of the newest with it"
+        "name",
+        metavar="RUN",
+        help="a run, by name or folder; or a rollout, of the newest run that has it",
     )
-    group.add_argument("--step", type=int, metavar="N", help="a step from 1 on (default last)")
+    group.add_argument(
+        "--step", type=int, metavar="N", help="number of a step, from 1 (default: the last)"
+    )
     only = group.add_mutually_exclusive_group()
     only.add_argument("--worst", action="store_true", help="rollouts with the least reward")
     only.add_argument("--failed", action="store_true", help="failed rollouts, with tracebacks")
     only.add_argument("--rollout", metavar="ID", help="one rollout")
-    group.add_argument("--limit", type=int, default=3, metavar="N", help="rollouts (default 3)")
+    group.add_argument(
+        "--limit", type=int, default=3, metavar="N", help="rollouts to show (default 3)"
+    )
     group.add_argument(
         "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
     )

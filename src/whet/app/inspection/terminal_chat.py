@@ -28,7 +28,13 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument("model", metavar="MODEL", help="a run, an adapter, a checkpoint or a model")
     group.add_argument("--policy", metavar="NAME", help="one of the several policies of a run")
     group.add_argument("--system", metavar="TEXT", help="system prompt")
-    group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="default 1")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="sampling temperature (default 1)",
+    )
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
     add_config_flags(parser, SHOWN, only=("dir", "engine", "gateway"), file=False)
     parser.set_defaults(run=run_chat)

@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
 from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
-from whet.gateway.dialects.openai import (
+from whet.gateway.dialects.wire import (
     DONE,
     MAX_TOOLS,
     AnyJson,

@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 from whet.errors import RequestError
 from whet.gateway.dialects.chat import StreamOptions
 from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
-from whet.gateway.dialects.openai import (
+from whet.gateway.dialects.wire import (
     DONE,
     MIN_LOGPROB,
     AnyJson,

@@ -8,7 +8,14 @@ from starlette.datastructures import QueryParams
 
 from whet.errors import RequestError
 from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
-from whet.gateway.dialects.openai import (
+from whet.gateway.dialects.responses_items import (
+    find_response,
+    input_items,
+    output_items,
+    read_items,
+)
+from whet.gateway.dialects.responses_reply import ResponsesReply, build_response, finish_response
+from whet.gateway.dialects.wire import (
     MAX_TOOLS,
     AnyJson,
     Count,
@@ -21,13 +28,6 @@ from whet.gateway.dialects.openai import (
     omit_tool,
     parse_body,
 )
-from whet.gateway.dialects.responses_items import (
-    find_response,
-    input_items,
-    output_items,
-    read_items,
-)
-from whet.gateway.dialects.responses_reply import ResponsesReply, build_response, finish_response
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message
 from whet.gateway.requests import ModelRequest, PreparedCall
