@@ -3,7 +3,6 @@
 import shlex
 import sys
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -60,12 +59,7 @@ class ConsoleDisplay(Display):
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
 

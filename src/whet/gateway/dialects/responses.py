@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue
 from starlette.datastructures import QueryParams
 
 from whet.errors import RequestError
-from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
+from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply, WireError
 from whet.gateway.dialects.responses_items import (
     find_response,
     input_items,
@@ -20,10 +20,10 @@ from whet.gateway.dialects.wire import (
     AnyJson,
     Count,
     Lenient,
+    OpenAIDialect,
     SamplingFields,
     Wire,
     build_tool,
-    format_error,
     format_event,
     omit_tool,
     parse_body,
@@ -268,7 +268,7 @@ def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
     }
 
 
-class ResponsesDialect(Dialect):
+class ResponsesDialect(OpenAIDialect):
     """`/v1/responses`."""
 
     name = "responses"
@@ -276,9 +276,6 @@ class ResponsesDialect(Dialect):
 
     def parse(self, body: bytes) -> ParsedRequest:
         return parse_body(ResponsesRequest, body)
-
-    def error(self, error: WireError) -> Json:
-        return format_error(error)
 
     def error_event(self, error: WireError) -> bytes:
         event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}
