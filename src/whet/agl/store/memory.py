@@ -76,10 +76,6 @@ class InMemoryLightningStore(RolloutLifecycle):
 
     # ------------------------------------------------------------------- spans
 
-    async def add_span(self, span: Span) -> Span | None:
-        added = await self.add_many_spans([span])
-        return added[0] if added else None
-
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         added: list[Span] = []
         with self._lock:
@@ -107,10 +103,6 @@ class InMemoryLightningStore(RolloutLifecycle):
         is_latest = attempt is self._attempts[rollout_id][-1]
         if is_latest and rollout.status in ("preparing", "requeuing"):
             self._set_status(rollout, "running")
-
-    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        [number] = await self.get_many_span_sequence_ids([(rollout_id, attempt_id)])
-        return number
 
     async def get_many_span_sequence_ids(
         self, rollout_attempt_ids: Sequence[tuple[str, str]]
