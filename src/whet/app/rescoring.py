@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, WhetError, boundary
 from whet.io.files import atomic_file
@@ -70,9 +70,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="N",
         help="rollouts to score at once (default 16)",
     )
-    group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
-    )
+    add_runs_flag(group)
     group.add_argument("--store", metavar="URL", help="store of a run of several processes")
     output = parser.group("output")
     output.add_argument(

@@ -11,7 +11,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_runs_flag
 from whet.app.inspection.attempt_view import (
     Advantages,
     AttemptView,
@@ -52,9 +52,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--limit", type=int, default=3, metavar="N", help="rollouts to show (default 3)"
     )
-    group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
-    )
+    add_runs_flag(group)
     group.add_argument("--store", metavar="URL", help="store of a run of several processes")
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON object instead"
