@@ -10,6 +10,7 @@ no bounds, and get Student's t.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import correlation
 from typing import NamedTuple
 
 from whet.types import Failure, FailureKind
@@ -147,6 +148,12 @@ def _estimate(
     reach = Z * math.sqrt(variance / weight)
     low, high = max(bounds.low, center - reach), min(bounds.high, center + reach)
     return Estimate(mean, Interval(low, high), count)
+
+
+def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return Pearson's correlation; None if one side does not vary."""
+    varies = len(set(left)) > 1 and len(set(right)) > 1
+    return correlation(left, right) if varies else None
 
 
 def _student(freedom: int) -> float:
