@@ -305,7 +305,7 @@ class LengthConfig(Section):
         return self.hard_limit is not None or self.token_cost > 0
 
     def cost(self, tokens: int) -> float:
-        """Reduction of the reward by an answer of so many tokens."""
+        """Penalty on the reward for an answer of this many tokens."""
         cost = self.token_cost * tokens
         if self.soft_limit is not None and self.hard_limit is not None:
             over = (tokens - self.soft_limit) / (self.hard_limit - self.soft_limit)

@@ -36,7 +36,7 @@ GZIP_WBITS = 31
 
 
 def accept_reward(reward: Reward) -> None:
-    """Accept every reward: whoever reads them is not known."""
+    """Accept every reward, where the algorithm that reads them is not known."""
 
 
 @dataclass(frozen=True, slots=True)

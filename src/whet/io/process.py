@@ -108,7 +108,7 @@ class RestartBackoff:
         healthy_s: float = 60.0,
         max_deaths: int = 6,
     ) -> None:
-        """`healthy_s`: a process that lived longer starts the count of deaths anew.
+        """`healthy_s`: a process that lived longer resets the count of deaths.
 
         `max_deaths` in a row: it is not restarted again.
         """

@@ -147,7 +147,7 @@ class DatumTrainer:
         )
 
     def _score(self, tree: PrefixTree[Datum], batch: Batch) -> Tensor:
-        """Log-probabilities of the targets; what rows that begin alike all ask for is scored once.
+        """Log-probabilities of the targets; a target that several rows share is scored once.
 
         Most positions of a group are those of its prompt, and logits are what costs most.
         """

@@ -98,7 +98,7 @@ class ConsoleDisplay(Display):
 
 
 class NotebookCurve:
-    """Rewards of the steps so far as a picture in a notebook's cell, drawn anew after each step."""
+    """Rewards of the steps so far as a picture in a notebook's cell, redrawn after each step."""
 
     WIDTH, HEIGHT = 480, 120
 

@@ -144,7 +144,7 @@ class TrainerLease(StepLog):
     async def acquire(
         cls, store: Store, folder: Path, note: Callable[[str], None]
     ) -> "TrainerLease":
-        """Take over the training of a run, from whichever process has it."""
+        """Take over the training of a run from the process that has it, if any."""
         holder = _name_trainer(folder)
         with suppress(NotFound):
             last = (await store.latest(TRAINER)).value

@@ -1,4 +1,4 @@
-"""`whet runs` and `whet clean`: list the runs of a directory, and delete those nobody needs."""
+"""`whet runs` and `whet clean`: list the runs of a directory, and delete some."""
 
 import argparse
 import json

@@ -272,7 +272,7 @@ class ModelShard(LocalTrainer):
 
 
 class ShardMicroBatches(MicroBatches):
-    """Passes of a sharded model: as many on each rank."""
+    """Passes of a sharded model, the same number on each rank."""
 
     def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
         self._pass = shard_policy(policy, place.size)

@@ -110,7 +110,7 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
 
 
 def _judge(steps: Sequence[browse.StepRow]) -> dict[str, list[float | None]] | None:
-    """Return what the judges of each step said and how far their votes differ; None without."""
+    """Return the judges' mean scores and disagreement by step; None without a judge."""
     judged = [step for step in steps if f"{JUDGE}/disagreement" in step.metrics]
     names = ("score", "disagreement", "failed")
     columns = {name: [step.metrics.get(f"{JUDGE}/{name}") for step in judged] for name in names}
