@@ -156,7 +156,9 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     policies = f", policies {trained}," if trained else ""
     lines = [f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}"]
     if folder.steps_reported() >= max(1, config.steps):
-        lines.append("it has ended already: this is its result again; more steps train it on")
+        lines.append(
+            "the run has ended: this is its result; resume it with more steps to train further"
+        )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 

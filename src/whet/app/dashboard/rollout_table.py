@@ -157,4 +157,4 @@ def _print(console: Console, name: str, rows: Rows) -> None:
             Text(clean(shown)[:200], "red" if failure else ""),
         )
     console.print(table)
-    console.print(f"a whole one: whet show {name} --rollout ID", highlight=False)
+    console.print(f"all of one rollout: whet show {name} --rollout ID", highlight=False)

@@ -94,7 +94,7 @@ async def _serve(args: argparse.Namespace, directory: Path, name: str | None) ->
         dashboard = _listen(args, directory)
         try:
             print_line(f"dashboard {dashboard.link(name)}")
-            print_line("the link opens it once, in one browser; Ctrl-C stops")
+            print_line("the link works once, in one browser; Ctrl-C stops the server")
             await stop.requested.wait()
         finally:
             dashboard.close()
