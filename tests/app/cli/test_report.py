@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from whet.app.cli.display import ConsoleDisplay
-from whet.app.cli.report import draw_curve, draw_picture, print_report
+from whet.app.cli.report import curve, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
 from whet.app.experiment import Result
@@ -112,15 +112,15 @@ def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
 
 
 def test_a_curve_has_a_column_a_step_and_rises_with_the_values() -> None:
-    *body, axis = draw_curve([0.0, 0.5, 1.0], height=4)
+    *body, axis = curve([0.0, 0.5, 1.0], height=4)
     columns = ["".join(line[5 + 2 * i] for line in body) for i in range(3)]
     assert columns == ["    ", "  ██", "████"]
     assert axis.endswith("mean reward of steps 1 to 3")
-    assert draw_curve([]) == []
+    assert curve([]) == []
 
 
 def test_a_curve_takes_values_outside_of_0_and_1() -> None:
-    assert len({len(line) for line in draw_curve([-3.0, 7.0])[:-1]}) == 1
+    assert len({len(line) for line in curve([-3.0, 7.0])[:-1]}) == 1
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

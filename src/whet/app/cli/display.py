@@ -12,7 +12,7 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
-from whet.training.stopping import read_headline
+from whet.training.stopping import headline
 from whet.types import StepRecord
 
 
@@ -112,7 +112,7 @@ class NotebookCurve:
         number, reward, held_out = (
             record.step + 1,
             record.metrics.get("reward"),
-            read_headline(record),
+            headline(record),
         )
         self._rewards += [] if reward is None else [(number, reward)]
         self._held_out += [] if held_out is None else [(number, held_out)]
@@ -178,7 +178,7 @@ def print_next(console: Console, folder: RunFolder) -> None:
 
 def _held_out(record: StepRecord) -> str:
     """The measure of the evaluation after a step, if there was one."""
-    found = read_headline(record)
+    found = headline(record)
     return "" if found is None else f"  held out {found:.2f}"
 
 

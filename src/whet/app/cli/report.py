@@ -12,7 +12,7 @@ from whet.app.evaluation.comparison import print_comparison
 from whet.app.evaluation.statistics import Estimate
 from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder
-from whet.training.stopping import read_headline
+from whet.training.stopping import headline
 
 NO_MEASURES: Mapping[str, Mapping[str, Estimate | None]] = {}
 MAX_REASONS = 8
@@ -25,7 +25,7 @@ def print_report(console: Console, result: Result) -> None:
     if result.comparison:
         print_comparison(console, result.comparison, "held-out accuracy")
     _print_steps(console, result)
-    if lines := draw_curve([reward or 0.0 for reward in result.rewards]):
+    if lines := curve([reward or 0.0 for reward in result.rewards]):
         console.print("\n".join(lines), highlight=False, soft_wrap=True)  # one output in notebooks
     trained = result.total("trained_rollouts")
     per_rollout = result.total("rows") / trained if trained else 0.0
@@ -78,7 +78,7 @@ def _print_steps(console: Console, result: Result) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def draw_curve(values: Sequence[float], height: int = 6) -> list[str]:
+def curve(values: Sequence[float], height: int = 6) -> list[str]:
     """Draw values from 0 to 1 as lines of text, one column a value."""
     if not values:
         return []
@@ -96,9 +96,7 @@ def draw_picture(result: Result, file: Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow import
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
-    held_out = [
-        (s.step + 1, read_headline(s)) for s in result.steps if read_headline(s) is not None
-    ]
+    held_out = [(s.step + 1, headline(s)) for s in result.steps if headline(s) is not None]
     panels = 2 if result.comparison or held_out else 1
     figure = Figure(figsize=(5.5 * panels, 4), dpi=120, layout="constrained")
     first, *rest = figure.subplots(1, panels, squeeze=False)[0]
