@@ -59,7 +59,7 @@ FENCES: dict[str, set[str]] = {
     "starlette": {"gateway", "store", "io", "app", "agl"},
     "uvicorn": {"io"},
     "openai": {"demos"},
-    "httpx": {"app", "gateway"},
+    "httpx": set(),  # `io.http_client` is the one HTTP client
     "aiohttp": {"io", "engines"},
     "tinker": {"app", "models"},
     "google": {"app"},

@@ -3,8 +3,10 @@
 `local` is not among them: torch takes minutes, and the environment of these tests has it.
 """
 
+import re
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -31,7 +33,7 @@ MODULES = {
 """Modules that can be imported with nothing but the extra."""
 COMMANDS = {
     "runner": ["runner"],
-    "gateway": ["store", "serve", "eval", "runner"],
+    "gateway": ["store", "serve", "eval", "runner", "rollouts", "show", "view", "rescore"],
     "tinker": ["serve"],
 }
 """Commands that start with nothing but the extra."""
@@ -76,6 +78,14 @@ def test_a_command_without_its_extra_names_it_in_one_line(wheel: str, tmp_path: 
         assert done.returncode == 2, command
         [line] = done.stderr.splitlines()
         assert line.endswith(f"pip install 'whet[{extra}]'"), command
+
+
+def test_every_extra_that_an_error_names_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sources = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
+    named = ",".join(re.findall(r'requires_extra\(.+, "([a-z,]+)"\)', sources)).split(",")
+    assert len(named) > 10
+    assert {*named} <= {*project["optional-dependencies"]}
 
 
 def install(folder: Path, wanted: str) -> Path:

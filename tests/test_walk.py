@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MOST_CALL_FILES, MOST_RUN_FILES = 24, 51
+MOST_CALL_FILES, MOST_RUN_FILES = 24, 50
 SWITCHES_TOLERANCE = 5
 """Threads of the store take turns differently from run to run."""
 

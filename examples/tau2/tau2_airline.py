@@ -27,6 +27,9 @@ class Tau2:
     def __init__(self, name: str, options: Any) -> None:
         if unknown := set(options) - set(OPTIONS):
             raise ValueError(f"tau2 takes the options {', '.join(OPTIONS)}; found {unknown}")
+        for option, value in options.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"the option {option!r} is a positive integer; found {value!r}")
         self.domain = name
         self.options = OPTIONS | dict(options)
         self.tasks = {split: get_tasks(name, task_split_name=SPLITS[split]) for split in SPLITS}

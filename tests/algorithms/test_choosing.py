@@ -36,7 +36,7 @@ def test_every_key_is_read_by_somebody() -> None:
         ),
         ({"name": "positive", "credit": "turn"}, {}, "'positive' does not read algorithm.credit"),
         ({"name": "reinforce", "credit": "turn"}, {}, "does not read algorithm.credit"),
-        ({"discount": 0.9}, {}, "with algorithm.credit 'turn' alone"),
+        ({"discount": 0.9}, {}, "needs algorithm.credit 'turn'"),
         ({"name": "grpo"}, {"group_size": 1}, "set group_size to 2 or more"),
         ({"name": "best_of_n"}, {"group_size": 1}, "set group_size to 2 or more"),
         (

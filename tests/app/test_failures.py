@@ -257,7 +257,7 @@ def test_runs_are_listed_shown_and_cleaned(
     assert main(["runs"]) == 0
     assert by_kind["dev"]["name"] in capsys.readouterr().out  # whole, to be copied
     assert train(model, "half", "--steps=1", "--resume=it") == 0
-    assert "it has ended already: this is its result again" in capsys.readouterr().out
+    assert "the run has ended: this is its result" in capsys.readouterr().out
 
     step = run_json(capsys, "show", "it")
     assert step["step"] == 1

@@ -168,7 +168,7 @@ def test_an_evaluation_has_the_model_of_gateway_judge(tmp_path: Path, model: Pat
             gateway={"judge": judge}, evaluation={"samples": 1},
         )  # fmt: skip
 
-    with pytest.raises(ConfigError, match=r"several models: name the one of gateway\.judge"):
+    with pytest.raises(ConfigError, match=r"gateway\.judge 'base' could be any of several models"):
         evaluate("base")
     compared = evaluate(str(model))
     assert len(said) == 2

@@ -16,7 +16,7 @@ from support.scripted_gateway import (
 )
 from whet.engines.request import remaining_context
 from whet.errors import PromptTooLong
-from whet.gateway.dialects.openai import omit_tool
+from whet.gateway.dialects.wire import omit_tool
 from whet.gateway.messages import OMITTED_IMAGE
 from whet.runners.executors.remote import build_environment
 from whet.types import Endpoint, Fork

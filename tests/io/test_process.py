@@ -7,7 +7,7 @@ import socket
 import anyio
 import pytest
 
-from whet.io.process import RestartBackoff, find_free_port, stoppable
+from whet.io.process import RestartBackoff, find_free_port, sigterm_interrupts, stoppable
 from whet.io.threads import run_async
 
 
@@ -37,6 +37,29 @@ def test_a_signal_requests_the_stop_and_cancels_the_block() -> None:
             return stop.requested.is_set()
 
     assert run_async(work)
+
+
+@pytest.mark.parametrize("sigint", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_cancels_what_runs_as_ctrl_c_does_even_where_that_is_ignored(
+    sigint: signal.Handlers,
+) -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep(20)
+        finally:
+            ended.append("cleaned up")
+
+    before = signal.signal(signal.SIGINT, sigint), signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt), sigterm_interrupts():
+            run_async(work)
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+    assert ended == ["cleaned up"]
+    assert signal.getsignal(signal.SIGTERM) == before[1]
 
 
 def test_an_error_in_a_task_is_raised_without_its_group() -> None:

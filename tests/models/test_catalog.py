@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from whet.errors import ConfigError
-from whet.models.catalog import TINY, available, models_dir, resolve_model, shipped
+from whet.models.catalog import TINY, list_models, models_dir, resolve_model, shipped_folder
 
 SMOLLM2 = "smollm2-135m-instruct"
 
@@ -36,9 +36,9 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_shipped_model_is_its_folder_or_reported_missing(tmp_path: Path) -> None:
-    assert shipped(model(tmp_path / "there")) == tmp_path / "there"
+    assert shipped_folder(model(tmp_path / "there")) == tmp_path / "there"
     with pytest.raises(ConfigError, match=r"'gone' is missing.*pip install --force-reinstall"):
-        shipped(tmp_path / "gone")
+        shipped_folder(tmp_path / "gone")
 
 
 @pytest.mark.skipif(not (TINY / "config.json").is_file(), reason="the tiny model is not built")
@@ -152,13 +152,13 @@ def test_a_wheel_that_is_not_there_leaves_no_trace_in_the_cache(tmp_path: Path) 
 
 
 def test_the_listing_shows_which_models_are_present(tmp_path: Path) -> None:
-    tiny, smollm2 = available(cache=tmp_path)
+    tiny, smollm2 = list_models(cache=tmp_path)
     assert (tiny.name, smollm2.name) == ("tiny", "smollm2")
     assert smollm2.path is None
     assert smollm2.size_mb == 542
     folder = model(tmp_path / "models" / SMOLLM2)
     (folder / "model.safetensors").write_bytes(bytes(2_500_000))
-    assert available(cache=tmp_path)[1][2:] == (3, folder)
+    assert list_models(cache=tmp_path)[1][2:] == (3, folder)
 
 
 def test_the_catalogue_imports_nothing_heavy() -> None:

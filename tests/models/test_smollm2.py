@@ -199,7 +199,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        gguf_model.publish(tmp_path / "models/m", build)
+        gguf_model.write_whole(tmp_path / "models/m", build)
     assert os.listdir(tmp_path / "models") == []
 
 
@@ -212,7 +212,7 @@ def test_of_two_that_build_at_once_one_wins_and_both_succeed(tmp_path: Path) -> 
         both_have_built.wait()
 
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(gguf_model.publish, tmp_path / "m", build) for _ in range(2)]:
+        for done in [pool.submit(gguf_model.write_whole, tmp_path / "m", build) for _ in range(2)]:
             done.result()
     assert os.listdir(tmp_path) == ["m"]
     assert (tmp_path / "m/config.json").read_text() == (tmp_path / "m/weights").read_text()
@@ -221,7 +221,7 @@ def test_of_two_that_build_at_once_one_wins_and_both_succeed(tmp_path: Path) -> 
 def test_a_folder_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "m/keep").mkdir(parents=True)
     with pytest.raises(ConfigError, match="cannot write the model cache"):
-        gguf_model.publish(tmp_path / "m", lambda staging: (staging / "config.json").touch())
+        gguf_model.write_whole(tmp_path / "m", lambda staging: (staging / "config.json").touch())
     assert os.listdir(tmp_path) == ["m"]
 
 

@@ -13,7 +13,7 @@ from whet.config import LossConfig
 from whet.errors import ConfigError
 from whet.models.distribution import Shaping
 from whet.trainers.logprobs import PolicyScores
-from whet.trainers.loss import LOSSES, divergence, ratios, total
+from whet.trainers.loss import LOSSES, compute_ratios, estimate_kl, total_loss
 from whet.trainers.packing import Batch
 
 Q = -1.5
@@ -50,7 +50,7 @@ def outcome(
     config = LossConfig.model_validate(settings)
     scores = PolicyScores(logp_N, torch.zeros(len(log_ratios)))
     reference_N = torch.tensor(reference) if reference else None
-    value = total(scores, ratios(logp_N, batch, config), reference_N, batch, config)
+    value = total_loss(scores, compute_ratios(logp_N, batch, config), reference_N, batch, config)
     [slope_N] = torch.autograd.grad(value, logp_N)
     return value.item(), slope_N.tolist()
 
@@ -224,7 +224,7 @@ def test_a_loss_of_ones_own_replaces_ours() -> None:
     batch = batch_of([1.0, 3.0], weights=[1.0, 0.5])
     scores = PolicyScores(logp_N, torch.zeros(2))
     config = LossConfig(name="my.py:twice")
-    value = total(scores, torch.ones(2), None, batch, config, twice)
+    value = total_loss(scores, torch.ones(2), None, batch, config, twice)
     assert torch.autograd.grad(value, logp_N)[0].tolist() == [-2.0, -3.0]
 
 
@@ -233,12 +233,12 @@ def test_a_loss_of_another_shape_is_refused_by_name(wrong: object) -> None:
     scores = PolicyScores(torch.zeros(2), torch.zeros(2))
     config = LossConfig(name="my.py:wrong")
     with pytest.raises(ConfigError, match=r"the loss 'my.py:wrong' returned .* shape \(2,\)"):
-        total(scores, torch.ones(2), None, batch_of([1, 1]), config, lambda *_: wrong)  # type: ignore[return-value]
+        total_loss(scores, torch.ones(2), None, batch_of([1, 1]), config, lambda *_: wrong)  # type: ignore[return-value]
 
 
 def test_the_divergence_is_zero_for_equal_policies_and_else_positive() -> None:
     gap_N = torch.tensor([0.0, 0.5, -0.5])
-    found = divergence(torch.zeros(3), gap_N).tolist()
+    found = estimate_kl(torch.zeros(3), gap_N).tolist()
     assert found == [0.0, *(pytest.approx(math.exp(g) - g - 1) for g in (0.5, -0.5))]
 
 
@@ -253,7 +253,7 @@ def test_the_bonus_is_entropy_by_weight() -> None:
     batch = batch_of([0.0, 0.0], weights=[0.5, 0.25])
     scores = PolicyScores(torch.zeros(2, requires_grad=True), torch.tensor([2.0, 1.0]))
     config = LossConfig(entropy=0.1)
-    value = total(scores, torch.ones(2), None, batch, config).item()
+    value = total_loss(scores, torch.ones(2), None, batch, config).item()
     assert value == pytest.approx(-0.1 * (0.5 * 2.0 + 0.25 * 1.0))
 
 
@@ -283,7 +283,7 @@ def test_a_constant_comes_with_its_normalization(settings: dict[str, object]) ->
 
 def test_ratios_have_no_gradient_where_they_would_overflow() -> None:
     logp_N = torch.tensor([100.0], requires_grad=True)
-    ratio_N: Tensor = ratios(logp_N, batch_of([1.0]), LossConfig())
+    ratio_N: Tensor = compute_ratios(logp_N, batch_of([1.0]), LossConfig())
     assert ratio_N.isfinite().all()
 
 

@@ -469,7 +469,7 @@ async def test_equal_answers_are_warned_of_once_and_reasons_are_not_repeated(
         collector = ScriptedCollector(store, silent=(), is_certain=True)
         records = await run(tmp_path, store, FakeTrainer(), collector=collector)
     assert [record.metrics["equal_answer_groups"] for record in records] == [1, 1, 1, 1]
-    assert caplog.text.count("2 of 2 groups are one answer: 2 x ") == 1
+    assert caplog.text.count("equal answers in 2 of 2 groups: 2 x ") == 1
 
     caplog.clear()
     async with SQLiteStore(tmp_path / "other.db") as store:

@@ -93,7 +93,7 @@ def emit_reward(
 def emit_message(
     message: str, attributes: dict[str, Any] | None = None, propagate: bool = True
 ) -> None:
-    """Record a text. Raises TypeError if it is none."""
+    """Record a text. Raises TypeError for any other value."""
     if not isinstance(cast(object, message), str):
         raise TypeError(f"Message must be a string, got: {type(message)}.")
     body = {LightningSpanAttributes.MESSAGE_BODY.value: message}
@@ -127,7 +127,7 @@ def emit_object(
 def emit_exception(
     exception: BaseException, attributes: dict[str, Any] | None = None, propagate: bool = True
 ) -> None:
-    """Record an exception. Raises TypeError if it is none."""
+    """Record an exception. Raises TypeError for any other value."""
     if not isinstance(cast(object, exception), BaseException):
         raise TypeError(f"Expected a BaseException instance, got: {type(exception)}.")
     _emit(AGL_EXCEPTION, describe_exception(exception), attributes, propagate)

@@ -48,7 +48,7 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
     """Everything in this process, the runners as tasks of one event loop."""
 
     def __init__(self, n_runners: int = 1, graceful_delay: float = 5.0, **options: Any) -> None:
-        """`options` of theirs about threads are accepted: there are none."""
+        """Agent Lightning's `options` for threads are accepted and ignored."""
         self.n_runners = n_runners
         self._patience_s = graceful_delay
 
@@ -98,7 +98,7 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         managed_store: bool | None = None,
         **options: Any,
     ) -> None:
-        """`options` of theirs about processes are accepted: runners are tasks.
+        """Agent Lightning's `options` for processes are accepted and ignored.
 
         Raises:
             ConfigError: the role is unknown.

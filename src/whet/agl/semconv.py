@@ -80,7 +80,7 @@ def make_tag_attributes(tags: list[str]) -> Attributes:
 
 
 def make_link_attributes(links: dict[str, str]) -> Attributes:
-    """Return the attributes that link a span to others, by attributes of theirs."""
+    """Return the attributes that link a span to the spans with these attributes."""
     pairs = [{"key_match": key, "value_match": value} for key, value in links.items()]
     return flatten_attributes({LightningSpanAttributes.LINK.value: pairs}, expand=True)
 

@@ -179,7 +179,7 @@ class LLM(Resource):
 
 
 class ProxyLLM(LLM):
-    """An endpoint of a proxy that tells rollouts apart by their URL."""
+    """Endpoint of a proxy that identifies rollouts by their URL."""
 
     resource_type: Literal["proxy_llm"] = "proxy_llm"  # pyright: ignore[reportIncompatibleVariableOverride]  # as theirs
 
@@ -270,7 +270,7 @@ class ParallelWorkerBase:
 
 
 class Hook(ParallelWorkerBase):
-    """Callbacks around every attempt; an exception of theirs is logged."""
+    """Callbacks around every attempt; an exception in one is logged."""
 
     async def on_trace_start(
         self, *, agent: "LitAgent", runner: "LitAgentRunner", tracer: "Tracer", rollout: Rollout

@@ -68,7 +68,9 @@ def check_algorithm(config: RunConfig) -> None:
         if unread and getattr(chosen, key) != field.default:
             raise ConfigError(f"the algorithm {name!r} does not read algorithm.{key}: leave it out")
     if chosen.discount != 1 and chosen.credit != "turn":
-        raise ConfigError("algorithm.discount is read with algorithm.credit 'turn' alone")
+        raise ConfigError(
+            "algorithm.discount needs algorithm.credit 'turn': set that, or leave it out"
+        )
     if name == DISTILLATION and chosen.teacher is None:
         raise ConfigError("distillation needs a teacher: set algorithm.teacher to a model")
     _check_rollouts(config)

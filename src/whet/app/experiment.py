@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from whet.app.cli.display import Display
 from whet.app.composition.run import Run
 from whet.app.evaluation.comparison import Comparison, compare
-from whet.app.evaluation.statistics import Interval, Scores, complete_tasks, measures
+from whet.app.evaluation.statistics import Interval, Scores, complete_tasks, compute_measures
 from whet.app.evaluation.trials import ended_rollouts, plan_trials, read_scores, run_trials
 from whet.app.inputs import check_held_out, plan_rollouts
 from whet.app.run_folder import RunFolder
@@ -191,7 +191,7 @@ def _trial_name(steps: int) -> str:
 def evaluation_metrics(scores: Scores, config: EvaluationConfig) -> dict[str, float]:
     """An evaluation of one model as metrics: `eval/greedy`, `eval/sampled` and so on."""
     tasks = complete_tasks([scores])
-    found = measures(scores, tasks, pass_threshold=config.pass_threshold)
+    found = compute_measures(scores, tasks, pass_threshold=config.pass_threshold)
     means = {f"{EVALUATION}{name}": fmean(values) for name, values in found.items() if values}
     return {**means, f"{EVALUATION}failed_rollouts": len(scores.failures)}
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 import anyio
@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import CommandParser, add_runs_flag
+from whet.app.evaluation.statistics import correlate
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, WhetError, boundary
 from whet.io.files import atomic_file
@@ -55,17 +56,22 @@ def add_arguments(parser: CommandParser) -> None:
         "or of a whet.judge",
     )
     group.add_argument(
-        "--mode", choices=["train", "val", "all"], default="all", help="rollouts (default all)"
+        "--mode",
+        choices=["train", "val", "all"],
+        default="all",
+        help="rollouts to score (default all)",
     )
     group.add_argument(
         "--failed", action="store_true", help="also rollouts that failed after a model call"
     )
     group.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="scored at once (default 16)"
+        "--concurrency",
+        type=int,
+        default=16,
+        metavar="N",
+        help="rollouts to score at once (default 16)",
     )
-    group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
-    )
+    add_runs_flag(group)
     group.add_argument("--store", metavar="URL", help="store of a run of several processes")
     output = parser.group("output")
     output.add_argument(
@@ -222,20 +228,9 @@ def summarize(scored: Sequence[Rescored]) -> dict[str, JsonValue]:
         "scored": sum(each.new is not None for each in scored),
         "old": fmean(old for old, _ in pairs) if pairs else None,
         "new": fmean(new for _, new in pairs) if pairs else None,
-        "correlation": _correlation(pairs),
+        "correlation": correlate([old for old, _ in pairs], [new for _, new in pairs]),
         "pairs_ordered_alike": _order_agreement(scored),
     }
-
-
-def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    if len(pairs) < 2:
-        return None
-    olds, news = [old for old, _ in pairs], [new for _, new in pairs]
-    spread = pstdev(olds) * pstdev(news)
-    if spread == 0:
-        return None
-    mean_old, mean_new = fmean(olds), fmean(news)
-    return fmean((old - mean_old) * (new - mean_new) for old, new in pairs) / spread
 
 
 def _order_agreement(scored: Sequence[Rescored]) -> float | None:

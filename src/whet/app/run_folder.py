@@ -120,6 +120,13 @@ class RunFolder:
         )
 
     @classmethod
+    def to_resume(cls, config: RunConfig, kind: str) -> "RunFolder":
+        """The run that a config names, or the newest of a kind. Raises ConfigError if none is."""
+        return (
+            cls(config.dir / "runs" / config.name) if config.name else cls.latest(config.dir, kind)
+        )
+
+    @classmethod
     def find(cls, name: str | Path, directory: Path) -> "RunFolder":
         """A run by its folder, or by its name in a directory of runs. Raises ConfigError."""
         for path in (Path(name).expanduser(), directory / "runs" / name):

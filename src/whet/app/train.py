@@ -318,9 +318,9 @@ async def run_training(
 
 
 def _find_run(config: RunConfig, kind: str, *, resume: bool, continues: bool) -> RunFolder | None:
-    named = RunFolder(config.dir / "runs" / config.name) if config.name else None
     if resume:
-        return named or RunFolder.latest(config.dir, kind)
-    if continues and named and named.config_file.exists():
-        return named
+        return RunFolder.to_resume(config, kind)
+    if continues and config.name:
+        named = RunFolder(config.dir / "runs" / config.name)
+        return named if named.config_file.exists() else None
     return None

@@ -113,7 +113,7 @@ class Trainer:
                 "runs of verl take no hooks, judge, resources or tracer: leave them out"
             )
         if self._algorithm is not None and not isinstance(self._algorithm, dict):
-            raise ConfigError("verl assigns credit by an algorithm of a name, such as 'grpo'")
+            raise ConfigError("with verl, `algorithm` is a name, such as 'grpo'")
         keys = {"algorithm": self._algorithm} if self._algorithm else {}
         return train_verl(
             agent,

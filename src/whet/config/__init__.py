@@ -1,32 +1,28 @@
 """Typed config of a run. No heavy imports, no side effects."""
 
-from whet.config.engines import (
-    Layer,
-    LocalEngineConfig,
-    LocalTrainerConfig,
-    SGLangConfig,
-    TinkerConfig,
-    VerlConfig,
-    VLLMConfig,
-)
 from whet.config.learning import (
     AdamConfig,
     AdamStep,
     AlgorithmConfig,
+    BudgetConfig,
+    CheckpointsConfig,
     CurriculumConfig,
     EvaluationConfig,
     FailureRewardConfig,
+    Layer,
     LengthConfig,
+    LocalTrainerConfig,
     LoopConfig,
     LossConfig,
     SelectionConfig,
     SupervisedConfig,
+    TinkerConfig,
+    VerlConfig,
 )
-from whet.config.limits import BudgetConfig, CheckpointsConfig
-from whet.config.policy import PolicyConfig
 from whet.config.run import (
     UNIONS,
     EngineConfig,
+    PolicyConfig,
     RunConfig,
     TrainerConfig,
     explain,
@@ -37,9 +33,12 @@ from whet.config.run import (
 from whet.config.running import (
     DashboardConfig,
     GatewayConfig,
+    LocalEngineConfig,
     RunnerConfig,
+    SGLangConfig,
     TracerName,
     TrackingConfig,
+    VLLMConfig,
 )
 from whet.config.section import (
     Section,

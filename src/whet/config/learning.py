@@ -1,11 +1,88 @@
-"""Config sections of optimizer, loss, algorithm, rewards, loop, selection and evaluation."""
+"""Config sections of training: trainer, loss, algorithm, rewards, loop, evaluation, limits."""
 
 import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from whet.config.section import Section
+from whet.config.section import Section, changed_keys
+
+Layer = Literal["attention", "mlp", "head"]
+
+SHARDLESS_KEYS = {"compile", "optimizer"}
+"""Keys of the local trainer that a sharded model does not support."""
+
+
+class LocalTrainerConfig(Section):
+    """Train in this process."""
+
+    kind: Literal["local"] = "local"
+    weights: Literal["lora", "full"] = "lora"
+    """Train low-rank adapters, or all weights."""
+    lora_rank: Annotated[int, Field(ge=1)] = 16
+    """Rank of the adapters."""
+    lora_alpha: Annotated[int, Field(ge=1)] = 32
+    """Adapters are scaled by `lora_alpha / lora_rank`."""
+    lora_layers: Annotated[tuple[Layer, ...], Field(min_length=1)] = ("attention", "mlp")
+    """Linear layers with adapters: `attention`, `mlp`, `head` (the language-model head)."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Compute type of sampler and trainer; `auto` is `bf16` on a GPU, `fp32` on a CPU.
+    Log-probabilities and trained weights are always fp32."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW with moments in fp32, or in 8 bits by `bitsandbytes`, which is installed apart."""
+    micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
+    """Tokens in one forward and backward pass; shared prefixes count once. If absent 2048 on a CPU,
+    and on a GPU what fills about half of it. Halved when memory runs out."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, for a fraction of the memory."""
+    gpus: Annotated[int, Field(ge=1)] = 1
+    """GPUs of this machine to train on, with a process each; without a GPU, processes. Rows are
+    dealt by tokens; the first GPU samples too."""
+    shard: Literal["auto", "yes", "no"] = "auto"
+    """With `gpus`: divide the trained model, its gradient and its optimizer among them (FSDP2), or
+    have a copy on each; `auto` divides what would fill more than half of a GPU."""
+    compile: bool = False
+    """Compile the layers for training: up to a minute at the first step, then faster; for a GPU and
+    long runs."""
+
+    @model_validator(mode="after")
+    def _check_shard(self) -> Self:
+        if self.shard != "yes":
+            return self
+        if self.gpus == 1:
+            raise ValueError("shard divides the model among several GPUs: set gpus too")
+        if odd := changed_keys(self) & SHARDLESS_KEYS:
+            raise ValueError(f"a sharded model has no {min(odd)}: leave it out, or set shard to no")
+        return self
+
+
+class TinkerConfig(Section):
+    """Train and sample at a service of the `tinker` API: hosted, or `whet tinker-server`. Its key
+    is in `TINKER_API_KEY`."""
+
+    kind: Literal["tinker"] = "tinker"
+    base_url: str | None = None
+    """Address of the service; `TINKER_BASE_URL`, else the hosted one, if absent."""
+    base_model: str | None = None
+    """The service's name of the model, whose tokenizer and template are in the folder `model`;
+    `model` if absent."""
+    lora_rank: Annotated[int, Field(ge=1)] = 16
+    """Rank of the adapters."""
+    lora_layers: Annotated[tuple[Layer, ...], Field(min_length=1)] = ("attention", "mlp")
+    """Linear layers with adapters: `attention`, `mlp`, `head` (the language-model head)."""
+
+
+class VerlConfig(Section):
+    """Train with verl on a Ray cluster, in an environment of its own."""
+
+    kind: Literal["verl"] = "verl"
+    preset: Literal["tiny", "one-gpu", "node"] = "one-gpu"
+    """Sizes to start from: a check of the path, one GPU, one machine with eight."""
+    python: str | None = None
+    """Python of the environment that has verl; this one if absent."""
+    overrides: tuple[str, ...] = ()
+    """Keys of verl's own config, each as `key=value`; an unknown one is an error before Ray
+    starts."""
 
 
 class AdamStep(Section):
@@ -228,7 +305,7 @@ class LengthConfig(Section):
         return self.hard_limit is not None or self.token_cost > 0
 
     def cost(self, tokens: int) -> float:
-        """Reduction of the reward by an answer of so many tokens."""
+        """Penalty on the reward for an answer of this many tokens."""
         cost = self.token_cost * tokens
         if self.soft_limit is not None and self.hard_limit is not None:
             over = (tokens - self.soft_limit) / (self.hard_limit - self.soft_limit)
@@ -353,3 +430,22 @@ class SupervisedConfig(Section):
     """Leave out dialogues that do not fit into the model's context; they are an error otherwise."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """`dpo`: weight of the log-ratio to the model before training; higher stays closer to it."""
+
+
+class CheckpointsConfig(Section):
+    """Checkpoints, which are written while the next step runs."""
+
+    every: Annotated[int, Field(ge=1)] = 1
+    """Steps between checkpoints; one is left out where writing would take more than a fifth of the
+    time. A resumed run repeats the updates since the last one from their stored rollouts."""
+    keep: Annotated[int, Field(ge=1)] = 1
+    """Newest checkpoints to keep, besides that of the best evaluated step."""
+
+
+class BudgetConfig(Section):
+    """Limits of a run, checked before each step. A run that spent one can be resumed with more."""
+
+    minutes: Annotated[float, Field(gt=0)] | None = None
+    """Time of training steps, evaluations between them included; no limit if absent."""
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens sampled in training rollouts; no limit if absent."""

@@ -11,29 +11,32 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import Discriminator, Field, JsonValue, Tag, ValidationError, model_validator
 
-from whet.config.engines import (
-    LocalEngineConfig,
-    LocalTrainerConfig,
-    SGLangConfig,
-    TinkerConfig,
-    VerlConfig,
-    VLLMConfig,
-)
 from whet.config.learning import (
     AdamConfig,
     AlgorithmConfig,
+    BudgetConfig,
+    CheckpointsConfig,
     CurriculumConfig,
     EvaluationConfig,
     FailureRewardConfig,
     LengthConfig,
+    LocalTrainerConfig,
     LoopConfig,
     LossConfig,
     SelectionConfig,
     SupervisedConfig,
+    TinkerConfig,
+    VerlConfig,
 )
-from whet.config.limits import BudgetConfig, CheckpointsConfig
-from whet.config.policy import PolicyConfig
-from whet.config.running import DashboardConfig, GatewayConfig, RunnerConfig, TrackingConfig
+from whet.config.running import (
+    DashboardConfig,
+    GatewayConfig,
+    LocalEngineConfig,
+    RunnerConfig,
+    SGLangConfig,
+    TrackingConfig,
+    VLLMConfig,
+)
 from whet.config.section import Section, changed_keys
 from whet.config.suggestion import explain_unknown
 from whet.errors import ConfigError
@@ -73,12 +76,35 @@ UNIONS: dict[str, tuple[type[Section], ...]] = {
 }
 """Sections whose keys depend on their `kind`; the first kind is the default."""
 
-
 RESERVED_MODELS = ("policy", "judge")
 """Model names that no policy may have: those of the only policy, and of the judge."""
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 POLICY_SECTIONS = {"trainer", "adam", "loss", "algorithm"}
 """Sections of which a policy may have keys of its own."""
+
+Keys = dict[str, JsonValue]
+
+
+class PolicyConfig(Section):
+    """One of several policies of a run, by the name that agents send as their model. Its sections
+    have the keys that differ from those of the run."""
+
+    model: str | None = None
+    """Its model, or the adapter or checkpoint it starts from; that of the run if absent."""
+    start: Path | None = None
+    """The adapter or checkpoint that it starts from, saved where `model` named one."""
+    frozen: bool = False
+    """Serve it and never train it."""
+    models: tuple[str, ...] = ()
+    """Further model names for it."""
+    trainer: Keys = Field(default={})
+    """Keys of `[trainer]`."""
+    adam: Keys = Field(default={})
+    """Keys of `[adam]`."""
+    loss: Keys = Field(default={})
+    """Keys of `[loss]`."""
+    algorithm: Keys = Field(default={})
+    """Keys of `[algorithm]`, except `oversample`."""
 
 
 class RunConfig(Section):

@@ -1,12 +1,66 @@
-"""Config sections of runners, gateway, dashboard and trackers."""
+"""Config sections of what runs: engine, runners, gateway, dashboard and trackers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from whet.config.section import Section
+from whet.config.section import Section, changed_keys
 
 TracerName = Literal["otel", "openai-agents"]
+
+
+class _EngineSection(Section):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model in this process; `auto` is a GPU if torch finds one."""
+    max_context: Annotated[int, Field(ge=16)] | None = None
+    """Maximum prompt plus completion in tokens; the model's own limit if absent."""
+
+
+class LocalEngineConfig(_EngineSection):
+    """Sample from the model in this process."""
+
+    kind: Literal["local"] = "local"
+    kv_tokens: Annotated[int, Field(ge=1024)] = 65_536
+    """Tokens of key-value cache, which bounds memory and the running batch."""
+
+
+class VLLMConfig(_EngineSection):
+    """Sample from vLLM servers: running ones, or some that are started."""
+
+    kind: Literal["vllm"] = "vllm"
+    urls: tuple[str, ...] = ()
+    """Running servers, all with the same model and flags; if absent, they are started."""
+    command: str = "vllm"
+    """The `vllm` program to start, such as that of another environment."""
+    flags: tuple[str, ...] = ()
+    """Flags for `vllm serve`, passed on unchanged; on the command line, whatever follows `--`."""
+    replicas: Annotated[int, Field(ge=1)] | None = None
+    """Servers to start, each on GPUs of its own. If absent, one for every GPU that `trainer.gpus`
+    leaves, or one beside the trainer; `whet serve` starts one."""
+
+    @model_validator(mode="after")
+    def _check_launch(self) -> Self:
+        if self.urls and changed_keys(self) & {"command", "flags", "replicas"}:
+            raise ValueError(
+                "command, flags and replicas are for servers that are started, not for urls"
+            )
+        if (self.replicas or 1) > 1 and any(flag.startswith("--port") for flag in self.flags):
+            raise ValueError("replicas have ports of their own: leave out --port")
+        return self
+
+
+class SGLangConfig(_EngineSection):
+    """Sample from running SGLang servers."""
+
+    kind: Literal["sglang"] = "sglang"
+    urls: tuple[str, ...] = ()
+    """Running servers, all with the same model and flags; required with `sglang`."""
+
+    @model_validator(mode="after")
+    def _check_urls(self) -> Self:
+        if not self.urls:
+            raise ValueError("name the SGLang servers with urls: only 'vllm' is started")
+        return self
 
 
 class RunnerConfig(Section):

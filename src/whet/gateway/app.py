@@ -19,10 +19,10 @@ from whet.gateway.dialects.anthropic import AnthropicDialect, CountRequest
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.dialects.completions import CompletionsDialect
 from whet.gateway.dialects.dialect import Dialect, Json
-from whet.gateway.dialects.openai import parse_body
 from whet.gateway.dialects.responses import ResponsesDialect, list_input, show_response
 from whet.gateway.dialects.responses_items import find_response
 from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
+from whet.gateway.dialects.wire import parse_body
 from whet.gateway.graph import Graph
 from whet.gateway.http import (
     ErrorFormat,

@@ -54,7 +54,7 @@ def mint_reward_key(attempt: AttemptId, secret: bytes) -> str:
 
 
 def read_key(key: str, secret: bytes, scope: str = "") -> AttemptId | None:
-    """Return the attempt a key was minted for, or None if another secret or nobody minted it."""
+    """Return the attempt of a key, or None if the key was not minted with this secret."""
     body, _, mac = key.removeprefix(KEY_PREFIX).rpartition("-")
     genuine = key.startswith(KEY_PREFIX) and hmac.compare_digest(
         mac.encode(), _mac(scope + body, secret).encode()

@@ -22,7 +22,7 @@ from whet.errors import (
 )
 from whet.gateway.auth import Unauthorized
 from whet.gateway.dialects.dialect import Json, ThreadUnsupported, WireError
-from whet.gateway.dialects.openai import format_error, format_error_event
+from whet.gateway.dialects.wire import format_error, format_error_event
 from whet.gateway.messages import dump_json
 from whet.io.attempt_url import ATTEMPT_PREFIX
 

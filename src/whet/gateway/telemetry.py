@@ -10,7 +10,7 @@ from starlette.responses import Response
 from whet.errors import RequestError
 from whet.gateway.auth import REWARDS, require_attempt
 from whet.gateway.dialects.dialect import WireError
-from whet.gateway.dialects.openai import parse_body
+from whet.gateway.dialects.wire import parse_body
 from whet.gateway.http import (
     MAX_BODY_BYTES,
     BodyTooLarge,
@@ -36,7 +36,7 @@ GZIP_WBITS = 31
 
 
 def accept_reward(reward: Reward) -> None:
-    """Accept every reward: whoever reads them is not known."""
+    """Accept every reward, where the algorithm that reads them is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from whet.errors import MissingExtra
@@ -144,12 +143,7 @@ class HttpClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def _count_connection(self, *details: object) -> None:

@@ -64,25 +64,24 @@ async def stoppable() -> AsyncGenerator[Stop]:
 
 @contextmanager
 def sigterm_interrupts() -> Generator[None]:
-    """Treat SIGTERM as Ctrl-C within the block, unless Ctrl-C is ignored.
+    """Treat SIGTERM as Ctrl-C within the block.
 
     Only the main thread may change signal handlers; in another one nothing is changed.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not of Python
 
 
-def interrupt_on_sigterm() -> None:
-    """Treat SIGTERM as Ctrl-C, which a process started in the background may ignore."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+def _interrupt(number: int, frame: object) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)  # an event loop may have a handler of its own
 
 
 def follow_supervisor() -> None:
@@ -109,7 +108,7 @@ class RestartBackoff:
         healthy_s: float = 60.0,
         max_deaths: int = 6,
     ) -> None:
-        """`healthy_s`: a process that lived longer starts the count of deaths anew.
+        """`healthy_s`: a process that lived longer resets the count of deaths.
 
         `max_deaths` in a row: it is not restarted again.
         """

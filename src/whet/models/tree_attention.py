@@ -230,7 +230,7 @@ class RowProbe:
             return math.inf
 
     def length_gap(self, length: int) -> float:
-        """Gap of a row that goes on at the last position of a context to the row alone."""
+        """Gap between a row whose last token is at the end of a context and the row alone."""
         row = self._rows[0]
         position_T = torch.arange(len(row), device=self._device)
         position_T[-1] = length - 1

@@ -24,7 +24,13 @@ from whet.models.huggingface import LocalPolicy
 from whet.models.tree_attention import runs_flash
 from whet.protocols import TrainingBackend
 from whet.trainers.logprobs import PolicyScores, score_tokens
-from whet.trainers.loss import LossFunction, count_corrected, divergence, ratios, total
+from whet.trainers.loss import (
+    LossFunction,
+    compute_ratios,
+    count_corrected,
+    estimate_kl,
+    total_loss,
+)
 from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import MASKED_TREE_NODES, Batch, PrefixTree, R, check_rows, pack
 from whet.trainers.snapshot import STATE, Snapshot
@@ -138,8 +144,8 @@ class LocalTrainer(TrainingBackend):
         """Accumulate a tree's gradient, all of it or nothing; returns sums of its metrics."""
         reference_N = self._reference_logprobs(tree) if loss.kl else None
         scores, batch = self._micro_batches.score_tree(tree, entropy_grad=bool(loss.entropy))
-        ratio_N = ratios(scores.logp_N, batch, loss)
-        value = total(scores, ratio_N, reference_N, batch, loss, self._custom_loss)
+        ratio_N = compute_ratios(scores.logp_N, batch, loss)
+        value = total_loss(scores, ratio_N, reference_N, batch, loss, self._custom_loss)
         gradient = self._weights.gradient(value)
         sums = self._measure(value, scores, ratio_N, reference_N, batch, loss)
         if not math.isfinite(sums["loss"]):
@@ -197,7 +203,7 @@ class LocalTrainer(TrainingBackend):
         """Sums of the metrics over a batch, copied from the device in one transfer."""
         logp_N = scores.logp_N
         log_ratio_N = logp_N - batch.sampled_N
-        kl_N = divergence(-log_ratio_N, torch.zeros_like(logp_N))
+        kl_N = estimate_kl(-log_ratio_N, torch.zeros_like(logp_N))
         low, high = loss.clip_range
         outside_N = (ratio_N < low) | (ratio_N > high)
         sums = {
@@ -209,7 +215,7 @@ class LocalTrainer(TrainingBackend):
             "staleness": (self._policy.version - batch.version_N).sum(),
         }
         if reference_N is not None:
-            sums["reference_kl"] = divergence(logp_N, reference_N).sum()
+            sums["reference_kl"] = estimate_kl(logp_N, reference_N).sum()
         if loss.correction:
             sums["corrected_tokens"] = count_corrected(logp_N, batch, loss)
         fetched = cast(list[float], torch.stack([v.double() for v in sums.values()]).tolist())

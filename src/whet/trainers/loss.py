@@ -25,7 +25,7 @@ LossFunction = Callable[[Tensor, Tensor, Batch, LossConfig], Tensor]
 """Maps log-probabilities now, ratios, the batch and the config to the loss of each token."""
 
 
-def total(
+def total_loss(
     scores: PolicyScores,
     ratio_N: Tensor,
     reference_N: Tensor | None,
@@ -38,15 +38,15 @@ def total(
     if custom:
         _check_custom(loss_N, scores.logp_N, config)
     if config.correction:
-        loss_N = loss_N * corrections(scores.logp_N, batch, config)
+        loss_N = loss_N * compute_corrections(scores.logp_N, batch, config)
     if reference_N is not None:
-        loss_N = loss_N + config.kl * divergence(scores.logp_N, reference_N)
+        loss_N = loss_N + config.kl * estimate_kl(scores.logp_N, reference_N)
     if config.entropy:
         loss_N = loss_N - config.entropy * scores.entropy_N
     return (loss_N * batch.weight_N).sum()
 
 
-def ratios(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
+def compute_ratios(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """Probability ratio of each token; for `gspo` the geometric mean over its row's sampled tokens.
 
     A row is what one reward was given for. Turn by turn, how far the policy may move would depend
@@ -61,14 +61,14 @@ def ratios(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     return log_ratio_N.clamp(max=MAX_LOG_RATIO).exp()
 
 
-def clip(ratio_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
+def clip_ratios(ratio_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """The ratios within the range of each token, or that of the loss."""
     if batch.clip_N is not None:
         return ratio_N.clamp(*batch.clip_N)
     return ratio_N.clamp(*config.clip_range)
 
 
-def corrections(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
+def compute_corrections(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """Factor of each token's loss that bounds its importance weight, without a gradient.
 
     The weight is the trainer's probability over the sampler's, of a token or of the sampled tokens
@@ -123,7 +123,7 @@ def _check_custom(loss_N: object, logp_N: Tensor, config: LossConfig) -> None:
     )
 
 
-def divergence(logp_N: Tensor, reference_N: Tensor) -> Tensor:
+def estimate_kl(logp_N: Tensor, reference_N: Tensor) -> Tensor:
     """An estimate of KL(policy || reference) that is never negative (joschu.net/blog/kl-approx)."""
     gap_N = (reference_N - logp_N).clamp(max=MAX_LOG_RATIO)
     return gap_N.exp() - gap_N - 1
@@ -143,7 +143,7 @@ def ppo(logp_N: Tensor, ratio_N: Tensor, batch: Batch, config: LossConfig) -> Te
     much likelier would outweigh all others. `gspo` is the same with the ratio of the row.
     """
     advantage_N = batch.advantage_N
-    gain_N = torch.minimum(ratio_N * advantage_N, clip(ratio_N, batch, config) * advantage_N)
+    gain_N = torch.minimum(ratio_N * advantage_N, clip_ratios(ratio_N, batch, config) * advantage_N)
     if config.dual_clip is None:
         return -gain_N
     bounded_N = torch.maximum(gain_N, config.dual_clip * advantage_N)
@@ -152,7 +152,7 @@ def ppo(logp_N: Tensor, ratio_N: Tensor, batch: Batch, config: LossConfig) -> Te
 
 def cispo(logp_N: Tensor, ratio_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """`-sg(clip(r)) A lp` (arXiv:2506.13585): clipped tokens still teach."""
-    weight_N = clip(ratio_N.detach(), batch, config)
+    weight_N = clip_ratios(ratio_N.detach(), batch, config)
     return -weight_N * batch.advantage_N * logp_N
 
 

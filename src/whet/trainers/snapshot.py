@@ -32,9 +32,9 @@ DTYPES = {
 
 
 class Snapshot:
-    """Tensors at one moment, copied to memory by whoever needs it first.
+    """Tensors at one moment, copied to memory before they are written or changed.
 
-    That is the thread that writes them, while the next rollouts are sampled, or the next update.
+    The copy is made by the thread that writes them, or by the next update if that comes first.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from whet.errors import RequestError, TrainerError
 from whet.models.distribution import Shaping
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import MicroBatches
-from whet.trainers.loss import LOSSES, ratios
+from whet.trainers.loss import LOSSES, compute_ratios
 from whet.trainers.packing import Batch, PrefixTree
 
 Floats = NDArray[np.float32]
@@ -126,7 +126,7 @@ class DatumTrainer:
     def _one_tree(self, tree: PrefixTree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
         batch = _batch(tree, config, self._policy.device)
         logp_N = self._score(tree, batch)
-        loss_N = LOSSES[config.name](logp_N, ratios(logp_N, batch, config), batch, config)
+        loss_N = LOSSES[config.name](logp_N, compute_ratios(logp_N, batch, config), batch, config)
         value = loss_N.sum()
         loss = value.item()
         if not math.isfinite(loss):
@@ -147,7 +147,7 @@ class DatumTrainer:
         )
 
     def _score(self, tree: PrefixTree[Datum], batch: Batch) -> Tensor:
-        """Log-probabilities of the targets; what rows that begin alike all ask for is scored once.
+        """Log-probabilities of the targets; a target that several rows share is scored once.
 
         Most positions of a group are those of its prompt, and logits are what costs most.
         """

@@ -42,7 +42,7 @@ EXPLANATIONS: Mapping[Cause, str] = {
 
 
 def find_cause(group: Group, group_size: int) -> Cause:
-    """Return the likely cause why a group of so many rollouts has no learning signal."""
+    """Return the likely cause why a group of `group_size` rollouts has no learning signal."""
     if not group:
         return Cause.FAILED
     if not any(trajectory.calls for trajectory in group):

@@ -173,12 +173,15 @@ def _selection_metrics(credits: Sequence[Credit], selected: Sequence[Credit]) ->
 def _warn_of_equal_answers(
     groups: Sequence[Group], metrics: Metrics, done: Sequence[StepRecord]
 ) -> None:
-    """Warn if half of the groups are one answer many times, once a run: a good one ends so."""
+    """Warn, once a run, if the answers within half of the groups are equal.
+
+    Once only: the groups of a run that has learned its tasks are equal too.
+    """
     before = [record.metrics.get("equal_answer_groups", 0.0) for record in done]
     if metrics["equal_answer_groups"] >= 0.5 > max(before, default=0.0):
         equal = Counter(cause for group in groups if (cause := find_equal_answers(group)))
         reasons = "; ".join(explain_causes(equal))
-        logger.warning("%d of %d groups are one answer: %s", equal.total(), len(groups), reasons)
+        logger.warning("equal answers in %d of %d groups: %s", equal.total(), len(groups), reasons)
 
 
 def _warn_of_no_update(metrics: Metrics, done: Sequence[StepRecord], policy: str) -> None:

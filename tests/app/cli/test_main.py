@@ -234,7 +234,7 @@ def test_a_terminal_gets_long_lines_broken_between_words_and_a_file_whole_ones(
     lines = terminal.getvalue().splitlines()
     assert len(lines) > 1
     assert " ".join(each.strip() for each in lines) == whole
-    assert main_module.fit("warning: short", terminal) == "warning: short"
+    assert main_module.wrap_line("warning: short", terminal) == "warning: short"
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from whet.app.evaluation.statistics import (
     Scores,
     Z,
     complete_tasks,
+    compute_measures,
     estimate,
+    estimate_gain,
     failure_counts,
-    gain,
-    measures,
     pass_at_k,
 )
 from whet.config import EvaluationConfig
@@ -55,7 +55,7 @@ def test_measures_are_one_number_for_each_complete_task() -> None:
     )
     tasks = complete_tasks([scores])
     assert tasks == [0, 2]
-    found = measures(scores, tasks, pass_threshold=1.0)
+    found = compute_measures(scores, tasks, pass_threshold=1.0)
     assert list(found) == ["greedy", "sampled", "pass@1", "pass@2", "pass@4"]
     assert found["greedy"] == [1.0, 0.0]
     assert found["sampled"] == found["pass@1"] == [0.5, 0.25]
@@ -106,7 +106,7 @@ def test_nothing_comparable_is_said_to_be_so() -> None:
 )
 def test_k_goes_up_in_powers_of_two_to_all_samples(samples: int, ks: list[int]) -> None:
     scores = Scores(greedy=(1.0,), sampled=((1.0,) * samples,))
-    found = measures(scores, [0], pass_threshold=1.0)
+    found = compute_measures(scores, [0], pass_threshold=1.0)
     assert [name for name in found if name.startswith("pass")] == [f"pass@{k}" for k in ks]
 
 
@@ -125,7 +125,7 @@ def test_the_interval_of_a_case_done_by_hand() -> None:
     # Gains +1, +1, 0, -1, and half a +1, half a -1 and a 0.
     center = 1 / 6
     reach = Z * math.sqrt((4 / 6 - center**2) / 6)
-    found = gain([0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0], bounded=True)
+    found = estimate_gain([0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0], bounded=True)
     assert found is not None
     assert found.mean == 0.25
     assert found.ci95 == pytest.approx((center - reach, center + reach))
@@ -143,8 +143,8 @@ def test_the_interval_is_paired_and_not_blurred_by_how_hard_tasks_are() -> None:
     # Every task gains exactly 0.1, though the tasks themselves differ widely.
     before = [i / 100 for i in range(90)]
     after = [b + 0.1 for b in before]
-    assert interval(gain(before, after, bounded=False)) == pytest.approx((0.1, 0.1))
-    low, high = interval(gain(before, after, bounded=True))
+    assert interval(estimate_gain(before, after, bounded=False)) == pytest.approx((0.1, 0.1))
+    low, high = interval(estimate_gain(before, after, bounded=True))
     alone = interval(estimate(before, bounded=True))
     assert high - low < 0.06 < 0.08 < alone.high - alone.low
 
@@ -153,7 +153,9 @@ def test_pairing_matters_the_same_scores_in_another_order_are_less_sure() -> Non
     before = [float(i % 2) for i in range(40)]
     better = [min(1.0, b + float(i % 5 == 0)) for i, b in enumerate(before)]
     shuffled = random.Random(1).sample(better, len(better))
-    paired, unpaired = (interval(gain(before, a, bounded=True)) for a in (better, shuffled))
+    paired, unpaired = (
+        interval(estimate_gain(before, a, bounded=True)) for a in (better, shuffled)
+    )
     assert paired.high - paired.low < 0.7 * (unpaired.high - unpaired.low)
 
 
@@ -182,7 +184,7 @@ def test_the_interval_of_a_gain_holds_for_few_tasks(tasks: int) -> None:
         hard = [draw.uniform(0.1, 0.7) for _ in range(tasks)]
         before = [float(draw.random() < p) for p in hard]
         after = [float(draw.random() < p + 0.15) for p in hard]
-        low, high = interval(gain(before, after, bounded=True))
+        low, high = interval(estimate_gain(before, after, bounded=True))
         held += low <= 0.15 <= high
     assert held / trials >= 0.92
 
@@ -191,7 +193,7 @@ def test_the_interval_of_a_gain_holds_for_few_tasks(tasks: int) -> None:
 def test_the_interval_holds_its_mean_and_stays_within_bounds(
     pairs: list[tuple[float, float]],
 ) -> None:
-    found = gain([b for b, _ in pairs], [a for _, a in pairs], bounded=True)
+    found = estimate_gain([b for b, _ in pairs], [a for _, a in pairs], bounded=True)
     assert (found is None) == (not pairs)
     if found is not None:
         low, high = interval(found)

@@ -103,7 +103,15 @@ class LightningStore:
 
         `enqueue_rollout(agent, task=...)` enqueues the task: the runners have the agent.
         """
-        raise NotImplementedError
+        request = EnqueueRolloutRequest(
+            input=input if isinstance(task, Unset) else task,
+            mode=mode,
+            resources_id=resources_id,
+            config=config,
+            metadata=metadata,
+        )
+        [rollout] = await self.enqueue_many_rollouts([request])
+        return rollout
 
     async def enqueue_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest]
@@ -113,7 +121,8 @@ class LightningStore:
 
     async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
         """Take the oldest rollout of the queue as a new attempt; None if it is empty."""
-        raise NotImplementedError
+        found = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id)
+        return found[0] if found else None
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
@@ -169,7 +178,8 @@ class LightningStore:
 
         A span is a heartbeat of its attempt, and the first one makes it `running`.
         """
-        raise NotImplementedError
+        added = await self.add_many_spans([span])
+        return added[0] if added else None
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Store spans, and return those that are new. Raises ValueError."""
@@ -191,7 +201,8 @@ class LightningStore:
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         """Return a number that grows with every call for the rollout."""
-        raise NotImplementedError
+        [number] = await self.get_many_span_sequence_ids([(rollout_id, attempt_id)])
+        return number
 
     async def get_many_span_sequence_ids(
         self, rollout_attempt_ids: Sequence[tuple[str, str]]

@@ -124,8 +124,6 @@ def _make_method(name: str) -> Any:
     async def call(self: LightningStoreClient, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         arguments = {key: value for key, value in bound.items() if key != "self"}
-        if "task" in arguments:  # beside it the input is the agent, which the runners have
-            arguments["input"] = arguments.pop("task")
         return await self._call(name, arguments)  # pyright: ignore[reportPrivateUsage]  # its own method
 
     call.__name__ = name

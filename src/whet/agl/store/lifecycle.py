@@ -94,26 +94,6 @@ class RolloutLifecycle(LightningStore):
         await self._flush()
         return result
 
-    async def enqueue_rollout(
-        self,
-        input: TaskInput,
-        mode: RolloutMode | None = None,
-        resources_id: str | None = None,
-        config: RolloutConfig | None = None,
-        metadata: Metadata | None = None,
-        *,
-        task: TaskInput = UNSET,
-    ) -> Rollout:
-        request = EnqueueRolloutRequest(
-            input=input if isinstance(task, Unset) else task,
-            mode=mode,
-            resources_id=resources_id,
-            config=config,
-            metadata=metadata,
-        )
-        [rollout] = await self.enqueue_many_rollouts([request])
-        return rollout
-
     async def enqueue_many_rollouts(
         self, rollouts: Sequence[EnqueueRolloutRequest]
     ) -> Sequence[Rollout]:
@@ -122,10 +102,6 @@ class RolloutLifecycle(LightningStore):
             added = [copy_record(self._add_rollout(request, "queuing")) for request in rollouts]
         await self._flush()
         return added
-
-    async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
-        found = await self.dequeue_many_rollouts(limit=1, worker_id=worker_id)
-        return found[0] if found else None
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None

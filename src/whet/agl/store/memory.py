@@ -76,10 +76,6 @@ class InMemoryLightningStore(RolloutLifecycle):
 
     # ------------------------------------------------------------------- spans
 
-    async def add_span(self, span: Span) -> Span | None:
-        added = await self.add_many_spans([span])
-        return added[0] if added else None
-
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
         added: list[Span] = []
         with self._lock:
@@ -107,10 +103,6 @@ class InMemoryLightningStore(RolloutLifecycle):
         is_latest = attempt is self._attempts[rollout_id][-1]
         if is_latest and rollout.status in ("preparing", "requeuing"):
             self._set_status(rollout, "running")
-
-    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        [number] = await self.get_many_span_sequence_ids([(rollout_id, attempt_id)])
-        return number
 
     async def get_many_span_sequence_ids(
         self, rollout_attempt_ids: Sequence[tuple[str, str]]
@@ -159,15 +151,7 @@ class InMemoryLightningStore(RolloutLifecycle):
         with self._lock:
             self._expire()
             spans = [span for id in ids for span in self._attempt_spans(id, attempt_id)]
-        return select_page(
-            spans,
-            conditions,
-            logic=filter_logic,
-            sort_by=sort_by,
-            sort_order=sort_order,
-            limit=limit,
-            offset=offset,
-        )
+        return select_page(spans, conditions, filter_logic, sort_by, sort_order, limit, offset)
 
     def _attempt_spans(self, rollout_id: str, attempt_id: str | None) -> list[Span]:
         spans = list(self._spans.get(rollout_id, {}).values())
@@ -211,14 +195,9 @@ class InMemoryLightningStore(RolloutLifecycle):
         )
         with self._lock:
             self._expire()
+            rollouts = self._rollouts.values()
             page = select_page(
-                self._rollouts.values(),
-                conditions,
-                logic=filter_logic,
-                sort_by=sort_by,
-                sort_order=sort_order,
-                limit=limit,
-                offset=offset,
+                rollouts, conditions, filter_logic, sort_by, sort_order, limit, offset
             )
             items = [self._with_latest(rollout) for rollout in page.items]
         return PaginatedResult[AttemptedRollout | Rollout].model_construct(
@@ -237,9 +216,7 @@ class InMemoryLightningStore(RolloutLifecycle):
         with self._lock:
             self._expire()
             attempts = [copy_record(a) for a in self._attempts.get(rollout_id, [])]
-        return select_page(
-            attempts, [], sort_by=sort_by, sort_order=sort_order, limit=limit, offset=offset
-        )
+        return select_page(attempts, [], "and", sort_by, sort_order, limit, offset)
 
     async def get_rollout_by_id(self, rollout_id: str) -> AttemptedRollout | Rollout | None:
         with self._lock:
@@ -303,9 +280,7 @@ class InMemoryLightningStore(RolloutLifecycle):
         )
         with self._lock:
             known = [copy_record(each) for each in self._resources.values()]
-        return select_page(
-            known, conditions, sort_by=sort_by, sort_order=sort_order, limit=limit, offset=offset
-        )
+        return select_page(known, conditions, "and", sort_by, sort_order, limit, offset)
 
     async def update_worker(
         self, worker_id: str, heartbeat_stats: Metadata | Unset = UNSET
@@ -342,15 +317,7 @@ class InMemoryLightningStore(RolloutLifecycle):
         with self._lock:
             self._expire()
             workers = [copy_record(worker) for worker in self._workers.values()]
-        return select_page(
-            workers,
-            conditions,
-            logic=filter_logic,
-            sort_by=sort_by,
-            sort_order=sort_order,
-            limit=limit,
-            offset=offset,
-        )
+        return select_page(workers, conditions, filter_logic, sort_by, sort_order, limit, offset)
 
 
 def share_store(store: LightningStore) -> LightningStore:

@@ -38,8 +38,7 @@ def build_conditions(
 def select_page(
     records: Iterable[M],
     conditions: Sequence[Condition],
-    *,
-    logic: Logic = "and",
+    logic: Logic,
     sort_by: str | None,
     sort_order: Order,
     limit: int,

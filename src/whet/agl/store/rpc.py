@@ -12,12 +12,14 @@ from whet.agl.types import Unset
 
 PREFIX = "/v1/agl/call/"
 HEALTH = "/v1/agl/health"
-NOT_REMOTE = {"add_otel_span", "otlp_traces_endpoint", "capabilities"}
-"""Methods whose arguments are objects of a process; they call the others."""
+NOT_REMOTE = {
+    *("add_otel_span", "add_span", "enqueue_rollout", "dequeue_rollout"),
+    *("get_next_span_sequence_id", "otlp_traces_endpoint", "capabilities"),
+}
+"""Methods of the base class, which call the others."""
 
-
-ADDS_SPANS = {"add_span", "add_many_spans"}
-"""Methods that return the spans they were given, whose token ids are long: only places are sent."""
+ADDS_SPANS = "add_many_spans"
+"""It returns the spans it was given, whose token ids are long: only places are sent."""
 PLACES = TypeAdapter(list[int])
 
 
@@ -35,17 +37,15 @@ class Method(NamedTuple):
 
     def dump_result(self, values: dict[str, Any], result: Any) -> bytes:
         """Return a result as JSON; of spans that were added only their places in the arguments."""
-        if self.name in ADDS_SPANS:
-            return PLACES.dump_json(_find_places(_sent_spans(values), result))
+        if self.name == ADDS_SPANS:
+            return PLACES.dump_json(_find_places(values["spans"], result))
         return self.result.dump_json(result)
 
     def load_result(self, values: dict[str, Any], body: bytes) -> Any:
         """Return the result of a call from JSON. Raises pydantic's ValidationError."""
-        if self.name not in ADDS_SPANS:
+        if self.name != ADDS_SPANS:
             return self.result.validate_json(body)
-        spans = _sent_spans(values)
-        added = [spans[place] for place in PLACES.validate_json(body)]
-        return added if "spans" in values else next(iter(added), None)
+        return [values["spans"][place] for place in PLACES.validate_json(body)]
 
     def load(self, body: bytes) -> dict[str, Any]:
         """Return the arguments of a call from JSON. Raises pydantic's ValidationError."""
@@ -53,14 +53,9 @@ class Method(NamedTuple):
         return {name: getattr(read, name) for name in read.model_fields_set}
 
 
-def _sent_spans(values: dict[str, Any]) -> Sequence[Span]:
-    return values["spans"] if "spans" in values else [values["span"]]
-
-
-def _find_places(sent: Sequence[Span], result: Sequence[Span] | Span | None) -> list[int]:
+def _find_places(sent: Sequence[Span], result: Sequence[Span]) -> list[int]:
     """Places of the spans that were added; of several with one id the first one was."""
-    found = [result] if isinstance(result, Span) else result or ()
-    added = {(span.rollout_id, span.attempt_id, span.span_id) for span in found}
+    added = {(span.rollout_id, span.attempt_id, span.span_id) for span in result}
     places: list[int] = []
     for place, span in enumerate(sent):
         key = span.rollout_id, span.attempt_id, span.span_id

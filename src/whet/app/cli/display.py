@@ -3,7 +3,6 @@
 import shlex
 import sys
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -60,12 +59,7 @@ class ConsoleDisplay(Display):
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
 
@@ -104,7 +98,7 @@ class ConsoleDisplay(Display):
 
 
 class NotebookCurve:
-    """Rewards of the steps so far as a picture in a notebook's cell, drawn anew after each step."""
+    """Rewards of the steps so far as a picture in a notebook's cell, redrawn after each step."""
 
     WIDTH, HEIGHT = 480, 120
 
@@ -115,7 +109,11 @@ class NotebookCurve:
 
     def add(self, record: StepRecord, steps: int) -> None:
         """Show one more step."""
-        number, reward, held_out = record.step + 1, record.metrics.get("reward"), headline(record)
+        number, reward, held_out = (
+            record.step + 1,
+            record.metrics.get("reward"),
+            headline(record),
+        )
         self._rewards += [] if reward is None else [(number, reward)]
         self._held_out += [] if held_out is None else [(number, held_out)]
         notebook: Any = import_module("IPython.display")  # a notebook has it
@@ -158,7 +156,9 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     policies = f", policies {trained}," if trained else ""
     lines = [f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}"]
     if folder.steps_reported() >= max(1, config.steps):
-        lines.append("it has ended already: this is its result again; more steps train it on")
+        lines.append(
+            "the run has ended: this is its result; resume it with more steps to train further"
+        )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 

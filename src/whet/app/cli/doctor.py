@@ -1,4 +1,4 @@
-"""`whet doctor`: check how exactly conversations can be, or were, turned into training rows.
+"""`whet doctor`: check whether conversations give, or gave, exact training tokens.
 
 For a model or a template: what its chat template allows, before a run depends on it. For a run:
 what its records prove, and what would be trained. For recorded traffic: which tokens re-tokenizing

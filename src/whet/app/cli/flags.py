@@ -27,6 +27,9 @@ DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
 WIDTH = 100
 
 
+ArgumentGroup = Any  # argparse does not export its type
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parser of one command: errors in one line, no abbreviated flags, arguments in groups.
 
@@ -39,7 +42,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**options, add_help=False, formatter_class=HelpFormatter)
         self._module = module
         self._extra = extra
-        self._groups = dict[str, Any]()  # Any: argparse does not export the type of a group
+        self._groups = dict[str, ArgumentGroup]()
         self.group("help").add_argument(
             "-h", "--help", action="help", help="show this text and exit"
         )
@@ -54,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
                 raise MissingExtra.of(f"`{self.prog}` ({error})", self._extra) from error
             add_arguments(self)
 
-    def group(self, title: str) -> Any:  # Any: argparse does not export its type
+    def group(self, title: str) -> ArgumentGroup:
         """The group of arguments with this title."""
         if title not in self._groups:
             self._groups[title] = self.add_argument_group(title)
@@ -352,4 +355,28 @@ def add_dir_flag(parser: CommandParser) -> None:
         metavar="DIR",
         help=f"folder of runs, and of the store's token unless $WHET_STORE_TOKEN is set "
         f"(default {DEFAULT_DIR})",
+    )
+
+
+def add_runs_flag(group: ArgumentGroup) -> None:
+    """Add `--dir`, the folder of runs, where no token of a store is needed."""
+    group.add_argument(
+        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+    )
+
+
+def add_listen_flags(group: ArgumentGroup, port: int, note: str = "") -> None:
+    """Add `--host` and `--port`, where a server listens."""
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address to listen on (default 127.0.0.1)",
+    )
+    group.add_argument(
+        "--port",
+        type=int,
+        default=port,
+        metavar="N",
+        help=f"port to listen on; 0 picks a free one (default {port}{note})",
     )

@@ -29,7 +29,9 @@ COMMANDS = {
     "start here": {
         "demo": CommandInfo("train a small model on this machine, in minutes"),
         "models": CommandInfo("list models, download one, or merge an adapter into its base model"),
-        "doctor": CommandInfo("check how exactly a model, a run or a recording can be trained"),
+        "doctor": CommandInfo(
+            "check whether a model, a run or a recording gives exact training tokens"
+        ),
         "completion": CommandInfo(
             "print a script that completes commands in your shell",
             module="whet.app.shell_completion",
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with sigterm_interrupts():
             return _run(before, after)
     except WhetError as error:
-        sys.stderr.write(fit(f"whet: {describe(error)}", sys.stderr) + "\n")
+        sys.stderr.write(wrap_line(f"whet: {describe(error)}", sys.stderr) + "\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("whet: stopped\n")
@@ -134,7 +136,7 @@ def tune_gc() -> None:
     gc.set_threshold(10_000, 10, 100)
 
 
-def fit(line: str, stream: TextIO) -> str:
+def wrap_line(line: str, stream: TextIO) -> str:
     """Break a long line between words, if a terminal shows it: that would break it anywhere."""
     if not stream.isatty():
         return line
@@ -149,7 +151,7 @@ class StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level, _, rest = self.format(record).partition(":")
-        sys.stderr.write(fit(f"{level.lower()}:{rest}", sys.stderr) + "\n")
+        sys.stderr.write(wrap_line(f"{level.lower()}:{rest}", sys.stderr) + "\n")
 
 
 def _configure_logging(level: str | None) -> None:

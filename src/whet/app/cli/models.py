@@ -6,10 +6,10 @@ from pathlib import Path
 
 import anyio
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.errors import ConfigError, boundary, requires_extra
 from whet.io.files import atomic_folder
-from whet.models.catalog import available, resolve_model
+from whet.models.catalog import list_models, resolve_model
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -33,15 +33,13 @@ def add_arguments(parser: CommandParser) -> None:
     merge = actions.add_parser("merge", help=about, description=f"{about.capitalize()}.")
     merge.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a PEFT adapter")
     merge.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
-    merge.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
-    )
+    add_runs_flag(merge)
     merge.set_defaults(run=_merge)
     parser.set_defaults(run=_list)
 
 
 def _list(args: argparse.Namespace) -> int:
-    for model in available():
+    for model in list_models():
         place = model.path or f"not downloaded: whet models get {model.name}"
         _print(f"{model.name:<10} {model.size_mb:>5} MB  {model.summary}\n{'':<21}{place}")
     return 0

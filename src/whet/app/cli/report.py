@@ -71,8 +71,8 @@ def _print_steps(console: Console, result: Result) -> None:
         )
     if result.model_step is not None and result.model_step < steps:
         lines.append(
-            f"the model is that of step {result.model_step}, the best evaluation; chosen by the "
-            "held-out tasks, it is a little less good than they tell"
+            f"the model is that of step {result.model_step}, the best evaluation; it was chosen by "
+            "the held-out tasks, so its scores on them are a little too high"
         )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

@@ -74,7 +74,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="processes to run agents in; 0: in this one (default: half of more than 2 cores)",
+        help="processes to run agents in; 0: in this one (default: half the cores, if more than 2)",
     )
     group.add_argument(
         "--lease",

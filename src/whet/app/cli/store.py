@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from whet.app.cli.flags import CommandParser, add_dir_flag, add_run_flag
+from whet.app.cli.flags import CommandParser, add_dir_flag, add_listen_flags, add_run_flag
 from whet.app.composition.distributed import (
     DATABASE,
     PORT,
@@ -54,19 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="DB",
         help="SQLite file, or postgresql://... (default store.db in --dir)",
     )
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default 127.0.0.1)",
-    )
-    group.add_argument(
-        "--port",
-        type=int,
-        default=PORT,
-        metavar="N",
-        help=f"port to listen on; 0 picks a free one (default {PORT})",
-    )
+    add_listen_flags(group, PORT)
     add_dir_flag(parser)
     parser.set_defaults(run=run_store)
     for action, about in HELP.items():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from whet.app.cli.config_flags import add_config_flags, config_values
-from whet.app.cli.flags import CommandParser
+from whet.app.cli.flags import CommandParser, add_listen_flags
 from whet.app.composition.distributed import print_line, raise_file_limit
 from whet.config import RunConfig, resolve
 from whet.errors import ConfigError, requires_extra
@@ -45,19 +45,7 @@ def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet tinker-server`."""
     parser.usage = "whet tinker-server [options]"
     group = parser.group("server")
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default 127.0.0.1)",
-    )
-    group.add_argument(
-        "--port",
-        type=int,
-        default=PORT,
-        metavar="N",
-        help=f"port to listen on; 0 picks a free one (default {PORT})",
-    )
+    add_listen_flags(group, PORT)
     group.add_argument(
         "--engines",
         type=int,

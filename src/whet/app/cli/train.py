@@ -32,7 +32,7 @@ from whet.app.prompts.saved import load_prompts
 from whet.app.run_folder import RunFolder
 from whet.config import VerlConfig, resolve
 from whet.errors import ConfigError, requires_extra
-from whet.io.process import follow_supervisor, interrupt_on_sigterm
+from whet.io.process import follow_supervisor
 from whet.runners.agent import Agent
 from whet.runners.judges.judge import Judge
 from whet.runners.loading import load_function
@@ -102,7 +102,6 @@ def _train(
         if args.resume is not None:
             raise ConfigError("with --store the same command resumes by itself: leave out --resume")
         follow_supervisor()
-        interrupt_on_sigterm()
     if args.resume:
         values = values | {"name": args.resume}
     trainer = resolve(values).trainer

@@ -69,7 +69,7 @@ def raise_file_limit() -> None:
 
 
 def print_line(text: str) -> None:
-    """Print one line to stdout at once."""
+    """Print one line to stdout and flush it."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

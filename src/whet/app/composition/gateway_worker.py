@@ -91,7 +91,7 @@ class PipeWriter(logging.Handler):
         self._writing = threading.Lock()
 
     def send(self, **message: object) -> None:
-        """Write one line; nothing happens if nobody reads any more."""
+        """Write one line; ignored if the reader has closed the pipe."""
         with self._writing, suppress(BrokenPipeError):
             self._out.write(json.dumps(message) + "\n")
             self._out.flush()

@@ -314,7 +314,7 @@ async def server_samplers(
     """
     settings = config.engine
     assert settings.kind != "local"
-    with requires_extra(f"engine.kind {settings.kind!r}", "vllm"):
+    with requires_extra(f"engine.kind {settings.kind!r}", "gateway"):
         from whet.engines.remote.connect import connect_servers  # noqa: PLC0415 - only if needed
     renderer = build_renderer(model, config)
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Another process of a training on several GPUs: `python -m whet.app.composition.training_rank`.
+"""Rank process of training on several GPUs: `python -m whet.app.composition.training_rank`.
 
 The process that trains starts it, gives it its settings and then its work, over a socket.
 """

@@ -1,5 +1,7 @@
-"""Weight synchronization between processes: a trainer publishes a file and a resource, engines
-load it."""
+"""Weight synchronization between processes.
+
+A trainer writes the weights to a file and publishes its location as a resource; engines load it.
+"""
 
 import logging
 import platform
@@ -23,7 +25,7 @@ from whet.config import (
     VerlConfig,
 )
 from whet.errors import ConfigError, EngineError, NotFound, StoreError
-from whet.models.catalog import available, resolve_model
+from whet.models.catalog import list_models, resolve_model
 from whet.protocols import Resources, StepLog, Store, TrainingBackend
 from whet.runners.agent import POLICY
 from whet.types import (
@@ -102,7 +104,7 @@ async def announce_model(resources: Resources, config: RunConfig) -> None:
 
 def describe_policy(config: RunConfig, model: Path, version: int, weights: str) -> PublishedPolicy:
     """The policy of a run to publish; `weights` is empty for the model itself."""
-    named = config.model in (info.name for info in available())
+    named = config.model in (info.name for info in list_models())
     return PublishedPolicy(
         model=config.model if named else str(model.absolute()),
         trainer=config.trainer,
@@ -142,7 +144,7 @@ class TrainerLease(StepLog):
     async def acquire(
         cls, store: Store, folder: Path, note: Callable[[str], None]
     ) -> "TrainerLease":
-        """Take over the training of a run, from whichever process has it."""
+        """Take over the training of a run from the process that has it, if any."""
         holder = _name_trainer(folder)
         with suppress(NotFound):
             last = (await store.latest(TRAINER)).value

@@ -161,7 +161,7 @@ class DashboardApp:
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     async def _stream(self, run: OpenedRun) -> AsyncGenerator[bytes]:
-        """Yield a message whenever something happened in the run; it says what, not the rows."""
+        """Yield a message with new counts whenever the run has changed."""
         last: object = None
         written = time.monotonic()
         while True:

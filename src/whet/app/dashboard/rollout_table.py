@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-import httpx
 from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
@@ -18,7 +17,7 @@ from whet.app.dashboard.store_session import open_session
 from whet.app.dashboard.terminal import clean
 from whet.app.inspection.run_list import narrow_table
 from whet.app.run_folder import RunFolder
-from whet.errors import ConfigError, StoreError
+from whet.errors import ConfigError
 from whet.io.threads import run_async
 from whet.store.queries.rollout_pages import Order
 
@@ -40,7 +39,7 @@ def add_arguments(parser: CommandParser) -> None:
     only.add_argument("--failed", action="store_true", help="only those that failed")
     only.add_argument("--status", metavar="STATUS", help="queued, running, succeeded or failed")
     group.add_argument("--mode", metavar="MODE", help="train, val or test")
-    group.add_argument("--step", type=int, metavar="N", help="of a step, from 1 on")
+    group.add_argument("--step", type=int, metavar="N", help="of this step, from 1")
     group.add_argument("--group", metavar="ID", help="of a group")
     group.add_argument("--task", metavar="ROLLOUT", help="with the same task as this rollout")
     group.add_argument("--agent", metavar="NAME", help="with a call of this agent")
@@ -57,10 +56,10 @@ def add_arguments(parser: CommandParser) -> None:
         default="newest",
         help="newest, oldest, best or worst first (default newest)",
     )
-    group.add_argument("--limit", type=int, default=20, metavar="N", help="most (default 20)")
     group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+        "--limit", type=int, default=20, metavar="N", help="rollouts to list (default 20)"
     )
+    add_runs_flag(group)
     group.add_argument("--store", metavar="URL", help="ask a running `whet store` instead")
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON array instead of a table"
@@ -81,7 +80,7 @@ def run_rollouts(args: argparse.Namespace) -> int:
         folder = RunFolder.find(args.name, Path(args.dir)).path.resolve()
         rows = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
     else:
-        rows = _read_store(args.store, args.name, Path(args.dir), query, args.limit)
+        rows = run_async(_read_store, args.store, args.name, Path(args.dir), query, args.limit)
     if args.json:
         sys.stdout.write(to_browser_json(rows).decode() + "\n")
     else:
@@ -116,19 +115,15 @@ async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit:
     return rows
 
 
-def _read_store(store: str, name: str, directory: Path, query: dict[str, Any], limit: int) -> Rows:
+async def _read_store(
+    store: str, name: str, directory: Path, query: dict[str, Any], limit: int
+) -> Rows:
     rows: Rows = []
     after: dict[str, str] = {}
-    with open_session(store, directory) as session:
+    async with open_session(store, directory) as session:
         while len(rows) < limit:
             part = {**query, **after, "limit": min(PAGE, limit - len(rows))}
-            try:
-                reply = session.get(f"/api/runs/{name}/rollouts", params=part)
-            except httpx.HTTPError as error:
-                raise StoreError(f"the store {store} does not answer: {error}") from error
-            page: dict[str, Any] = reply.json()
-            if reply.is_error:
-                raise StoreError(f"the store {store} refused: {page.get('error')}")
+            page: dict[str, Any] = await session.get(f"/api/runs/{name}/rollouts", part)
             rows += page["rollouts"]
             if page["next"] is None:
                 break
@@ -162,4 +157,4 @@ def _print(console: Console, name: str, rows: Rows) -> None:
             Text(clean(shown)[:200], "red" if failure else ""),
         )
     console.print(table)
-    console.print(f"a whole one: whet show {name} --rollout ID", highlight=False)
+    console.print(f"all of one rollout: whet show {name} --rollout ID", highlight=False)

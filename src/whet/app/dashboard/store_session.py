@@ -1,21 +1,32 @@
 """Access to the dashboard of a running `whet store`, for commands that have its token."""
 
-import json
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
-
-import httpx
+from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 from whet.app.dashboard.access import CODE_PATH, SESSION_PATH
 from whet.errors import ConfigError, StoreError
+from whet.io.http_client import HttpClient, Response, TransportError
 from whet.store.http.token import find_token
 
 TIMEOUT_S = 10.0
 
 
-def request_code(store: str, directory: Path) -> tuple[str, str]:
+class StoreSession:
+    """A client that is signed in to the dashboard of a store, as a browser is by a link."""
+
+    def __init__(self, http: HttpClient, url: str) -> None:
+        self._http = http
+        self._url = url
+
+    async def get(self, path: str, query: Mapping[str, Any]) -> Any:
+        """Return the JSON at a path. Any: as json.loads. Raises StoreError."""
+        return (await _send(self._http, "GET", self._url, f"{path}?{urlencode(query)}")).json()
+
+
+async def request_code(store: str, directory: Path) -> tuple[str, str]:
     """Return the URL of a store and a new code for its dashboard. Raises StoreError."""
     parts = urlsplit(store)
     if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -23,23 +34,29 @@ def request_code(store: str, directory: Path) -> tuple[str, str]:
             f"invalid --store {store!r}: expected a URL, such as http://127.0.0.1:4747"
         )
     url = f"{parts.scheme}://{parts.netloc}"
-    headers = {"Authorization": f"Bearer {find_token(directory)}"}
+    async with HttpClient(token=find_token(directory)) as http:
+        return url, (await _send(http, "POST", url, CODE_PATH)).json()["code"]
+
+
+@asynccontextmanager
+async def open_session(store: str, directory: Path) -> AsyncGenerator[StoreSession]:
+    """Yield a session, for which a code is requested. Raises StoreError."""
+    url, code = await request_code(store, directory)
+    async with HttpClient() as http:
+        opened = await _send(http, "POST", url, SESSION_PATH, {"code": code})
+    cookie = opened.headers["Set-Cookie"].partition(";")[0]
+    async with HttpClient(headers={"Cookie": cookie}) as http:
+        yield StoreSession(http, url)
+
+
+async def _send(
+    http: HttpClient, method: str, url: str, path: str, json: object = None
+) -> Response:
     try:
-        reply = httpx.post(f"{url}{CODE_PATH}", headers=headers, timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
+        reply = await http.request(method, url + path, json=json, timeout_s=TIMEOUT_S)
+    except TransportError as error:
         raise StoreError(f"cannot reach the store {url}: {error}") from error
-    if reply.is_error:
-        raise StoreError(f"the store {url} refused: {reply.status_code} {reply.text[:200]}")
-    return url, json.loads(reply.content)["code"]
-
-
-@contextmanager
-def open_session(store: str, directory: Path) -> Generator[httpx.Client]:
-    """Yield a client that is signed in, as a browser is by a link. Raises StoreError."""
-    url, code = request_code(store, directory)
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as session:
-        try:
-            session.post(SESSION_PATH, json={"code": code}).raise_for_status()
-        except httpx.HTTPError as error:
-            raise StoreError(f"the store {url} opened no session: {error}") from error
-        yield session
+    if reply.status >= 400:
+        found = reply.body[:200].decode(errors="replace")
+        raise StoreError(f"the store {url} refused: {reply.status} {found}")
+    return reply

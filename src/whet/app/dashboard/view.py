@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import CommandParser, add_listen_flags, add_runs_flag
 from whet.app.composition.distributed import print_line
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.run_catalog import FolderCatalog
@@ -31,11 +31,9 @@ def add_arguments(parser: CommandParser) -> None:
         "name",
         nargs="?",
         metavar="RUN",
-        help="a run, by name or folder (default: all, or the newest for one picture or file)",
+        help="a run, by name or folder (default: all; for --tui, --html and --json the newest)",
     )
-    group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
-    )
+    add_runs_flag(group)
     group.add_argument(
         "--store", metavar="URL", help="print a new link to the dashboard of a running `whet store`"
     )
@@ -45,16 +43,7 @@ def add_arguments(parser: CommandParser) -> None:
     only.add_argument("--html", metavar="FILE", help="write one HTML file that needs no server")
     only.add_argument("--json", action="store_true", help="print one JSON object")
     server = parser.group("server")
-    server.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1)"
-    )
-    server.add_argument(
-        "--port",
-        type=int,
-        default=PORT,
-        metavar="N",
-        help=f"port; 0 picks a free one (default {PORT}, or a free one if it is taken)",
-    )
+    add_listen_flags(server, PORT, ", or a free one if it is taken")
     server.add_argument(
         "--allow-host",
         action="append",
@@ -68,7 +57,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run_view(args: argparse.Namespace) -> int:
     """Run `whet view`."""
     if args.store is not None:
-        url, code = request_code(args.store, Path(args.dir))
+        url, code = run_async(request_code, args.store, Path(args.dir))
         print_line(make_link(url, code, args.name))
         return 0
     directory, name = _find(args.name, Path(args.dir))
@@ -105,7 +94,7 @@ async def _serve(args: argparse.Namespace, directory: Path, name: str | None) ->
         dashboard = _listen(args, directory)
         try:
             print_line(f"dashboard {dashboard.link(name)}")
-            print_line("the link opens it once, in one browser; Ctrl-C stops")
+            print_line("the link works once, in one browser; Ctrl-C stops the server")
             await stop.requested.wait()
         finally:
             dashboard.close()

@@ -12,10 +12,10 @@ from whet.app.evaluation.statistics import (
     Estimate,
     Scores,
     complete_tasks,
+    compute_measures,
     estimate,
+    estimate_gain,
     failure_counts,
-    gain,
-    measures,
 )
 from whet.config import EvaluationConfig
 
@@ -77,7 +77,7 @@ def compare(scores: Mapping[str, Scores], config: EvaluationConfig) -> Compariso
     """Estimate every measure of every model, and its gain over the first model."""
     compared = complete_tasks(list(scores.values()))
     by_model = {
-        name: measures(each, compared, pass_threshold=config.pass_threshold)
+        name: compute_measures(each, compared, pass_threshold=config.pass_threshold)
         for name, each in scores.items()
     }
     base, *others = by_model
@@ -96,7 +96,8 @@ def compare(scores: Mapping[str, Scores], config: EvaluationConfig) -> Compariso
         },
         gains={
             measure: {
-                name: gain(each[base], each[name], bounded=bounded[measure]) for name in others
+                name: estimate_gain(each[base], each[name], bounded=bounded[measure])
+                for name in others
             }
             for measure, each in per_task.items()
         },

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,7 +162,7 @@ def prepare_evaluation(
     config = resolve(values)
     check_one_policy(config, "an evaluation of models")
     if config.gateway.judge == "base":
-        raise ConfigError("an evaluation has several models: name the one of gateway.judge")
+        raise ConfigError("gateway.judge 'base' could be any of several models: name one")
     plan_trials("eval", tasks, config)
     if not specs and not resume:
         raise ConfigError("no model to evaluate: give at least one, such as --model tiny")
@@ -178,14 +177,11 @@ def prepare_evaluation(
     key = os.environ.get(key_variable, "")
     if endpoint is not None:
         run_async(check_endpoint, endpoint, key, key_variable)
-    if not resume:
-        folder = RunFolder.create(config, KIND)
-    elif config.name is None:
-        folder = RunFolder.latest(config.dir, KIND)
-    else:
-        folder = RunFolder(config.dir / "runs" / config.name)
     if resume:
+        folder = RunFolder.to_resume(config, KIND)
         folder.resume(values)
+    else:
+        folder = RunFolder.create(config, KIND)
     folder.keep_tasks(tasks, [])
     models, prompts = _remember_models(folder, models, prompts, progress)
     for url in {model.url for model in models if isinstance(model, EndpointModel)}:
@@ -214,17 +210,9 @@ def run_evaluation(
 ) -> Evaluation:
     """Run the rollouts that are left, and report."""
     folder = prepared.folder
+    file = Path(results) if results else folder.path / "results.jsonl"
     with ConsoleDisplay(console) as display:
-        evaluation = run_async(
-            partial(
-                _evaluate_models,
-                agent,
-                tasks,
-                prepared,
-                results=Path(results) if results else folder.path / "results.jsonl",
-                display=display,
-            )
-        )
+        evaluation = run_async(_evaluate_models, agent, tasks, prepared, file, display)
     draw_comparison(evaluation.comparison, evaluation.picture)
     print_comparison(console, evaluation.comparison, f"whet eval: {folder.path.name}")
     if evaluation.policies:
@@ -241,31 +229,20 @@ async def _evaluate_models(
     agent: Agent,
     tasks: Sequence[JsonValue],
     prepared: PreparedEvaluation,
-    *,
     results: Path,
     display: Display,
 ) -> Evaluation:
     began = time.monotonic()
-    folder, models, key, prompts, policies = prepared
+    folder, models, policies = prepared.folder, prepared.models, prepared.policies
     config = folder.config().model_copy(update={"policies": policies})
     scores: dict[str, Scores] = {}
     uses: dict[str, Mapping[str, PolicyUse]] = {}
     with folder.owned():
         lines = _Results(results, folder.path.name)
         async with _serve_judge(folder.config(), display) as judge:
+            evaluator = _ModelEvaluator(agent, tasks, prepared, config, lines, display, judge)
             for model in models:
-                scores[model.name], uses[model.name] = await _evaluate_model(
-                    agent,
-                    tasks,
-                    model,
-                    folder,
-                    config,
-                    lines=lines,
-                    key=key,
-                    display=display,
-                    resources=prompts.get(model.name, {}),
-                    judge=judge,
-                )
+                scores[model.name], uses[model.name] = await evaluator.evaluate(model)
     evaluation = Evaluation(
         run=folder.path,
         models={model.name: model.source for model in models},
@@ -279,46 +256,80 @@ async def _evaluate_models(
     return evaluation
 
 
-async def _evaluate_model(
-    agent: Agent,
-    tasks: Sequence[JsonValue],
-    model: Model,
-    folder: RunFolder,
-    config: RunConfig,
-    *,
-    lines: "_Results",
-    key: str,
-    display: Display,
-    resources: Mapping[str, JsonValue],
-    judge: Endpoint | None,
-) -> tuple[Scores, dict[str, PolicyUse]]:
-    trials = plan_trials("eval", tasks, config)
-    planned = {trial.rollout.id: trial for trial in trials}
+@dataclass(frozen=True, slots=True)
+class _ModelEvaluator:
+    """Runs the rollouts of one model after the other, each through a gateway of its own."""
 
-    def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
-        display.ended(1)
-        # A failed attempt may be retried: failures are written when all rollouts have ended.
-        if outcome.reward is not None:
-            lines.add(model, planned[attempt.rollout.id], outcome)
+    agent: Agent
+    tasks: Sequence[JsonValue]
+    prepared: PreparedEvaluation
+    config: RunConfig
+    lines: "_Results"
+    display: Display
+    judge: Endpoint | None
 
-    # Each model has its own run in the store, so that none claims the rollouts of another.
-    async with folder.open_store(model.name) as store:
-        ended = await ended_rollouts(store)
-        left = sum(id not in ended for id in planned)
-        if left:
-            display.phase(f"evaluate {model.name}", left)
-            async with (
-                _serve(model, config, store, folder, key, judge) as gateway,
-                run_agents(agent, config.runner, store, gateway, on_outcome),
-            ):
-                versions = await publish_resources(store, resources)
-                collector = QueueCollector(queue=store, log=store, resources=versions)
-                ended = await run_trials(trials, collector=collector, directory=store)
-        for trial in trials:
-            record = ended[trial.rollout.id]
-            lines.add(model, trial, Outcome(reward=record.reward, failure=record.failure))
-        uses = await read_uses(store, trials) if config.policies else {}
-        return read_scores(trials, ended), uses
+    async def evaluate(self, model: Model) -> tuple[Scores, dict[str, PolicyUse]]:
+        """Run the rollouts that have not ended; returns the scores of all."""
+        trials = plan_trials("eval", self.tasks, self.config)
+        planned = {trial.rollout.id: trial for trial in trials}
+
+        def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
+            self.display.ended(1)
+            # A failed attempt may be retried: failures are written when all rollouts have ended.
+            if outcome.reward is not None:
+                self.lines.add(model, planned[attempt.rollout.id], outcome)
+
+        # Each model has its own run in the store, so that none claims the rollouts of another.
+        async with self.prepared.folder.open_store(model.name) as store:
+            ended = await ended_rollouts(store)
+            left = sum(id not in ended for id in planned)
+            if left:
+                self.display.phase(f"evaluate {model.name}", left)
+                async with (
+                    self._serve(model, store) as gateway,
+                    run_agents(self.agent, self.config.runner, store, gateway, on_outcome),
+                ):
+                    resources = self.prepared.prompts.get(model.name, {})
+                    versions = await publish_resources(store, resources)
+                    collector = QueueCollector(queue=store, log=store, resources=versions)
+                    ended = await run_trials(trials, collector=collector, directory=store)
+            for trial in trials:
+                record = ended[trial.rollout.id]
+                outcome = Outcome(reward=record.reward, failure=record.failure)
+                self.lines.add(model, trial, outcome)
+            uses = await read_uses(store, trials) if self.config.policies else {}
+            return read_scores(trials, ended), uses
+
+    @asynccontextmanager
+    async def _serve(self, model: Model, store: SQLiteStore) -> AsyncGenerator[Gateway]:
+        config, judge, folder = self.config, self.judge, self.prepared.folder
+        secret = folder.secret()
+        if not isinstance(model, EndpointModel):
+            place = folder.path / "serve" / model.name
+            with requires_extra("a model on this machine", "local"):
+                from whet.app.composition.run import serve_model  # noqa: PLC0415 - imports torch
+            async with serve_model(model, config, store, secret, place, judge) as gateway:
+                yield gateway
+            return
+        key = self.prepared.key
+        proxy = UpstreamProxy(
+            model.url, model.source, key, log=store, secret=secret, config=config.gateway
+        )
+        upstreams = build_judge(judge, config, store, secret) if judge else {}
+        router = UpstreamRouter(proxy.app, upstreams)
+        server = AppServer(
+            router,
+            host=config.gateway.host,
+            port=config.gateway.port,
+            name="proxy",
+            port_flag="--gateway.port",
+        )
+        try:
+            yield Gateway(server.url, secret, model.source, tuple(config.policies))
+        finally:
+            await proxy.close()
+            await router.close()
+            server.close()
 
 
 @asynccontextmanager
@@ -330,43 +341,6 @@ async def _serve_judge(config: RunConfig, display: Display) -> AsyncGenerator[En
         from whet.app.composition.run import serve_judge  # noqa: PLC0415 - imports torch
     async with serve_judge(config, display.note) as judge:
         yield judge
-
-
-@asynccontextmanager
-async def _serve(
-    model: Model,
-    config: RunConfig,
-    store: SQLiteStore,
-    folder: RunFolder,
-    key: str,
-    judge: Endpoint | None,
-) -> AsyncGenerator[Gateway]:
-    secret = folder.secret()
-    if not isinstance(model, EndpointModel):
-        place = folder.path / "serve" / model.name
-        with requires_extra("a model on this machine", "local"):
-            from whet.app.composition.run import serve_model  # noqa: PLC0415 - imports torch
-        async with serve_model(model, config, store, secret, place, judge) as gateway:
-            yield gateway
-        return
-    proxy = UpstreamProxy(
-        model.url, model.source, key, log=store, secret=secret, config=config.gateway
-    )
-    upstreams = build_judge(judge, config, store, secret) if judge else {}
-    router = UpstreamRouter(proxy.app, upstreams)
-    server = AppServer(
-        router,
-        host=config.gateway.host,
-        port=config.gateway.port,
-        name="proxy",
-        port_flag="--gateway.port",
-    )
-    try:
-        yield Gateway(server.url, secret, model.source, tuple(config.policies))
-    finally:
-        await proxy.close()
-        await router.close()
-        server.close()
 
 
 def _remember_models(

@@ -10,6 +10,7 @@ no bounds, and get Student's t.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import correlation
 from typing import NamedTuple
 
 from whet.types import Failure, FailureKind
@@ -71,7 +72,7 @@ class Scores:
         return [reward for reward in every if reward is not None]
 
 
-def measures(
+def compute_measures(
     scores: Scores, tasks: Sequence[int], *, pass_threshold: float
 ) -> dict[str, list[float]]:
     """Each measure by name, one number for each of these complete tasks; the first is the headline
@@ -109,7 +110,9 @@ def estimate(values: Sequence[float], *, bounded: bool) -> Estimate | None:
     return _estimate(values, pseudo, Interval(0.0, 1.0))
 
 
-def gain(before: Sequence[float], after: Sequence[float], *, bounded: bool) -> Estimate | None:
+def estimate_gain(
+    before: Sequence[float], after: Sequence[float], *, bounded: bool
+) -> Estimate | None:
     """Mean gain per task with a paired interval: how hard tasks are does not widen it."""
     gains = [b - a for a, b in zip(before, after, strict=True)]
     pseudo = ((-1.0, 0.5), (0.0, 1.0), (1.0, 0.5)) if bounded else ()
@@ -145,6 +148,12 @@ def _estimate(
     reach = Z * math.sqrt(variance / weight)
     low, high = max(bounds.low, center - reach), min(bounds.high, center + reach)
     return Estimate(mean, Interval(low, high), count)
+
+
+def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return Pearson's correlation; None if one side does not vary."""
+    varies = len(set(left)) > 1 and len(set(right)) > 1
+    return correlation(left, right) if varies else None
 
 
 def _student(freedom: int) -> float:

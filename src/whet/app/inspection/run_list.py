@@ -1,4 +1,4 @@
-"""`whet runs` and `whet clean`: list the runs of a directory, and delete those nobody needs."""
+"""`whet runs` and `whet clean`: list the runs of a directory, and delete some."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 
@@ -96,9 +96,7 @@ def add_arguments(parser: CommandParser) -> None:
     is_clean = parser.prog.endswith("clean")
     parser.usage = "whet clean [RUN ...] [options]" if is_clean else "whet runs [options]"
     group = parser.group("runs")
-    group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
-    )
+    add_runs_flag(group)
     if is_clean:
         group.add_argument(
             "runs",

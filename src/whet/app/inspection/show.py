@@ -11,7 +11,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_runs_flag
 from whet.app.inspection.attempt_view import (
     Advantages,
     AttemptView,
@@ -38,17 +38,21 @@ def add_arguments(parser: CommandParser) -> None:
     )
     group = parser.group("what to show")
     group.add_argument(
-        "name", metavar="RUN", help="a run, by name or folder; or a rollout of the newest with it"
+        "name",
+        metavar="RUN",
+        help="a run, by name or folder; or a rollout, of the newest run that has it",
     )
-    group.add_argument("--step", type=int, metavar="N", help="a step from 1 on (default last)")
+    group.add_argument(
+        "--step", type=int, metavar="N", help="number of a step, from 1 (default: the last)"
+    )
     only = group.add_mutually_exclusive_group()
     only.add_argument("--worst", action="store_true", help="rollouts with the least reward")
     only.add_argument("--failed", action="store_true", help="failed rollouts, with tracebacks")
     only.add_argument("--rollout", metavar="ID", help="one rollout")
-    group.add_argument("--limit", type=int, default=3, metavar="N", help="rollouts (default 3)")
     group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+        "--limit", type=int, default=3, metavar="N", help="rollouts to show (default 3)"
     )
+    add_runs_flag(group)
     group.add_argument("--store", metavar="URL", help="store of a run of several processes")
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON object instead"

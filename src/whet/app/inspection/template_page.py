@@ -1,4 +1,4 @@
-"""One page on a chat template: what works, what starts a new row and why, what is left out."""
+"""Report on a chat template: what it continues, what starts a new row and why, what it omits."""
 
 import json
 import textwrap

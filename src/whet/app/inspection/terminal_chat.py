@@ -5,13 +5,13 @@ import json
 import sys
 from collections.abc import AsyncGenerator
 
-import httpx
 from anyio import to_thread
 
 from whet.app.cli.config_flags import add_config_flags, config_values
 from whet.app.cli.flags import CommandParser
 from whet.config import RunConfig, resolve
 from whet.errors import EngineError, requires_extra
+from whet.io.http_client import HttpClient
 from whet.io.threads import run_async
 from whet.types import Endpoint
 
@@ -28,7 +28,13 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument("model", metavar="MODEL", help="a run, an adapter, a checkpoint or a model")
     group.add_argument("--policy", metavar="NAME", help="one of the several policies of a run")
     group.add_argument("--system", metavar="TEXT", help="system prompt")
-    group.add_argument("--temperature", type=float, default=1.0, metavar="X", help="default 1")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="sampling temperature (default 1)",
+    )
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
     add_config_flags(parser, SHOWN, only=("dir", "engine", "gateway"), file=False)
     parser.set_defaults(run=run_chat)
@@ -78,17 +84,15 @@ async def _stream(
         "temperature": args.temperature,
         "max_tokens": args.max_tokens,
     }
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with (
-        httpx.AsyncClient(timeout=None, verify=False) as client,  # a server of this process
-        client.stream(
-            "POST", f"{endpoint.base_url}/chat/completions", json=body, headers=headers
-        ) as reply,
+        HttpClient(token=endpoint.api_key) as client,
+        client.stream("POST", f"{endpoint.base_url}/chat/completions", json=body) as reply,
     ):
-        if reply.is_error:
-            error = json.loads(await reply.aread())["error"]["message"]
+        if reply.status >= 400:
+            error = (await reply.json())["error"]["message"]
             raise EngineError(f"the model does not answer: {error}")
-        async for line in reply.aiter_lines():
+        async for data in reply.content:
+            line = data.decode()
             if line.startswith("data: {"):
                 choices = json.loads(line.removeprefix("data: "))["choices"]
                 if choices and (text := choices[0]["delta"].get("content")):

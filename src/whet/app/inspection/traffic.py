@@ -59,7 +59,7 @@ def _compare(
     template: ChatTemplate,
     counts: Counter[str],
 ) -> None:
-    """Count one turn that was sent back, tokenized by itself."""
+    """Compare the tokens of one echoed turn with its own tokenization, and count the result."""
     counts["turns_back"] += 1
     match = next((s for s in reversed(run) if s.message.same_as(echo)), None)
     if match is None:

@@ -41,7 +41,9 @@ def add_arguments(parser: CommandParser) -> None:
     what = '"messages" and "tools"' if kind == "sft" else '"prompt", "chosen" and "rejected"'
     group.add_argument("data", nargs="?", metavar="DATA", help=f"JSONL file of objects with {what}")
     group.add_argument(
-        "--held-out", metavar="FILE", help="such a file that is not trained but measured"
+        "--held-out",
+        metavar="FILE",
+        help="examples in the same format to measure the loss on, never trained",
     )
     group.add_argument(
         "--from",
@@ -54,13 +56,13 @@ def add_arguments(parser: CommandParser) -> None:
             "--min-reward",
             type=float,
             metavar="X",
-            help="of --from: rollouts of at least this reward (default: above the group's mean)",
+            help="with --from: least reward of a rollout (default: above its group's mean)",
         )
         group.add_argument(
             "--best",
             type=int,
             metavar="N",
-            help="of --from: at most so many of each group (default 1; all with --min-reward)",
+            help="with --from: best rollouts of each group (default 1; all with --min-reward)",
         )
     else:
         group.add_argument(
@@ -68,7 +70,7 @@ def add_arguments(parser: CommandParser) -> None:
             type=float,
             default=0.0,
             metavar="X",
-            help="of --from: best and worst of a group whose rewards differ by this (default 0)",
+            help="with --from: least difference in reward between the two of a pair (default 0)",
         )
     for title in SHOWN:
         parser.group(title)

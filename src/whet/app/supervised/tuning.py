@@ -224,10 +224,7 @@ def _find_run(
     config = resolve(values)
     if not resume:
         return None, config
-    if config.name:
-        folder = RunFolder(config.dir / "runs" / config.name)
-    else:
-        folder = RunFolder.latest(config.dir, kind)
+    folder = RunFolder.to_resume(config, kind)
     return folder, folder.resumed_config(values)
 
 

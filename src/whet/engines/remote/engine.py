@@ -361,7 +361,7 @@ async def wait_until_healthy(
     startup_error: Callable[[], str | None],
     progress: Callable[[str], None],
 ) -> None:
-    """Wait until a server is healthy; reports it if that is not at once.
+    """Wait until a server is healthy; reports that it waits, if it has to.
 
     Raises:
         ConfigError: the server will not start, for the reason that `startup_error` returns.

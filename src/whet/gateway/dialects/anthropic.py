@@ -16,7 +16,7 @@ from whet.gateway.dialects.dialect import (
     ThreadUnsupported,
     WireError,
 )
-from whet.gateway.dialects.openai import (
+from whet.gateway.dialects.wire import (
     MAX_TOOLS,
     AnyJson,
     Count,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from whet.gateway.dialects.dialect import Json, Reply
-from whet.gateway.dialects.openai import find_stop_string, format_event
+from whet.gateway.dialects.wire import find_stop_string, format_event
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.requests import CompletedCall, PreparedCall
 from whet.gateway.templates.chat_template import ChatTemplate

@@ -6,22 +6,21 @@ from typing import Annotated, Literal, Required
 from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
-from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
-from whet.gateway.dialects.openai import (
+from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply
+from whet.gateway.dialects.wire import (
     DONE,
     MAX_TOOLS,
     AnyJson,
     Count,
     Lenient,
     One,
+    OpenAIDialect,
     SamplingFields,
     StopStrings,
     TopLogprobs,
     Wire,
     Zero,
     build_tool,
-    format_error,
-    format_error_event,
     format_event,
     format_logprobs,
     format_usage,
@@ -236,14 +235,7 @@ class ChatRequest(SamplingFields):
         )
 
     def build_reply(self, call: PreparedCall, template: ChatTemplate) -> Reply:
-        return ChatReply(
-            call,
-            template,
-            model=self.model,
-            logprobs=self.logprobs,
-            token_ids=self.return_token_ids,
-            usage=bool(self.stream_options and self.stream_options.include_usage),
-        )
+        return ChatReply(self, call, template)
 
 
 # ------------------------------------------------------------------- replies
@@ -252,26 +244,15 @@ class ChatRequest(SamplingFields):
 class ChatReply(Reply):
     """A chat completion, or its chunks."""
 
-    def __init__(
-        self,
-        call: PreparedCall,
-        template: ChatTemplate,
-        *,
-        model: str,
-        logprobs: bool,
-        token_ids: bool,
-        usage: bool,
-    ) -> None:
+    def __init__(self, request: ChatRequest, call: PreparedCall, template: ChatTemplate) -> None:
+        self._request = request
         self._call = call
         self._template = template
-        self._wants_logprobs = logprobs
-        self._wants_ids = token_ids
-        self._wants_usage = usage
         self._head: Json = {
             "id": f"chatcmpl-{call.id}",
             "object": "chat.completion",
             "created": int(call.created),
-            "model": model,
+            "model": request.model,
         }
         self._begun: set[int] = set()
         """Choices of which a delta was sent."""
@@ -286,18 +267,18 @@ class ChatReply(Reply):
                 "finish_reason": _finish_reason(generation, message),
                 "logprobs": self._format_logprobs(generation.tokens, generation.logprobs, top),
             }
-            if self._wants_ids:
+            if self._request.return_token_ids:
                 choice["token_ids"] = list(generation.tokens)
             choices.append(choice)
         reply: Json = {**self._head, "choices": choices, "usage": format_usage(completed.call)}
-        if self._wants_ids:
+        if self._request.return_token_ids:
             reply["prompt_token_ids"] = list(self._call.tokens)
         return reply
 
     # ------------------------------------------------------------- streamed
 
     def first_events(self) -> bytes:
-        if not self._wants_ids:
+        if not self._request.return_token_ids:
             return b""
         choices: list[JsonValue] = [
             {"index": index, "delta": self._format_delta(index), "finish_reason": None}
@@ -306,7 +287,7 @@ class ChatReply(Reply):
         return self._event(choices, prompt_token_ids=list(self._call.tokens))
 
     def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
-        if not any(delta) and not self._wants_ids and not self._wants_logprobs:
+        if not any(delta) and not self._request.return_token_ids and not self._request.logprobs:
             return b""
         choice: Json = {
             "index": index,
@@ -314,7 +295,7 @@ class ChatReply(Reply):
             "logprobs": self._format_logprobs(chunk.tokens, chunk.logprobs, chunk.top),
             "finish_reason": None,
         }
-        if self._wants_ids:
+        if self._request.return_token_ids:
             choice["token_ids"] = list(chunk.tokens)
         return self._event([choice])
 
@@ -331,7 +312,7 @@ class ChatReply(Reply):
             reason = _finish_reason(generation, message)
             # The last text comes with the finish reason, as from vLLM.
             events += self._event([{"index": index, "delta": delta, "finish_reason": reason}])
-        if self._wants_usage:
+        if self._request.stream_options and self._request.stream_options.include_usage:
             events += self._event([], usage=format_usage(completed.call))
         return events + DONE
 
@@ -354,7 +335,7 @@ class ChatReply(Reply):
     def _format_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
     ) -> Json | None:
-        if not self._wants_logprobs:
+        if not self._request.logprobs:
             return None
         content = format_logprobs(self._template, tokens, logprobs, tops)
         return {"content": content, "refusal": None}
@@ -390,7 +371,7 @@ def _finish_reason(generation: Generation, message: Message) -> str:
     return "tool_calls" if message.tool_calls else generation.stop
 
 
-class ChatDialect(Dialect):
+class ChatDialect(OpenAIDialect):
     """`/v1/chat/completions`."""
 
     name = "chat"
@@ -398,9 +379,3 @@ class ChatDialect(Dialect):
 
     def parse(self, body: bytes) -> ParsedRequest:
         return parse_body(ChatRequest, body)
-
-    def error(self, error: WireError) -> Json:
-        return format_error(error)
-
-    def error_event(self, error: WireError) -> bytes:
-        return format_error_event(error)

@@ -7,19 +7,18 @@ from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.dialects.chat import StreamOptions
-from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
-from whet.gateway.dialects.openai import (
+from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply
+from whet.gateway.dialects.wire import (
     DONE,
     MIN_LOGPROB,
     AnyJson,
     One,
+    OpenAIDialect,
     SamplingFields,
     StopStrings,
     TopLogprobs,
     Zero,
     find_stop_string,
-    format_error,
-    format_error_event,
     format_event,
     format_usage,
     parse_body,
@@ -84,14 +83,7 @@ class CompletionRequest(SamplingFields):
         )
 
     def build_reply(self, call: PreparedCall, template: ChatTemplate) -> Reply:
-        return CompletionReply(
-            call,
-            template,
-            model=self.model,
-            logprobs=self.logprobs is not None,
-            token_ids=self.return_token_ids,
-            usage=bool(self.stream_options and self.stream_options.include_usage),
-        )
+        return CompletionReply(self, call, template)
 
 
 def _read_prompt(prompt: JsonValue) -> str | tuple[int, ...]:
@@ -114,25 +106,16 @@ class CompletionReply(Reply):
     """A completion, or its chunks."""
 
     def __init__(
-        self,
-        call: PreparedCall,
-        template: ChatTemplate,
-        *,
-        model: str,
-        logprobs: bool,
-        token_ids: bool,
-        usage: bool,
+        self, request: CompletionRequest, call: PreparedCall, template: ChatTemplate
     ) -> None:
+        self._request = request
         self._call = call
         self._template = template
-        self._wants_logprobs = logprobs
-        self._wants_ids = token_ids
-        self._wants_usage = usage
         self._head: Json = {
             "id": f"cmpl-{call.id}",
             "object": "text_completion",
             "created": int(call.created),
-            "model": model,
+            "model": request.model,
         }
         self._offsets = [0] * call.request.n
         """Characters of each choice so far."""
@@ -143,14 +126,14 @@ class CompletionReply(Reply):
             text, top = completed.messages[index].content, completed.tops[index]
             choice = self._choice(index, text, self._end(generation))
             choice["logprobs"] = self._logprobs(index, generation.tokens, generation.logprobs, top)
-            if self._wants_ids:
+            if self._request.return_token_ids:
                 choice["token_ids"] = list(generation.tokens)
                 choice["prompt_token_ids"] = list(self._call.tokens)
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": format_usage(completed.call)}
 
     def first_events(self) -> bytes:
-        if not self._wants_ids:
+        if not self._request.return_token_ids:
             return b""
         prompt: JsonValue = list(self._call.tokens)
         return self._event(
@@ -163,9 +146,9 @@ class CompletionReply(Reply):
     def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
         choice = self._choice(index, delta.content, {})
         choice["logprobs"] = self._logprobs(index, chunk.tokens, chunk.logprobs, chunk.top)
-        if self._wants_ids:
+        if self._request.return_token_ids:
             choice["token_ids"] = list(chunk.tokens)
-        elif not delta.content and not self._wants_logprobs:
+        elif not delta.content and self._request.logprobs is None:
             return b""
         return self._event([choice])
 
@@ -174,7 +157,7 @@ class CompletionReply(Reply):
             self._event([self._choice(index, rest[index].content, self._end(generation))])
             for index, generation in enumerate(completed.call.generations)
         ]
-        if self._wants_usage:
+        if self._request.stream_options and self._request.stream_options.include_usage:
             events.append(self._event([], usage=format_usage(completed.call)))
         return b"".join(events) + DONE
 
@@ -200,7 +183,7 @@ class CompletionReply(Reply):
     def _logprobs(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
     ) -> Json | None:
-        if not self._wants_logprobs:
+        if self._request.logprobs is None:
             return None
         texts = [self._template.token_text(id) for id in tokens]
         offsets: list[JsonValue] = []
@@ -219,7 +202,7 @@ class CompletionReply(Reply):
         }
 
 
-class CompletionsDialect(Dialect):
+class CompletionsDialect(OpenAIDialect):
     """`/v1/completions`."""
 
     name = "completions"
@@ -227,9 +210,3 @@ class CompletionsDialect(Dialect):
 
     def parse(self, body: bytes) -> ParsedRequest:
         return parse_body(CompletionRequest, body)
-
-    def error(self, error: WireError) -> Json:
-        return format_error(error)
-
-    def error_event(self, error: WireError) -> bytes:
-        return format_error_event(error)

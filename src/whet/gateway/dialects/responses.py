@@ -7,20 +7,7 @@ from pydantic import Field, JsonValue
 from starlette.datastructures import QueryParams
 
 from whet.errors import RequestError
-from whet.gateway.dialects.dialect import Dialect, Json, ParsedRequest, Reply, WireError
-from whet.gateway.dialects.openai import (
-    MAX_TOOLS,
-    AnyJson,
-    Count,
-    Lenient,
-    SamplingFields,
-    Wire,
-    build_tool,
-    format_error,
-    format_event,
-    omit_tool,
-    parse_body,
-)
+from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply, WireError
 from whet.gateway.dialects.responses_items import (
     find_response,
     input_items,
@@ -28,6 +15,19 @@ from whet.gateway.dialects.responses_items import (
     read_items,
 )
 from whet.gateway.dialects.responses_reply import ResponsesReply, build_response, finish_response
+from whet.gateway.dialects.wire import (
+    MAX_TOOLS,
+    AnyJson,
+    Count,
+    Lenient,
+    OpenAIDialect,
+    SamplingFields,
+    Wire,
+    build_tool,
+    format_event,
+    omit_tool,
+    parse_body,
+)
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message
 from whet.gateway.requests import ModelRequest, PreparedCall
@@ -268,7 +268,7 @@ def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
     }
 
 
-class ResponsesDialect(Dialect):
+class ResponsesDialect(OpenAIDialect):
     """`/v1/responses`."""
 
     name = "responses"
@@ -276,9 +276,6 @@ class ResponsesDialect(Dialect):
 
     def parse(self, body: bytes) -> ParsedRequest:
         return parse_body(ResponsesRequest, body)
-
-    def error(self, error: WireError) -> Json:
-        return format_error(error)
 
     def error_event(self, error: WireError) -> bytes:
         event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}

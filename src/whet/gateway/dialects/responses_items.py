@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from whet.errors import NotFound, RequestError
 from whet.gateway.dialects.dialect import Json
-from whet.gateway.dialects.openai import read_text, read_type
+from whet.gateway.dialects.wire import read_text, read_type
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, Role, ToolCall
 from whet.types import Call, CallId

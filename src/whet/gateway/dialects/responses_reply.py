@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 
 from whet.gateway.dialects.dialect import Json, Reply
-from whet.gateway.dialects.openai import format_event, format_logprobs
 from whet.gateway.dialects.responses_items import (
     call_item,
     message_item,
@@ -13,6 +12,7 @@ from whet.gateway.dialects.responses_items import (
     reasoning_item,
     text_part,
 )
+from whet.gateway.dialects.wire import format_event, format_logprobs
 from whet.gateway.messages import Message
 from whet.gateway.requests import CompletedCall, PreparedCall
 from whet.gateway.templates.chat_template import ChatTemplate

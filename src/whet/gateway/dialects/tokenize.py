@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue
 from whet.errors import RequestError
 from whet.gateway.dialects.chat import ChatMessage, ChatTool, to_canonical
 from whet.gateway.dialects.dialect import Json
-from whet.gateway.dialects.openai import MAX_TOOLS, Wire
+from whet.gateway.dialects.wire import MAX_TOOLS, Wire
 from whet.gateway.templates.chat_template import ChatTemplate
 
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from whet.gateway.parsers.gemma import GemmaParser
 from whet.gateway.parsers.harmony import ATEM, HARMONY
-from whet.gateway.parsers.json_calls import HERMES, JSON_CALLS
-from whet.gateway.parsers.llama import LlamaParser
+from whet.gateway.parsers.json_calls import HERMES, JSON_CALLS, LlamaParser, MistralParser
 from whet.gateway.parsers.minimax_m3 import MinimaxM3Parser
-from whet.gateway.parsers.mistral import MistralParser
 from whet.gateway.parsers.parser import NoParser, ToolParser
 from whet.gateway.parsers.pythonic import PYTHONIC
 from whet.gateway.parsers.sections import DEEPSEEK, FUNCTIONARY, FUNCTIONARY_32, KIMI, SOLAR

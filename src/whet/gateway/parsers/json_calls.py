@@ -1,10 +1,14 @@
-"""Tool calls as JSON objects after a tag, as Qwen, the tiny model and many others write them.
+"""Tool calls as JSON objects, as most models write them.
 
-<tool_call>
-{"name": "calculator", "arguments": {"expression": "2 + 3"}}
-</tool_call>
-
-The families differ in the tags, in the keys, and in whether the objects stand in a list.
+Qwen, the tiny model and many others, with other tags and keys, one by one or in a list:
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "2 + 3"}}
+    </tool_call>
+Llama 3:
+    {"name": "calculator", "parameters": {"expression": "2 + 3"}}
+Mistral, in an older and a newer form:
+    [TOOL_CALLS][{"name": "calculator", "arguments": {"expression": "2 + 3"}}]
+    [TOOL_CALLS]calculator[ARGS]{"expression": "2 + 3"}
 """
 
 import json
@@ -22,11 +26,17 @@ from whet.gateway.parsers.parser import (
     load_object,
     match_all,
     new_call,
-    parse_json_call,
     require_all,
-    split_objects,
     strip_fence,
 )
+
+JSON_DECODER = json.JSONDecoder()
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS_TOKEN = "[TOOL_CALLS]"
+NAMED_CALL = re.compile(
+    r"\s*+([^\s\[{]++)(?:\[CALL_ID\]([^\[\s{]*+))?+(?:\[ARGS\])?+\s*+(\{.*)", re.DOTALL
+)
+"""A call of Mistral's newer form: its name, perhaps an id, its arguments."""
 
 
 @dataclass
@@ -66,6 +76,111 @@ class JsonCallParser(ToolParser):
             return None
         [(name, arguments)] = value.items()
         return new_call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+class LlamaParser(ToolParser):
+    """Parse JSON objects separated by semicolons, which are the whole text or follow a tag."""
+
+    format = ToolCallFormat(
+        name="llama3_json",
+        template_marks=('"parameters": ', "ipython"),
+        markers=(PYTHON_TAG,),
+        starts=("{",),
+        special_tokens=(PYTHON_TAG,),
+    )
+
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        before, tag, after = text.partition(PYTHON_TAG)
+        content, body = (before.rstrip(), after) if tag else ("", text)
+        objects = split_objects(body) or []
+        calls = require_all([parse_json_call(o, ("parameters", "arguments")) for o in objects])
+        return ParsedOutput(content, calls) if calls else None
+
+
+class MistralParser(ToolParser):
+    """Parse everything after the token as calls."""
+
+    format = ToolCallFormat(
+        name="mistral",
+        template_marks=(TOOL_CALLS_TOKEN,),
+        markers=(TOOL_CALLS_TOKEN,),
+        special_tokens=(TOOL_CALLS_TOKEN, "[ARGS]", "[CALL_ID]"),
+    )
+
+    def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
+        before, found, after = text.partition(TOOL_CALLS_TOKEN)
+        if not found:
+            return None
+        calls: list[ToolCall | None] = []
+        for body in after.split(TOOL_CALLS_TOKEN):
+            if body.lstrip().startswith("["):
+                calls += [parse_json_call(text) for text in split_objects(body) or [""]]
+            else:
+                calls.append(_parse_named(body))
+        valid = require_all(calls)
+        return ParsedOutput(before.rstrip(), valid) if valid else None
+
+
+def _parse_named(body: str) -> ToolCall | None:
+    match = NAMED_CALL.fullmatch(body)
+    return new_call(match[1], match[3].strip(), match[2] or "") if match else None
+
+
+def split_objects(text: str) -> list[str] | None:
+    """Split a JSON list of objects, or objects one after the other, into their texts.
+
+    So that arguments stay as the model wrote them. None if the text is anything else.
+    """
+    text = text.strip()
+    in_list = text.startswith("[")
+    if in_list and not text.endswith("]"):
+        return None
+    separator, rest = (",", text[1:-1].strip()) if in_list else (";", text)
+    objects: list[str] = []
+    while rest:
+        try:
+            _, end = JSON_DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return None
+        objects.append(rest[:end])
+        rest = rest[end:].lstrip()
+        if in_list and rest and (not rest.startswith(separator) or rest == separator):
+            return None
+        rest = rest.removeprefix(separator).lstrip()
+    return objects
+
+
+def parse_json_call(
+    body: str,
+    keys: Sequence[str] = ("arguments",),
+    name_key: str = "name",
+    id_key: str = "id",
+) -> ToolCall | None:
+    """Parse an object of a name, arguments under the first of `keys` found, and perhaps an id."""
+    value = load_object(body)
+    if value is None:
+        return None
+    key = next((key for key in keys if key in value), None)
+    name, arguments = value.get(name_key), value.get(key) if key else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    assert key is not None
+    if not value.keys() <= {name_key, key, id_key}:
+        return None
+    id = value.get(id_key)
+    return new_call(name, _slice_value(body, key, arguments), id if isinstance(id, str) else "")
+
+
+def _slice_value(body: str, key: str, value: JsonValue) -> str:
+    """Text of a key's value as the model wrote it, or plain JSON where it cannot be found."""
+    for match in re.finditer(rf'"{key}"\s*:\s*', body):
+        try:
+            found, end = JSON_DECODER.raw_decode(body, match.end())
+        except (ValueError, RecursionError):
+            continue
+        if found == value:  # not a key of the same name deeper in the object
+            return body[match.end() : end]
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _tags(name: str, open: str, close: str = "", marks: Sequence[str] = ()) -> ToolCallFormat:

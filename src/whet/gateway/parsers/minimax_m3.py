@@ -1,4 +1,4 @@
-"""Tool calls as nested elements, as MiniMax M3 writes them; M stands for its token ]<]minimax[>[.
+"""Tool calls as nested elements, as MiniMax M3 writes them; below, M is its token ]<]minimax[>[.
 
 M<tool_call>
 M<invoke name="plot">M<points>M<item>M<x>1M</x>M<y>2M</y>M</item>M</points>M</invoke>

@@ -16,7 +16,6 @@ from pydantic import JsonValue
 
 from whet.gateway.messages import ToolCall, parse_json
 
-JSON_DECODER = json.JSONDecoder()
 NAME = re.compile(r"[\w.:/-]{1,256}")
 """Valid names of tools. Markup in a name is invalid: it would come back in the next prompt."""
 
@@ -116,60 +115,3 @@ def dump_arguments(values: dict[str, JsonValue]) -> str:
 def strip_fence(text: str) -> str:
     """Remove the code fence that some models put around JSON."""
     return text.strip().removeprefix("```json").removesuffix("```").strip()
-
-
-def split_objects(text: str) -> list[str] | None:
-    """Split a JSON list of objects, or objects one after the other, into their texts.
-
-    So that arguments stay as the model wrote them. None if the text is anything else.
-    """
-    text = text.strip()
-    in_list = text.startswith("[")
-    if in_list and not text.endswith("]"):
-        return None
-    separator, rest = (",", text[1:-1].strip()) if in_list else (";", text)
-    objects: list[str] = []
-    while rest:
-        try:
-            _, end = JSON_DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return None
-        objects.append(rest[:end])
-        rest = rest[end:].lstrip()
-        if in_list and rest and (not rest.startswith(separator) or rest == separator):
-            return None
-        rest = rest.removeprefix(separator).lstrip()
-    return objects
-
-
-def parse_json_call(
-    body: str,
-    keys: Sequence[str] = ("arguments",),
-    name_key: str = "name",
-    id_key: str = "id",
-) -> ToolCall | None:
-    """Parse an object of a name, arguments under the first of `keys` found, and perhaps an id."""
-    value = load_object(body)
-    if value is None:
-        return None
-    key = next((key for key in keys if key in value), None)
-    name, arguments = value.get(name_key), value.get(key) if key else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    assert key is not None
-    if not value.keys() <= {name_key, key, id_key}:
-        return None
-    id = value.get(id_key)
-    return new_call(name, _slice_value(body, key, arguments), id if isinstance(id, str) else "")
-
-
-def _slice_value(body: str, key: str, value: JsonValue) -> str:
-    """Text of a key's value as the model wrote it, or plain JSON where it cannot be found."""
-    for match in re.finditer(rf'"{key}"\s*:\s*', body):
-        try:
-            found, end = JSON_DECODER.raw_decode(body, match.end())
-        except (ValueError, RecursionError):
-            continue
-        if found == value:  # not a key of the same name deeper in the object
-            return body[match.end() : end]
-    return json.dumps(value, ensure_ascii=False)

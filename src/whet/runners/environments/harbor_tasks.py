@@ -1,4 +1,4 @@
-"""Harbor tasks as they lie in folders, and what their Dockerfiles ask for."""
+"""Harbor tasks, read from their folders, and the requirements of their Dockerfiles."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""`verifiers:TASKSET`: a taskset of verifiers, played by its own agent and scored by itself.
+"""`verifiers:TASKSET`: a taskset of verifiers, with its own agent and its own scoring.
 
 Its agent reaches the model through verifiers' relay, which passes requests on to the attempt's
 endpoint unchanged.

@@ -1,4 +1,4 @@
-"""The interface of the ways to execute an agent."""
+"""Protocol of executors, each a way to execute an agent."""
 
 from collections.abc import Mapping
 from typing import Protocol

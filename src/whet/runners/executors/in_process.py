@@ -69,7 +69,7 @@ class InProcessExecutor(Executor):
 
 
 class AgentSandbox:
-    """Runs users' code, agents and hooks, apart from the runner and from other attempts."""
+    """Runs users' code, agents and hooks, isolated from the runner and other attempts."""
 
     def __init__(self, concurrency: int) -> None:
         logging.getLogger("asyncio").addFilter(_is_no_orphan)  # once, however often it is added
@@ -311,7 +311,7 @@ class _AgentLoop:
         return task.owner if isinstance(task, _AgentTask) else None
 
     async def responds(self, within_s: float) -> bool:
-        """Whether the loop runs a callback within so many seconds."""
+        """Whether the loop runs a callback within this many seconds."""
         called = asyncio.Event()
         self.post(partial(call_in_loop, asyncio.get_running_loop(), called.set))
         with move_on_after(within_s):

@@ -39,7 +39,7 @@ class SandboxedCommand:
 
 
 class Sandbox(Protocol):
-    """A way to run a command apart from this machine and from other attempts."""
+    """Isolates a command from this machine and from other attempts."""
 
     def check(self) -> None:
         """Raise ConfigError if this system cannot run it."""

@@ -128,7 +128,7 @@ class DataParallelTrainer(LocalTrainer):
 
 
 class RankWorker(LocalTrainer):
-    """Any other rank: computes what rank 0 asks for, and never takes a step itself."""
+    """Any other rank: executes the commands of rank 0, and never takes a step itself."""
 
     def __init__(
         self, policy: LocalPolicy, own: OwnRank, *, custom_loss: LossFunction | None = None
@@ -164,7 +164,7 @@ class RankWorker(LocalTrainer):
 
 
 def deal(rows: Sequence[Row], parts: int) -> list[list[Row]]:
-    """Deal rows into parts of about as many tokens to compute.
+    """Divide rows into parts of about equal cost in tokens.
 
     Sorted by their tokens, rows that share a prefix are neighbors: it is computed once in a part.
     """

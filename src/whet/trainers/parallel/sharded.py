@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from whet.config import AdamStep, LossConfig
-from whet.config.engines import SHARDLESS_KEYS
+from whet.config.learning import SHARDLESS_KEYS
 from whet.config.section import changed_keys
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
@@ -272,7 +272,7 @@ class ModelShard(LocalTrainer):
 
 
 class ShardMicroBatches(MicroBatches):
-    """Passes of a sharded model: as many on each rank."""
+    """Passes of a sharded model, the same number on each rank."""
 
     def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
         self._pass = shard_policy(policy, place.size)

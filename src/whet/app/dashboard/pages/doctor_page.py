@@ -1,4 +1,4 @@
-"""The report of `whet doctor`: how exactly a run can be trained, what its template allows."""
+"""Report of `whet doctor`: exactness of a run's rows, and what its chat template allows."""
 
 from anyio import to_thread
 from pydantic import JsonValue

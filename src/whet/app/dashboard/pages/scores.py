@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 
 from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
-from whet.app.evaluation.statistics import AGENT_FAILURES
+from whet.app.evaluation.statistics import AGENT_FAILURES, correlate
 from whet.store.queries import browse
 from whet.types import JUDGE
 
@@ -90,7 +90,7 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
     for row in outcomes:
         by_group[row.group].append(row.reward)
     silent = [group for group, found in by_group.items() if len(set(found)) == 1]
-    correlation = correlate(rewards, lengths)
+    correlation = correlate(rewards, lengths) if len(rewards) > 2 else None
     return {
         "rollouts": len(rewards),
         "mean": fmean(rewards) if rewards else None,
@@ -109,18 +109,8 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
     }
 
 
-def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Return Pearson's correlation; None if one side does not vary."""
-    if len(left) < 3:
-        return None
-    a, b = fmean(left), fmean(right)
-    above = sum((x - a) * (y - b) for x, y in zip(left, right, strict=True))
-    below = math.sqrt(sum((x - a) ** 2 for x in left) * sum((y - b) ** 2 for y in right))
-    return above / below if below > 1e-12 else None
-
-
 def _judge(steps: Sequence[browse.StepRow]) -> dict[str, list[float | None]] | None:
-    """Return what the judges of each step said and how far their votes differ; None without."""
+    """Return the judges' mean scores and disagreement by step; None without a judge."""
     judged = [step for step in steps if f"{JUDGE}/disagreement" in step.metrics]
     names = ("score", "disagreement", "failed")
     columns = {name: [step.metrics.get(f"{JUDGE}/{name}") for step in judged] for name in names}
