@@ -18,12 +18,13 @@ from whet.types import AttemptRecord
 AGENTS = """
 import httpx, random, whet
 
-async def ask(llm, **options):
+async def ask(llm, key=None, url=None, **options):
     body = {"messages": [{"role": "user", "content": "Say x."}], "max_tokens": 4}
     body = {"model": llm.model} | body | options
-    key = {"authorization": f"Bearer {llm.api_key}"}
+    key = {"authorization": f"Bearer {key or llm.api_key}"}
+    url = url or llm.base_url
     async with httpx.AsyncClient(timeout=60) as client:
-        reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=key)
+        reply = await client.post(f"{url}/chat/completions", json=body, headers=key)
     return reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
 
 def helper(task):
@@ -64,6 +65,17 @@ async def other_model(task, llm):
 async def hides_errors(task, llm):
     try:
         await ask(llm, model="gpt-4o")
+    except Exception:
+        pass
+    return 1.0
+
+async def wrong_key(task, llm):
+    await ask(llm, key="sk-mine")
+    return 1.0
+
+async def wrong_key_and_url(task, llm):
+    try:
+        await ask(llm, key="sk-mine", url=llm.base_url.split("/rollout/")[0] + "/v1")
     except Exception:
         pass
     return 1.0
@@ -202,6 +214,31 @@ def test_a_refused_call_is_not_a_missing_one(
     assert "the gateway refused every model call" in shown
     assert "no model call reached" not in shown
     assert "base_url" not in shown
+
+
+def test_a_call_with_a_wrong_key_is_shown_as_a_refused_one(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dev", "bad.py:wrong_key", "--tasks=tasks.jsonl", f"--model={model}"]) == 1
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    reason = "401: the API key is not one of this run: send llm.api_key as `Authorization: Bearer`"
+    assert f"the gateway refused the model calls of rollout dev-000: {reason}" in shown
+    assert "the gateway refused every model call: there is nothing to train; " + reason in shown
+    assert "no model call reached" not in shown
+
+
+def test_a_call_with_a_wrong_key_and_no_attempt_names_what_to_check(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    main(["dev", "bad.py:wrong_key_and_url", "--tasks=tasks.jsonl", f"--model={model}"])
+    assert "a model call was refused with a 401" in caplog.text
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "no model call reached the gateway for this attempt" in shown
+    assert "give the agent's client base_url=llm.base_url and api_key=llm.api_key" in shown
+    assert "which gets a 401" in shown
 
 
 def test_an_evaluation_in_which_all_fails_fails(

@@ -87,7 +87,7 @@ def test_dev_trains_nothing_and_shows_calls_tokens_spans_and_rewards(
         "user  Say good.",
         "reward  reward = 0.25 for turn 0",
         "dev-001.1  failed, agent: the agent raised: LookupError: [nothing] found",
-        "no model call reached the gateway: there is nothing to train",
+        "no model call reached the gateway for this attempt: there is nothing to train",
     ):
         assert line in shown
 

@@ -90,8 +90,11 @@ def identify_caller(
     keys.append(prefix.key or "")  # of an agent with a key of its own
     holders = {holder for key in keys if key and (holder := read_key(key, secret, scope))}
     if not holders:
-        name = "reward key (llm.reward_key)" if scope else "API key (llm.api_key)"
-        raise Unauthorized(f"send the attempt's {name} as `Authorization: Bearer` or `x-api-key`")
+        kind, name = ("reward", "reward_key") if scope else ("API", "api_key")
+        found = "is not one of this run" if any(keys) else "is missing"
+        raise Unauthorized(
+            f"the {kind} key {found}: send llm.{name} as `Authorization: Bearer` or `x-api-key`"
+        )
     baggage = _read_baggage(headers.getlist("baggage"))
     names = (prefix.attempt, *headers.getlist(trace_header), *baggage)
     named = {AttemptId(name) for name in names if name}

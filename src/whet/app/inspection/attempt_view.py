@@ -145,9 +145,7 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
             if advantage is not None:
                 branch.add(Text(f"advantage  {advantage:+.3f}", "green"))
     if not view.calls:
-        refused = "the gateway refused every model call" if find_refusals(view.spans) else ""
-        missing = refused or "no model call reached the gateway"
-        tree.add(Text(f"{missing}: there is nothing to train", "yellow"))
+        tree.add(Text(_explain_missing_calls(view), "yellow"))
     numbers = {call.id: number for number, call in enumerate(view.calls, start=1)}
     links = {span: f"call {numbers[link.call]} by {link.by}" for span, link in view.links.items()}
     below: dict[str | None, Tree] = {}
@@ -177,6 +175,17 @@ def _head(view: AttemptView) -> Text:
         "not bold",
     )
     return head
+
+
+def _explain_missing_calls(view: AttemptView) -> str:
+    if refusals := find_refusals(view.spans):
+        reason = refusals[0].message
+        return f"the gateway refused every model call: there is nothing to train; {reason}"
+    return (
+        "no model call reached the gateway for this attempt: there is nothing to train; give the "
+        "agent's client base_url=llm.base_url and api_key=llm.api_key (the gateway warns of a call "
+        "without them, which gets a 401)"
+    )
 
 
 def _call_line(number: int, call: Call) -> Text:
