@@ -69,6 +69,13 @@ async def hides_errors(task, llm):
         pass
     return 1.0
 
+async def two_rewards(task, llm):
+    whet.emit_reward(len(await ask(llm)), key="length")
+    return random.random()
+
+async def no_reward(task, llm):
+    await ask(llm)
+
 async def wrong_key(task, llm):
     await ask(llm, key="sk-mine")
     return 1.0
@@ -203,6 +210,36 @@ def test_dev_fails_if_every_attempt_did_and_shows_the_line(
     assert "sampled at temperature 0" in capsys.readouterr().out
 
 
+def test_dev_names_a_reward_at_which_training_would_stop(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["dev", "bad.py:two_rewards", "--tasks=tasks.jsonl", f"--model={model}"]
+    assert main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "warning: training would stop: the reward is refused: a reward with unknown key" in shown
+    assert "'length': name it in algorithm.reward_keys or algorithm.logged_keys" in shown
+    assert main([*command, "--algorithm.logged-keys=length"]) == 0
+    assert "would stop" not in capsys.readouterr().out
+
+
+def test_a_run_without_a_model_names_how_to_see_its_errors(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "no_reward") == 2
+    shown = capsys.readouterr().out
+    assert "failed: no reward: return a number, or call whet.emit_reward(...)" in shown
+    assert "`whet show .whet/runs/it --failed` for errors" in shown
+    assert "whet eval" not in shown
+    assert "mean reward of steps" not in shown, "an empty curve"
+
+
+def test_a_run_of_0_steps_is_said_to_train_nothing(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "fine", "--steps=0") == 0
+    assert "with 0 steps nothing is trained" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("agent", ["other_model", "hides_errors"])
 def test_a_refused_call_is_not_a_missing_one(
     agent: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
@@ -222,7 +259,8 @@ def test_a_call_with_a_wrong_key_is_shown_as_a_refused_one(
     assert main(["dev", "bad.py:wrong_key", "--tasks=tasks.jsonl", f"--model={model}"]) == 1
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     reason = "401: the API key is not one of this run: send llm.api_key as `Authorization: Bearer`"
-    assert f"the gateway refused the model calls of rollout dev-000: {reason}" in shown
+    assert "the gateway refused the model calls of rollout dev-00" in shown
+    assert shown.count(reason) >= 3, "a warning, and each tree"
     assert "the gateway refused every model call: there is nothing to train; " + reason in shown
     assert "no model call reached" not in shown
 
@@ -244,9 +282,11 @@ def test_a_call_with_a_wrong_key_and_no_attempt_names_what_to_check(
 def test_an_evaluation_in_which_all_fails_fails(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ("--tasks=tasks.jsonl", f"--model={model}", "--quiet", "--name=e")
+    where = ("--tasks=tasks.jsonl", f"--model={model}", "--name=e")
     assert main(["eval", "bad.py:raises", *where]) == 1
-    assert "every rollout failed" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "every rollout failed" in shown.err
+    assert f"4 evaluation rollouts failed (agent) and count as 0, such as: {KEY_ERROR}" in shown.out
 
 
 @pytest.mark.parametrize(

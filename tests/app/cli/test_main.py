@@ -1,5 +1,6 @@
 """Errors of users: one line that says how to fix it, exit code 2, and no files left behind."""
 
+import importlib
 import io
 import json
 import re
@@ -155,6 +156,14 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
             "unknown config key 'stpes'",
         ),
         ("train agent.py:solve --tasks tasks.jsonl --config no.toml", "cannot read the config"),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --config rate.toml",
+            "unknown config key 'learning_rate': did you mean 'adam.lr'? `whet train --help-config",
+        ),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --name a/b",
+            "expected letters, digits, '_', '.' and '-', the first a letter or digit, found 'a/b'",
+        ),
         ("train agent.py:solve --tasks tasks.jsonl --dir file", "choose another --dir"),
         ("eval agent.py:solve --tasks tasks.jsonl", "no model to evaluate"),
         ("eval agent.py:solve --tasks bad.jsonl --model tiny", "'bad.jsonl' line 2 is not JSON"),
@@ -178,6 +187,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     (folder / "bad.jsonl").write_text('"one"\n{"two"\n')
     (folder / "bad.toml").write_text("stpes = 3\n")
+    (folder / "rate.toml").write_text("learning_rate = 1\n")
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "garbled.py").write_text("def solve(\n")
     assert_refused(run_main(capsys, *line.split()), expected)
@@ -375,4 +385,6 @@ def test_a_command_that_takes_some_keys_lists_those_alone(
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.fullmatch(r"whet \d+\.\d+\.\d+\n", run_main(capsys, "--version").stdout)
+    shown = run_main(capsys, "--version").stdout
+    assert re.fullmatch(r"whet \d+\.\d+\.\d+\n", shown)
+    assert shown.split()[1] == importlib.import_module("whet").__version__

@@ -182,6 +182,8 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     trained = ", ".join(filter(None, config.trained_policies))
     policies = f", policies {trained}," if trained else ""
     lines = [f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}"]
+    if not config.steps:
+        lines.append("with 0 steps nothing is trained: its model is the one it starts from")
     if folder.steps_reported() >= max(1, config.steps):
         lines.append("it has ended already: this is its result again; more steps train it on")
     for line in lines:
@@ -190,13 +192,15 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
 
 def print_next(console: Console, folder: RunFolder) -> None:
     """Print where the results of a run are, and what to run next."""
-    model = f"   model: {folder.model}" if folder.model.exists() else ""
-    first, *_ = folder.config().trained_policies
-    trained = folder.model / first if first else folder.path
+    places, more = f"   picture: {folder.picture}", f"`whet show {folder.path} --failed` for errors"
+    if folder.model.exists():
+        first, *_ = folder.config().trained_policies
+        trained = folder.model / first if first else folder.path
+        places += f"   model: {folder.model}"
+        more = f"`whet show {folder.path}` as text, `whet eval ... --model {trained}` to compare it"
     for line in (
-        f"run folder: {folder.path}   picture: {folder.picture}{model}",
-        f"next: `whet view {folder.path}` in a browser, `whet show {folder.path}` as text, "
-        f"`whet eval ... --model {trained}` to compare it",
+        f"run folder: {folder.path}{places}",
+        f"next: `whet view {folder.path}` in a browser, {more}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -29,7 +29,8 @@ def print_report(console: Console, result: Result) -> None:
     if result.comparison:
         print_comparison(console, result.comparison, "mean reward of held-out tasks")
     _print_steps(console, result)
-    if lines := curve([reward or 0.0 for reward in result.rewards]):
+    if any(reward is not None for reward in result.rewards):
+        lines = curve([reward or 0.0 for reward in result.rewards])
         console.print("\n".join(lines), highlight=False, soft_wrap=True)  # one output in notebooks
     trained = result.total("trained_rollouts")
     per_rollout = result.total("rows") / trained if trained else 0.0
@@ -118,7 +119,9 @@ def build_picture(result: Result) -> "Figure":
     first.set(xlabel="step", ylabel="mean reward", title="training rollouts, sampled")
     for axes in rest:
         if held_out:
-            axes.plot(*zip(*held_out, strict=True), marker="s", color="#d1793a", label="after a step")
+            axes.plot(
+                *zip(*held_out, strict=True), marker="s", color="#d1793a", label="after a step"
+            )
         measures = result.comparison.measures if result.comparison else NO_MEASURES
         for measure, color in zip(measures, ("#444444", "#1f6f8b"), strict=False):
             for style, (name, found) in zip((":", "--"), measures[measure].items(), strict=True):
