@@ -73,6 +73,12 @@ async def two_rewards(task, llm):
     whet.emit_reward(len(await ask(llm)), key="length")
     return random.random()
 
+async def brackets(task, llm):
+    await ask(llm)
+    if task == "bad":
+        raise ValueError("found [/INST] in [bold]text[/bold] :warning:")
+    return random.random()
+
 async def no_reward(task, llm):
     await ask(llm)
 
@@ -222,6 +228,22 @@ def test_dev_names_a_reward_at_which_training_would_stop(
     assert "would stop" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["train", "dev", "eval"])
+def test_the_words_of_an_agent_are_shown_as_they_are(
+    command: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("bad.py:brackets", "--tasks=tasks.jsonl", f"--model={model}")
+    sizes = ("--steps=1", "--tasks-per-step=2", "--group-size=2", "--name=it")
+    assert main([command, *where, *(sizes if command == "train" else ())]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    words = "the agent raised: ValueError: found [/INST] in [bold]text[/bold] :warning: (bad.py:"
+    assert words in shown
+    if command == "train":
+        assert main(["show", "it", "--failed"]) == 0
+        assert words in " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert main(["rollouts", "it"]) == 0
+
+
 def test_a_run_without_a_model_names_how_to_see_its_errors(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,10 +280,10 @@ def test_a_call_with_a_wrong_key_is_shown_as_a_refused_one(
 ) -> None:
     assert main(["dev", "bad.py:wrong_key", "--tasks=tasks.jsonl", f"--model={model}"]) == 1
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    reason = "401: the API key is not one of this run: send llm.api_key as `Authorization: Bearer`"
+    reason = "401: the API key is not one of this endpoint: send llm.api_key (in a command"
     assert "the gateway refused the model calls of rollout dev-00" in shown
     assert shown.count(reason) >= 3, "a warning, and each tree"
-    assert "the gateway refused every model call: there is nothing to train; " + reason in shown
+    assert "the gateway refused every model call: there is nothing to train" in shown
     assert "no model call reached" not in shown
 
 
@@ -275,7 +297,7 @@ def test_a_call_with_a_wrong_key_and_no_attempt_names_what_to_check(
     assert "a model call was refused with a 401" in caplog.text
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "no model call reached the gateway for this attempt" in shown
-    assert "give the agent's client base_url=llm.base_url and api_key=llm.api_key" in shown
+    assert "give its client base_url=llm.base_url and api_key=llm.api_key" in shown
     assert "which gets a 401" in shown
 
 

@@ -70,7 +70,7 @@ async def test_no_key_or_a_forged_one_is_refused_and_the_first_is_reported(
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning == (
         "a model call was refused with a 401, others may follow: the API key is missing: send "
-        "llm.api_key as `Authorization: Bearer` or `x-api-key`"
+        "llm.api_key (in a command $OPENAI_API_KEY) as `Authorization: Bearer` or `x-api-key`"
     )
 
 
@@ -79,7 +79,7 @@ async def test_wrong_keys_at_the_url_of_an_attempt_leave_one_span(gateway: Gatew
     for key in ("Bearer sk-other", "", "Bearer sk-third"):
         assert await status(gateway, path, authorization=key) == 401
     [span] = await gateway.store.spans(gateway.attempt.id)
-    assert span.message.startswith("401: the API key is not one of this run: send llm.api_key")
+    assert span.message.startswith("401: the API key is not one of this endpoint: send llm.api_key")
     assert (span.attributes, span.events) == ({}, ())
     assert "sk-other" not in span.model_dump_json()
     assert await gateway.calls() == []

@@ -69,6 +69,15 @@ MAY_CHANGE = frozenset(
 """Keys that a resumed run may change: where, how fast and how long it runs, not what it learns."""
 
 
+def check_steps(config: RunConfig, done: int) -> None:
+    """Raise ConfigError if a run has more steps than its config wants."""
+    if done > config.steps:
+        raise ConfigError(
+            f"the run has {done} steps already, found steps {config.steps}: leave it out, or give "
+            f"at least {done}"
+        )
+
+
 class RunFolder:
     """`<dir>/runs/<name>/`: config, store, checkpoints, trained model and report of a run."""
 
@@ -195,6 +204,7 @@ class RunFolder:
                     f"a resumed run keeps its config: {key!r} is {before.get(key)!r} there, found "
                     f"{value!r}; leave it out, or start a new run"
                 )
+        check_steps(config, self.steps_reported())
         return config
 
     def save_config(self, config: RunConfig) -> None:

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.algorithms import check_algorithm, is_custom
-from whet.app.cli.display import ConsoleDisplay, Display, print_next, print_start
+from whet.app.cli.display import ConsoleDisplay, Display, open_console, print_next, print_start
 from whet.app.cli.report import draw_picture, print_report
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
@@ -87,7 +87,7 @@ def train(
         settings = merge(settings, {"runner": {"tracer": tracer}})
     address = store or os.environ.get(STORE_VARIABLE)
     _check_place(hooks, resolve(settings), address)
-    console = Console(quiet=quiet)
+    console = open_console(quiet=quiet)
     context = AgentContext(parse_resources(resources), tuple(hooks), judge)
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []

@@ -90,7 +90,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
     ("line", "expected"),
     [
         ("demo --stepz 3", "unknown flag --stepz, did you mean --steps?"),
-        ("demo --lr 1e-3", "unknown flag --lr, did you mean --adam.lr?"),
+        ("demo --lr 1e-3", "unknown flag --lr, did you mean --adam.lr? see `whet demo --help`"),
         ("demo --batch-size 3", "unknown flag --batch-size, did you mean --tasks-per-step?"),
         ("--verbose demo", "unknown flag --verbose"),
         ("demo nothing", "invalid choice: 'nothing'"),
@@ -137,6 +137,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
             "an algorithm has a method `async def credit",
         ),
         ("train agent --tasks tasks.jsonl", "module:function or file.py:function"),
+        ("train agent.js --tasks tasks.jsonl", "found 'agent.js'; a program in another language"),
         ("train agent.py:absent --tasks tasks.jsonl", "'agent.py' has no 'absent'"),
         ("train absent.py:solve --tasks tasks.jsonl", "cannot import the agent 'absent.py:solve'"),
         ("train no.such.module:solve --tasks tasks.jsonl", "No module named 'no'"),
@@ -189,6 +190,7 @@ def test_bad_input_is_one_line(
     (folder / "bad.toml").write_text("stpes = 3\n")
     (folder / "rate.toml").write_text("learning_rate = 1\n")
     (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "agent.js").write_text("console.log(1)\n")
     (folder / "garbled.py").write_text("def solve(\n")
     assert_refused(run_main(capsys, *line.split()), expected)
     assert not (folder / ".whet").exists(), "a run that cannot start leaves nothing"

@@ -22,6 +22,14 @@ COLUMNS = 46
 """Characters of the line of a step without its bar."""
 
 
+def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
+    """The terminal, or what output goes to instead. Brackets and colons of a text stay as they are.
+
+    Texts are of agents, models and users: in rich's markup `[/INST]` would be an error.
+    """
+    return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
+
+
 class Display(Protocol):
     """Receives the progress of a run."""
 
@@ -48,7 +56,7 @@ class ConsoleDisplay(Display):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("rollouts  {task.fields[left]}"),
@@ -80,7 +88,9 @@ class ConsoleDisplay(Display):
     def note(self, text: str) -> None:
         # A terminal shows warnings, which are long, broken between words; other lines stay whole.
         is_broken = self._console.is_terminal and text.startswith("warning")
-        self._console.print(text, highlight=False, soft_wrap=not is_broken)
+        self._console.print(
+            text, markup=False, emoji=False, highlight=False, soft_wrap=not is_broken
+        )
 
     def phase(self, name: str, rollouts: int) -> None:
         self._bar.reset(self._task, description=name, total=rollouts, left=self._left)

@@ -83,7 +83,8 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        stop = "" if message.endswith("?") else ";"
+        self.exit(2, f"{self.prog}: {message}{stop} see `{self.prog} --help`\n")
 
 
 def _key(flag: str) -> str:

@@ -11,6 +11,7 @@ from rich.tree import Tree
 from whet.app.inspection.span_links import SpanLink, link_spans
 from whet.io.genai_spans import find_refusals
 from whet.protocols import Store
+from whet.runners.diagnostics import CLIENT_ERROR, CLIENT_HINT
 from whet.types import (
     NO_ADVANTAGES,
     AttemptRecord,
@@ -178,13 +179,14 @@ def _head(view: AttemptView) -> Text:
 
 
 def _explain_missing_calls(view: AttemptView) -> str:
-    if refusals := find_refusals(view.spans):
-        reason = refusals[0].message
-        return f"the gateway refused every model call: there is nothing to train; {reason}"
+    if find_refusals(view.spans):  # whose spans have the reason
+        return "the gateway refused every model call: there is nothing to train"
+    text, failure = "no model call reached the gateway for this attempt", view.record.failure
+    if failure is not None and not CLIENT_ERROR.search(failure.message):
+        return text
     return (
-        "no model call reached the gateway for this attempt: there is nothing to train; give the "
-        "agent's client base_url=llm.base_url and api_key=llm.api_key (the gateway warns of a call "
-        "without them, which gets a 401)"
+        f"{text}: there is nothing to train; {CLIENT_HINT} (the gateway warns of a call without "
+        "them, which gets a 401)"
     )
 
 
