@@ -130,6 +130,7 @@ def test_a_curve_is_scaled_to_values_outside_of_0_and_1() -> None:
     assert (body[0][:5], body[-1][:5]) == (" 7.0 ", "-3.0 ")
     assert ["".join(line[6 + 2 * i] for line in body) for i in range(3)] == ["    ", "  ██", "████"]
     assert axis.index("└") == body[0].index("┤")
+    assert [line[:4] for line in curve([26.0, 26.0])[::5]] == ["26.0", "26.0"]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -84,15 +84,18 @@ def _print_steps(console: Console, result: Result) -> None:
 
 
 def curve(values: Sequence[float], height: int = 6) -> list[str]:
-    """Draw values as lines of text, one column a value, from 0 to 1 or as far as they go."""
+    """Draw values as lines of text, one column a value, from 0 to 1 or from least to most."""
     if not values:
         return []
-    low, high = min(0.0, *values), max(1.0, *values)
+    low, high = min(values), max(values)
+    if 0 <= low and high <= 1:
+        low, high = 0.0, 1.0
+    span = high - low or 1.0
     labels = [f"{high:.1f}", *[""] * (height - 2), f"{low:.1f}"]
     width = max(map(len, labels))
     lines: list[str] = []
     for level, label in zip(reversed(range(height)), labels, strict=True):
-        cells = "".join(_block((v - low) / (high - low) * height - level) * 2 for v in values)
+        cells = "".join(_block((v - low) / span * height - level) * 2 for v in values)
         lines.append(f"{label:>{width}} ┤{cells}")
     axis = f"└{'─' * (2 * len(values))}  mean reward of steps 1 to {len(values)}"
     return [*lines, f"{'':>{width}} {axis}"]

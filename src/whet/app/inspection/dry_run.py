@@ -64,7 +64,7 @@ def dry_run(
 
 
 def find_unread_reward(config: RunConfig, attempts: Sequence[AttemptView]) -> str:
-    """Why training would stop at a reward that no algorithm of the run reads; empty if at none."""
+    """Return why training would stop at a reward that no algorithm reads; empty if at none."""
     algorithms = [config.for_policy(name).algorithm for name in config.trained_policies]
     for reward in (reward for view in attempts for reward in view.rewards):
         try:
