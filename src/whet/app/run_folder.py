@@ -1,5 +1,6 @@
 """Folder of a run, locked by one process at a time."""
 
+import difflib
 import fcntl
 import gzip
 import hashlib
@@ -134,8 +135,11 @@ class RunFolder:
         for path in (Path(name).expanduser(), directory / "runs" / name):
             if (path / "config.json").is_file() and (path / "kind").is_file():
                 return cls(path)
+        names = [path.parent.name for path in (directory / "runs").glob("*/config.json")]
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"there is no run {str(name)!r}: expected a folder of a run, or a name in "
+            f"there is no run {str(name)!r}: {hint}expected a folder of a run, or a name in "
             f"{str(directory / 'runs')!r}"
         )
 

@@ -105,6 +105,8 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
         ("launch", "invalid choice: 'launch'"),
+        ("trian agent.py:solve", "invalid choice: 'trian', did you mean 'train'? see `whet --help"),
+        ("show mine", "there is no run 'mine': expected a folder of a run"),
         (
             "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",
             "leave out --prom",
@@ -150,7 +152,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ),
         ("train agent.py:not_a_function --tasks tasks.jsonl", "an agent is a function"),
         ("train agent.py:solve --tasks absent.jsonl", "cannot read the tasks 'absent.jsonl'"),
-        ("train agent.py:solve --tasks bad.jsonl", "'bad.jsonl' line 2 is not JSON"),
+        ("train agent.py:solve --tasks bad.jsonl", "expected one JSON value on each line"),
         ("train agent.py:solve --tasks tasks.jsonl --held-out bad.jsonl", "line 2 is not JSON"),
         (
             "train agent.py:solve --tasks tasks.jsonl --config bad.toml",
@@ -308,6 +310,7 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each process
 
     assert_refused(run_main(capsys, *arguments, "--name", "mine"), "exists already")
+    assert_refused(run_main(capsys, "view", "mien"), "no run 'mien': did you mean 'mine'? expected")
     assert_refused(
         run_main(capsys, *arguments, "--resume", "mine", "--seed", "9"),
         "keeps its config: 'seed'",

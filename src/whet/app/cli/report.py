@@ -88,7 +88,7 @@ def curve(values: Sequence[float], height: int = 6) -> list[str]:
     if not values:
         return []
     low, high = min(values), max(values)
-    if 0 <= low and high <= 1:
+    if low >= 0 and high <= 1:
         low, high = 0.0, 1.0
     span = high - low or 1.0
     labels = [f"{high:.1f}", *[""] * (height - 2), f"{low:.1f}"]
