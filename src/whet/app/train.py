@@ -101,6 +101,7 @@ def train(
         context=context,
         store=address,
         resume=resume,
+        inputs=(train_on, compare_on),
     )
     return run_and_report(
         agent,
@@ -149,11 +150,12 @@ def prepare_run(
     store: str | None = None,
     resume: bool = False,
     continues: bool = False,
+    inputs: tuple[Sequence[JsonValue], Sequence[JsonValue]] | None = None,
 ) -> RunFolder:
     """Check a run and create its folder: a run that cannot start leaves nothing behind.
 
     `resume` takes the folder of the run that is named, or the newest; `continues` the named one if
-    it exists, as runs in a `store` always do.
+    it exists, as runs in a `store` always do. `inputs` are the tasks and the held-out ones.
 
     Raises:
         ConfigError: invalid input.
@@ -172,7 +174,10 @@ def prepare_run(
         resolve_model(each.model, progress=partial(console.print, highlight=False))
     if folder is None:
         return RunFolder.create(config, kind)
-    folder.save_config(config)
+    if inputs is not None:
+        folder.keep_tasks(*inputs)
+    with folder.owned():  # what is refused changes nothing
+        folder.save_config(config)
     return folder
 
 

@@ -14,6 +14,7 @@ import pytest
 from whet.app.cli import main as main_module
 from whet.app.cli.config_flags import config_fields
 from whet.app.cli.main import main
+from whet.app.run_folder import RunFolder
 from whet.errors import WhetError
 
 AGENT = """
@@ -315,9 +316,11 @@ def test_a_run_of_your_own_agent_from_the_command_line(
         run_main(capsys, *arguments, "--resume", "mine", "--seed", "9"),
         "keeps its config: 'seed'",
     )
-    assert_refused(
-        run_main(capsys, *common, "--resume", "mine"), "the held-out tasks are not those"
-    )
+    more = ("--resume", "mine", "--steps", "9")
+    assert_refused(run_main(capsys, *common, *more), "the held-out tasks are not those")
+    with RunFolder(run).owned():
+        assert_refused(run_main(capsys, *arguments, *more), "'mine' is in use by another process")
+    assert json.loads((run / "config.json").read_text())["steps"] == 2, "refused: nothing changes"
 
 
 def test_an_evaluation_from_the_command_line_prints_its_numbers_as_json(

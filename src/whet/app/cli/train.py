@@ -121,7 +121,14 @@ def _train(
     judge = _load_judge(args.judge) if args.judge else None
     context = AgentContext(prompts, judge=judge)
     folder = prepare_run(
-        agent, values, KIND, console, context=context, store=args.store, resume=resume
+        agent,
+        values,
+        KIND,
+        console,
+        context=context,
+        store=args.store,
+        resume=resume,
+        inputs=(tasks, held_out),
     )
     if isinstance(trainer, VerlConfig):
         return _train_with_verl(args, agent, tasks, held_out, folder, console)
