@@ -183,9 +183,10 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
 ) -> None:
     assert train(model, agent, *flags, "--steps=1") == 2
     assert "step 1 trained nothing: " in caplog.text
-    shown = capsys.readouterr().err
+    output, shown = capsys.readouterr()
     assert "whet: nothing was trained in steps 1 to 1: " in shown
     assert cause in shown.split("nothing was trained")[1]
+    assert "`whet show .whet/runs/it` as text" in output
 
 
 def test_an_agent_with_a_seed_of_its_own_trains(folder: Path, model: Path) -> None:

@@ -253,7 +253,7 @@ def run_and_report(
         result = run_async(training)
     draw_picture(result, folder.picture)
     print_report(console, result)
-    print_next(console, folder)
+    print_next(console, folder, has_failures=bool(result.failures))
     if result.problem is not None:
         raise RunFailed(result.problem)
     return result

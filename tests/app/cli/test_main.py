@@ -106,7 +106,10 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
         ("launch", "invalid choice: 'launch'"),
-        ("trian agent.py:solve", "invalid choice: 'trian', did you mean 'train'? see `whet --help"),
+        (
+            "trains agent.py:solve",
+            "invalid choice: 'trains', did you mean 'train'? see `whet --help",
+        ),
         ("show mine", "there is no run 'mine': expected a folder of a run"),
         (
             "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",
