@@ -110,6 +110,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
             "trains agent.py:solve",
             "invalid choice: 'trains', did you mean 'train'? see `whet --help",
         ),
+        ("serve mine", "whet serve: unrecognized arguments: mine; see `whet serve --help`"),
         ("show mine", "there is no run 'mine': expected a folder of a run"),
         (
             "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",

@@ -74,7 +74,10 @@ class CommandParser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in self._option_string_actions:
                 hint = explain_unknown(_key(flag), self._flags_by_key())
                 self.error(f"unknown flag {flag}" + (f", {hint}" if hint else ""))
-        return super().parse_known_args(args, namespace or argparse.Namespace())
+        found, extra = super().parse_known_args(args, namespace or argparse.Namespace())
+        if extra and not self._subparsers:  # here, so that the error names the command
+            self.error(f"unrecognized arguments: {' '.join(extra)}")
+        return found, extra
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         # Any: as argparse calls it. Of a misspelled choice it would list all.
