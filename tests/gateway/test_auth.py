@@ -1,9 +1,12 @@
 """Whose call it is."""
 
+from urllib.parse import unquote
+
 import pytest
 
 from support.scripted_gateway import Gateway, Json, NewGateway, attempt_path, other_key
 from whet.gateway.app import MAX_UNAUTHORIZED
+from whet.io.attempt_url import is_attempt_id
 from whet.types import Outcome
 
 pytestmark = pytest.mark.anyio
@@ -92,9 +95,21 @@ async def test_a_wrong_key_leaves_nothing_with_an_attempt_that_ended(gateway: Ga
     assert await gateway.store.spans(gateway.attempt.id) == []
 
 
+@pytest.mark.parametrize(
+    "name", ["..", "%2e%2e", "r", "r.1%3Fa=b", "r..", "r.1%00", "r." + "1" * 999]
+)
+async def test_a_wrong_key_looks_up_no_name_that_is_not_an_attempts(
+    gateway: Gateway, name: str
+) -> None:
+    assert not is_attempt_id(unquote(name))
+    path = f"/rollout/r/attempt/{name}{PATH}"
+    assert await status(gateway, path, authorization="Bearer sk-other") in (401, 404)
+
+
 async def test_wrong_keys_are_looked_up_for_so_many_attempts_only(gateway: Gateway) -> None:
     for number in range(MAX_UNAUTHORIZED):
-        assert await status(gateway, f"/rollout/r/attempt/{number}{PATH}", authorization="") == 401
+        path = f"/rollout/r/attempt/r.{number}{PATH}"
+        assert await status(gateway, path, authorization="") == 401
     path = attempt_path(gateway) + PATH
     assert await status(gateway, path, authorization="Bearer sk-other") == 401
     assert await gateway.store.spans(gateway.attempt.id) == []

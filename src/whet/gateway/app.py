@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from whet.config import GatewayConfig
-from whet.errors import LeaseLost, NotFound, RequestError, WhetError
+from whet.errors import NotFound, RequestError, WhetError
 from whet.gateway.auth import Caller, Unauthorized, identify_caller
 from whet.gateway.dialects.anthropic import AnthropicDialect, CountRequest
 from whet.gateway.dialects.chat import ChatDialect
@@ -36,6 +36,7 @@ from whet.gateway.pipeline import CallPipeline
 from whet.gateway.requests import RequestSource
 from whet.gateway.streaming import EventStream
 from whet.gateway.telemetry import OtlpErrors, Telemetry, accept_reward
+from whet.io.attempt_url import is_attempt_id
 from whet.io.genai_spans import build_refusal
 from whet.types import Attempt, AttemptId, Reward
 
@@ -44,10 +45,8 @@ logger = logging.getLogger(__name__)
 RETRY_HEADER = "x-stainless-retry-count"
 
 MAX_UNAUTHORIZED = 1000
-"""Attempts of which a gateway looks up who was named by a call with a wrong key: anyone may send
-such calls."""
-MAX_ID_LENGTH = 256
-"""Characters of a name that is looked up for such a call."""
+"""Attempts that a gateway looks up because a call with a wrong key names them: anyone may send such
+calls."""
 
 
 def build_app(
@@ -162,10 +161,10 @@ class _Gateway:
         """
         named: str = request.state.attempt or ""
         is_new = named not in self._unauthorized and len(self._unauthorized) < MAX_UNAUTHORIZED
-        if not (named and is_new and len(named) <= MAX_ID_LENGTH):
+        if not (is_new and is_attempt_id(named)):
             return
         self._unauthorized.add(named)
-        with suppress(NotFound, LeaseLost):
+        with suppress(WhetError):  # unknown, ended, or no store: the reply is the same
             attempt = await self._pipeline.log.attempt(AttemptId(named))
             refusal = build_refusal(attempt.id, f"401: {error}", time.time_ns(), once="401")
             await self._pipeline.log.record(attempt.id, [refusal])
