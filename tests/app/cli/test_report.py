@@ -9,11 +9,12 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.display import ConsoleDisplay
+from whet.app.cli.display import ConsoleDisplay, report_stopped
 from whet.app.cli.report import build_picture, curve, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
 from whet.app.experiment import Result
+from whet.app.run_folder import RunFolder
 from whet.config import EvaluationConfig, RunConfig
 from whet.training.stopping import EVALUATION
 from whet.types import Failure, FailureKind, StepRecord
@@ -262,3 +263,15 @@ def test_named_rewards_stand_in_the_line_of_a_step() -> None:
     with ConsoleDisplay(Console(file=written, width=120)) as display:
         display.step(step, 2)
     assert written.getvalue().rstrip().endswith("  length 0.25")
+
+
+def test_a_run_that_was_stopped_at_its_start_names_no_run_to_continue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "runs" / "mine")
+    assert report_stopped("whet demo", folder) == 130
+    assert "stopped before it began; start it again" in capsys.readouterr().err
+    folder.path.mkdir(parents=True)
+    folder.config_file.write_text(RunConfig().model_dump_json())
+    assert report_stopped("whet demo", folder) == 130
+    assert f"continue with: whet demo --resume mine --dir {tmp_path}" in capsys.readouterr().err

@@ -241,6 +241,9 @@ def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
 
 def report_stopped(command: str, folder: RunFolder) -> int:
     """Print how to continue after Ctrl-C; returns the exit code that shells use for it."""
+    if not folder.config_file.exists():  # a start that ends leaves nothing
+        sys.stderr.write("whet: stopped before it began; start it again with the same command\n")
+        return 130
     default = RunConfig.model_fields["dir"].default
     directory = folder.path.parent.parent
     where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"
