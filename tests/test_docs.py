@@ -175,7 +175,7 @@ def test_the_blocks_on_agents_as_code_are_one_program_that_runs(tmp_path: Path) 
     (tmp_path / "program.py").write_text(agent + hooks + tasks + training.replace(large, small))
     done = run(tmp_path, "program.py")
     assert done.returncode == 0, done.stderr
-    assert "held-out accuracy" in done.stdout
+    assert "mean reward of held-out tasks" in done.stdout
 
 
 def test_the_first_screen_shows_the_first_example_in_twelve_lines() -> None:

@@ -64,8 +64,9 @@ def test_a_run_evaluates_stops_early_keeps_its_best_model_and_takes_more_steps(
     assert kept == {f"step-{best:06d}", f"step-{len(more.steps) - 1:06d}"}
     report = json.loads(folder.report.read_text())
     assert report["model_step"] == best + 1
-    with pytest.raises(ConfigError, match="steps already, found steps 1"):
+    with pytest.raises(ConfigError, match="steps already, found steps 1: leave it out, or give at"):
         run(tmp_path, model, resume=True, steps=1)
+    assert folder.config().steps == 5, "what is refused changes nothing"
 
 
 def test_evaluations_during_training_need_held_out_tasks(tmp_path: Path) -> None:

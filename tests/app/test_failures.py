@@ -18,12 +18,13 @@ from whet.types import AttemptRecord
 AGENTS = """
 import httpx, random, whet
 
-async def ask(llm, **options):
+async def ask(llm, key=None, url=None, **options):
     body = {"messages": [{"role": "user", "content": "Say x."}], "max_tokens": 4}
     body = {"model": llm.model} | body | options
-    key = {"authorization": f"Bearer {llm.api_key}"}
+    key = {"authorization": f"Bearer {key or llm.api_key}"}
+    url = url or llm.base_url
     async with httpx.AsyncClient(timeout=60) as client:
-        reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=key)
+        reply = await client.post(f"{url}/chat/completions", json=body, headers=key)
     return reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
 
 def helper(task):
@@ -64,6 +65,30 @@ async def other_model(task, llm):
 async def hides_errors(task, llm):
     try:
         await ask(llm, model="gpt-4o")
+    except Exception:
+        pass
+    return 1.0
+
+async def two_rewards(task, llm):
+    whet.emit_reward(len(await ask(llm)), key="length")
+    return random.random()
+
+async def brackets(task, llm):
+    await ask(llm)
+    if task == "bad":
+        raise ValueError("found [/INST] in [bold]text[/bold] :warning:")
+    return random.random()
+
+async def no_reward(task, llm):
+    await ask(llm)
+
+async def wrong_key(task, llm):
+    await ask(llm, key="sk-mine")
+    return 1.0
+
+async def wrong_key_and_url(task, llm):
+    try:
+        await ask(llm, key="sk-mine", url=llm.base_url.split("/rollout/")[0] + "/v1")
     except Exception:
         pass
     return 1.0
@@ -158,9 +183,10 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
 ) -> None:
     assert train(model, agent, *flags, "--steps=1") == 2
     assert "step 1 trained nothing: " in caplog.text
-    shown = capsys.readouterr().err
+    output, shown = capsys.readouterr()
     assert "whet: nothing was trained in steps 1 to 1: " in shown
     assert cause in shown.split("nothing was trained")[1]
+    assert "`whet show .whet/runs/it` as text" in output
 
 
 def test_an_agent_with_a_seed_of_its_own_trains(folder: Path, model: Path) -> None:
@@ -191,6 +217,52 @@ def test_dev_fails_if_every_attempt_did_and_shows_the_line(
     assert "sampled at temperature 0" in capsys.readouterr().out
 
 
+def test_dev_names_a_reward_at_which_training_would_stop(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["dev", "bad.py:two_rewards", "--tasks=tasks.jsonl", f"--model={model}"]
+    assert main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "warning: training would stop: the reward is refused: a reward with unknown key" in shown
+    assert "'length': name it in algorithm.reward_keys or algorithm.logged_keys" in shown
+    assert main([*command, "--algorithm.logged-keys=length"]) == 0
+    assert "would stop" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["train", "dev", "eval"])
+def test_the_words_of_an_agent_are_shown_as_they_are(
+    command: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("bad.py:brackets", "--tasks=tasks.jsonl", f"--model={model}")
+    sizes = ("--steps=1", "--tasks-per-step=2", "--group-size=2", "--name=it")
+    assert main([command, *where, *(sizes if command == "train" else ())]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    words = "the agent raised: ValueError: found [/INST] in [bold]text[/bold] :warning: (bad.py:"
+    assert words in shown
+    if command == "train":
+        assert main(["show", "it", "--failed"]) == 0
+        assert words in " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert main(["rollouts", "it"]) == 0
+
+
+def test_a_run_without_a_model_names_how_to_see_its_errors(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "no_reward") == 2
+    shown = capsys.readouterr().out
+    assert "failed: no reward: return a number, or call whet.emit_reward(...)" in shown
+    assert "`whet show .whet/runs/it --failed` for errors" in shown
+    assert "whet eval" not in shown
+    assert "mean reward of steps" not in shown, "an empty curve"
+
+
+def test_a_run_of_0_steps_is_said_to_train_nothing(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "fine", "--steps=0") == 0
+    assert "with 0 steps nothing is trained" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("agent", ["other_model", "hides_errors"])
 def test_a_refused_call_is_not_a_missing_one(
     agent: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
@@ -204,12 +276,40 @@ def test_a_refused_call_is_not_a_missing_one(
     assert "base_url" not in shown
 
 
+def test_a_call_with_a_wrong_key_is_shown_as_a_refused_one(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dev", "bad.py:wrong_key", "--tasks=tasks.jsonl", f"--model={model}"]) == 1
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    reason = "401: the API key is not one of this endpoint: send llm.api_key (in a command"
+    assert "the gateway refused the model calls of rollout dev-00" in shown
+    assert shown.count(reason) >= 3, "a warning, and each tree"
+    assert "the gateway refused every model call: there is nothing to train" in shown
+    assert "no model call reached" not in shown
+
+
+def test_a_call_with_a_wrong_key_and_no_attempt_names_what_to_check(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    main(["dev", "bad.py:wrong_key_and_url", "--tasks=tasks.jsonl", f"--model={model}"])
+    assert "a model call was refused with a 401" in caplog.text
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "no model call reached the gateway for this attempt" in shown
+    assert "give its client base_url=llm.base_url and api_key=llm.api_key" in shown
+    assert "which gets a 401" in shown
+
+
 def test_an_evaluation_in_which_all_fails_fails(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ("--tasks=tasks.jsonl", f"--model={model}", "--quiet", "--name=e")
+    where = ("--tasks=tasks.jsonl", f"--model={model}", "--name=e")
     assert main(["eval", "bad.py:raises", *where]) == 1
-    assert "every rollout failed" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "every rollout failed" in shown.err
+    assert f"4 evaluation rollouts failed (agent) and count as 0, such as: {KEY_ERROR}" in shown.out
 
 
 @pytest.mark.parametrize(

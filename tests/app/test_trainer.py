@@ -10,12 +10,22 @@ import httpx
 import pytest
 from opentelemetry import trace
 from rich.console import Console
+from rich.text import Text
 
 import whet
 from whet.app.cli.main import main
-from whet.app.inspection.attempt_view import draw_attempt
+from whet.app.inspection.attempt_view import AttemptView, draw_attempt
 from whet.errors import ConfigError
-from whet.types import Attempt, Endpoint, Outcome, PromptTemplate
+from whet.types import (
+    Attempt,
+    AttemptId,
+    AttemptRecord,
+    Endpoint,
+    Outcome,
+    PromptTemplate,
+    Rollout,
+    Status,
+)
 
 SETTINGS: dict[str, Any] = {"steps": 1, "tasks_per_step": 2, "group_size": 2}
 
@@ -87,9 +97,23 @@ def test_dev_trains_nothing_and_shows_calls_tokens_spans_and_rewards(
         "user  Say good.",
         "reward  reward = 0.25 for turn 0",
         "dev-001.1  failed, agent: the agent raised: LookupError: [nothing] found",
-        "no model call reached the gateway: there is nothing to train",
+        "no model call reached the gateway for this attempt: there is nothing to train",
     ):
         assert line in shown
+
+
+def test_a_reward_of_0_is_not_shown_as_a_success() -> None:
+    def style(reward: float) -> str:
+        rollout = Rollout(id="a", task=None, group="a")
+        record = AttemptRecord(
+            id=AttemptId("a.1"), number=1, worker="w", status=Status.SUCCEEDED, started=1.0,
+            ended=2.0, reward=reward, failure=None, resources={}, late=(),
+        )  # fmt: skip
+        tree = draw_attempt(AttemptView(rollout, record, (), (), ()))
+        assert isinstance(tree.label, Text)
+        return str(tree.label.spans[-2].style)
+
+    assert (style(0.0), style(0.5)) == ("bold", "bold green")
 
 
 async def traced(task: str, llm: Endpoint) -> float:

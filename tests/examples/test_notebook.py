@@ -38,7 +38,7 @@ def test_it_trains_draws_the_curve_shows_rollouts_and_serves(notebook: Any, tmp_
 
     trained = read_text(cells["result = whet.train("])
     assert "   6/6 " in trained
-    assert "held-out accuracy" in trained
+    assert "mean reward of held-out tasks" in trained
     [curve] = [html for html in read_html(cells["result = whet.train("]) if "<svg" in html]
     assert "mean reward of steps 1 to 6" in curve, "one picture, drawn anew after each step"
     [result] = cells["result"].outputs

@@ -1,8 +1,12 @@
 """Whose call it is."""
 
+from urllib.parse import unquote
+
 import pytest
 
 from support.scripted_gateway import Gateway, Json, NewGateway, attempt_path, other_key
+from whet.gateway.app import MAX_UNAUTHORIZED
+from whet.io.attempt_url import is_attempt_id
 from whet.types import Outcome
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +71,48 @@ async def test_no_key_or_a_forged_one_is_refused_and_the_first_is_reported(
         assert (await gateway.send("GET", path, authorization="")).status_code == 401
     assert await gateway.calls() == []
     [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith("a model call was refused, others may follow: send the attempt's API")
+    assert warning == (
+        "a model call was refused with a 401, others may follow: the API key is missing: send "
+        "llm.api_key (in a command $OPENAI_API_KEY) as `Authorization: Bearer` or `x-api-key`"
+    )
+
+
+async def test_wrong_keys_at_the_url_of_an_attempt_leave_one_span(gateway: Gateway) -> None:
+    path = attempt_path(gateway) + PATH
+    for key in ("Bearer sk-other", "", "Bearer sk-third"):
+        assert await status(gateway, path, authorization=key) == 401
+    [span] = await gateway.store.spans(gateway.attempt.id)
+    assert span.message.startswith("401: the API key is not one of this endpoint: send llm.api_key")
+    assert (span.attributes, span.events) == ({}, ())
+    assert "sk-other" not in span.model_dump_json()
+    assert await gateway.calls() == []
+
+
+async def test_a_wrong_key_leaves_nothing_with_an_attempt_that_ended(gateway: Gateway) -> None:
+    await gateway.store.finish(gateway.attempt.id, Outcome(reward=1.0))
+    path = attempt_path(gateway) + PATH
+    assert await status(gateway, path, authorization="Bearer sk-other") == 401
+    assert await gateway.store.spans(gateway.attempt.id) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "%2e%2e", "r", "r.1%3Fa=b", "r..", "r.1%00", "r." + "1" * 999]
+)
+async def test_a_wrong_key_looks_up_no_name_that_is_not_an_attempts(
+    gateway: Gateway, name: str
+) -> None:
+    assert not is_attempt_id(unquote(name))
+    path = f"/rollout/r/attempt/{name}{PATH}"
+    assert await status(gateway, path, authorization="Bearer sk-other") in (401, 404)
+
+
+async def test_wrong_keys_are_looked_up_for_so_many_attempts_only(gateway: Gateway) -> None:
+    for number in range(MAX_UNAUTHORIZED):
+        path = f"/rollout/r/attempt/r.{number}{PATH}"
+        assert await status(gateway, path, authorization="") == 401
+    path = attempt_path(gateway) + PATH
+    assert await status(gateway, path, authorization="Bearer sk-other") == 401
+    assert await gateway.store.spans(gateway.attempt.id) == []
 
 
 async def test_another_attempts_key_is_refused(new_gateway: NewGateway) -> None:

@@ -38,7 +38,10 @@ async def test_a_reward_is_posted_with_the_reward_key_of_the_attempt(gateway: Ga
 async def test_the_key_that_a_models_tools_may_see_posts_no_reward(gateway: Gateway) -> None:
     refused = await gateway.send("POST", "/v1/rewards", {"value": 1})
     assert refused.status_code == 401
-    assert "reward key (llm.reward_key)" in refused.json()["error"]["message"]
+    assert (
+        "send llm.reward_key (in a command $WHET_REWARD_KEY) as"
+        in refused.json()["error"]["message"]
+    )
     assert (await gateway.send("GET", "/v1/rewards")).status_code == 401
     path, body = "/v1/chat/completions", {"model": "policy", "messages": []}
     call = await gateway.send("POST", path, body, authorization=gateway.reward_key)

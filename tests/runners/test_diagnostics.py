@@ -119,8 +119,8 @@ async def test_a_client_that_another_server_rejected_is_reported(store: SQLiteSt
     await runner.ends("a", 0, failed("the agent raised: KeyError: 'question'"))
     await runner.ends("b", 0, failed("the agent raised: AuthenticationError: Error code: 401"))
     [_, line] = runner.warnings
-    assert "rollout b failed and none of its calls reached the gateway" in line
-    assert "does 'openai' use another server?" in line
+    assert "rollout b failed and the gateway served none of its calls" in line
+    assert "does 'openai' use another server or key? give its client base_url" in line
 
 
 async def test_a_call_to_another_server_without_token_ids_is_reported(store: SQLiteStore) -> None:

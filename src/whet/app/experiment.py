@@ -20,9 +20,8 @@ from whet.app.evaluation.comparison import Comparison, compare
 from whet.app.evaluation.statistics import Interval, Scores, complete_tasks, compute_measures
 from whet.app.evaluation.trials import ended_rollouts, plan_trials, read_scores, run_trials
 from whet.app.inputs import check_held_out, plan_rollouts
-from whet.app.run_folder import RunFolder
+from whet.app.run_folder import RunFolder, check_steps
 from whet.config import EvaluationConfig, changed_keys
-from whet.errors import ConfigError
 from whet.protocols import Tracker
 from whet.tracking import CLOSE_TIMEOUT_S, Tracking, build_tracker
 from whet.tracking.run import TrackedRun
@@ -235,8 +234,7 @@ async def _train(
         return evaluation_metrics(scores, config.evaluation) if scores else {}
 
     done = await run.store.steps()
-    if len(done) > config.steps:
-        raise ConfigError(f"the run has {len(done)} steps already, found steps {config.steps}")
+    check_steps(config, len(done))
     rewards: list[float | None] = []
     for record in done:
         report(record)

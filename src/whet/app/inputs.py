@@ -247,7 +247,8 @@ def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
                 values.append((number, cast(JsonValue, value)))
             except ValueError as error:
                 raise ConfigError(
-                    f"{str(path)!r} line {number} is not JSON ({error}); found {line[:60]!r}"
+                    f"{str(path)!r} line {number} is not JSON ({error}); found {line[:60]!r}, "
+                    "expected one JSON value on each line"
                 ) from error
     if len(values) == 1 and isinstance(array := values[0][1], list) and array:
         raise ConfigError(

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.evaluation.statistics import correlate
 from whet.app.run_folder import RunFolder
@@ -100,7 +101,7 @@ def run_rescore(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps({**summary, "results": str(results)}) + "\n")
     else:
-        _print(Console(), summary, scored, args.limit)
+        _print(open_console(), summary, scored, args.limit)
         sys.stdout.write(f"every score: {results}\n")
     if all(each.new is None for each in scored):
         sys.stderr.write(f"whet: no rollout was scored, such as: {scored[0].problem}\n")

@@ -1,5 +1,6 @@
 """Folder of a run, locked by one process at a time."""
 
+import difflib
 import fcntl
 import gzip
 import hashlib
@@ -69,6 +70,15 @@ MAY_CHANGE = frozenset(
 """Keys that a resumed run may change: where, how fast and how long it runs, not what it learns."""
 
 
+def check_steps(config: RunConfig, done: int) -> None:
+    """Raise ConfigError if a run has more steps than its config wants."""
+    if done > config.steps:
+        raise ConfigError(
+            f"the run has {done} steps already, found steps {config.steps}: leave it out, or give "
+            f"at least {done}"
+        )
+
+
 class RunFolder:
     """`<dir>/runs/<name>/`: config, store, checkpoints, trained model and report of a run."""
 
@@ -132,8 +142,11 @@ class RunFolder:
         for path in (Path(name).expanduser(), directory / "runs" / name):
             if (path / "config.json").is_file() and (path / "kind").is_file():
                 return cls(path)
+        names = [path.parent.name for path in (directory / "runs").glob("*/config.json")]
+        close = difflib.get_close_matches(str(name), names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"there is no run {str(name)!r}: expected a folder of a run, or a name in "
+            f"there is no run {str(name)!r}: {hint}expected a folder of a run, or a name in "
             f"{str(directory / 'runs')!r}"
         )
 
@@ -202,6 +215,7 @@ class RunFolder:
                     f"a resumed run keeps its config: {key!r} is {before.get(key)!r} there, found "
                     f"{value!r}; leave it out, or start a new run"
                 )
+        check_steps(config, self.steps_reported())
         return config
 
     def save_config(self, config: RunConfig) -> None:

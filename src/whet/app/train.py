@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.algorithms import check_algorithm, is_custom
-from whet.app.cli.display import ConsoleDisplay, Display, print_next, print_start
+from whet.app.cli.display import ConsoleDisplay, Display, open_console, print_next, print_start
 from whet.app.cli.report import draw_picture, print_report
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
@@ -87,7 +87,7 @@ def train(
         settings = merge(settings, {"runner": {"tracer": tracer}})
     address = store or os.environ.get(STORE_VARIABLE)
     _check_place(hooks, resolve(settings), address)
-    console = Console(quiet=quiet)
+    console = open_console(quiet=quiet)
     context = AgentContext(parse_resources(resources), tuple(hooks), judge)
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out) if held_out is not None else []
@@ -101,6 +101,7 @@ def train(
         context=context,
         store=address,
         resume=resume,
+        inputs=(train_on, compare_on),
     )
     return run_and_report(
         agent,
@@ -149,11 +150,12 @@ def prepare_run(
     store: str | None = None,
     resume: bool = False,
     continues: bool = False,
+    inputs: tuple[Sequence[JsonValue], Sequence[JsonValue]] | None = None,
 ) -> RunFolder:
     """Check a run and create its folder: a run that cannot start leaves nothing behind.
 
     `resume` takes the folder of the run that is named, or the newest; `continues` the named one if
-    it exists, as runs in a `store` always do.
+    it exists, as runs in a `store` always do. `inputs` are the tasks and the held-out ones.
 
     Raises:
         ConfigError: invalid input.
@@ -172,7 +174,10 @@ def prepare_run(
         resolve_model(each.model, progress=partial(console.print, highlight=False))
     if folder is None:
         return RunFolder.create(config, kind)
-    folder.save_config(config)
+    if inputs is not None:
+        folder.keep_tasks(*inputs)
+    with folder.owned():  # what is refused changes nothing
+        folder.save_config(config)
     return folder
 
 
@@ -248,7 +253,7 @@ def run_and_report(
         result = run_async(training)
     draw_picture(result, folder.picture)
     print_report(console, result)
-    print_next(console, folder)
+    print_next(console, folder, has_failures=bool(result.failures))
     if result.problem is not None:
         raise RunFailed(result.problem)
     return result

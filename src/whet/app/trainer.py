@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import JsonValue
-from rich.console import Console
 
+from whet.app.cli.display import open_console
 from whet.app.composition.driver import Driver
 from whet.app.inputs import AgentContext, ResourceValues, Tasks, parse_resources
 from whet.app.inspection.dry_run import DryRun, dry_run
@@ -132,7 +132,7 @@ class Trainer:
             agent,
             tasks,
             merge(self._settings, keys),
-            Console(quiet=self._quiet),
+            open_console(quiet=self._quiet),
             samples=samples,
             context=AgentContext(parse_resources(self._resources), self._hooks),
         )

@@ -371,7 +371,8 @@ def explain(error: ValidationError) -> str:
     if fault["type"] == "extra_forbidden":
         hint = explain_unknown(key, {each: repr(each) for each in _list_keys()})
         found = f"unknown config key {key!r}" + (f": {hint}" if hint else "")
-        return f"{found}; `whet train --help-config` lists the keys"
+        stop = "" if hint.endswith("?") else ";"
+        return f"{found}{stop} `whet train --help-config` lists the keys"
     if fault["type"] == "string_pattern_mismatch":
         expected = "letters, digits, '_', '.' and '-', the first a letter or digit"
         return f"config key {key!r}: expected {expected}, found {fault['input']!r}"

@@ -36,12 +36,17 @@ from whet.gateway.pipeline import CallPipeline
 from whet.gateway.requests import RequestSource
 from whet.gateway.streaming import EventStream
 from whet.gateway.telemetry import OtlpErrors, Telemetry, accept_reward
+from whet.io.attempt_url import is_attempt_id
 from whet.io.genai_spans import build_refusal
 from whet.types import Attempt, AttemptId, Reward
 
 logger = logging.getLogger(__name__)
 
 RETRY_HEADER = "x-stainless-retry-count"
+
+MAX_UNAUTHORIZED = 1000
+"""Attempts that a gateway looks up because a call with a wrong key names them: anyone may send such
+calls."""
 
 
 def build_app(
@@ -71,6 +76,8 @@ class _Gateway:
         self._config = config
         self._instance = secrets.token_hex(8)
         self._has_warned = False
+        self._unauthorized: set[str] = set()
+        """Attempts that calls with a wrong key have named."""
 
     def routes(self, check_reward: Callable[[Reward], None]) -> list[Route]:
         anthropic = AnthropicDialect()
@@ -101,6 +108,7 @@ class _Gateway:
                 raise
             except Unauthorized as error:
                 self._warn_unauthorized(error)
+                await self._record_unauthorized(request, error)
                 raise
 
         errors = ErrorFormat(dialect.error, dialect.error_event)
@@ -141,10 +149,25 @@ class _Gateway:
                 await self._pipeline.log.record(attempt, [refusal])
 
     def _warn_unauthorized(self, error: Unauthorized) -> None:
-        """Log the first call without a valid key: it is of no attempt that could record it."""
+        """Log the first call without a valid key: its URL may name no attempt."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("a model call was refused, others may follow: %s", error)
+            logger.warning("a model call was refused with a 401, others may follow: %s", error)
+
+    async def _record_unauthorized(self, request: GatewayRequest, error: Unauthorized) -> None:
+        """Record the first call with a wrong key at the URL of a running attempt, to be shown.
+
+        Nothing proves that the attempt sent it: it adds one span of our own words, and no more.
+        """
+        named: str = request.state.attempt or ""
+        is_new = named not in self._unauthorized and len(self._unauthorized) < MAX_UNAUTHORIZED
+        if not (is_new and is_attempt_id(named)):
+            return
+        self._unauthorized.add(named)
+        with suppress(WhetError):  # unknown, ended, or no store: the reply is the same
+            attempt = await self._pipeline.log.attempt(AttemptId(named))
+            refusal = build_refusal(attempt.id, f"401: {error}", time.time_ns(), once="401")
+            await self._pipeline.log.record(attempt.id, [refusal])
 
     async def _count_tokens(self, request: GatewayRequest) -> Response:
         """Count the prompt tokens of a message exactly, with those that are stored."""

@@ -20,6 +20,10 @@ BAGGAGE_KEY = "whet.attempt"
 KEY_PREFIX = "whet-"
 MAC_LENGTH = 32
 
+API_KEY = "API key", "llm.api_key", "OPENAI_API_KEY"
+REWARD_KEY = "reward key", "llm.reward_key", "WHET_REWARD_KEY"
+"""What the keys are called, where an agent finds them, and where a command does."""
+
 REWARDS = "rewards:"
 """Scope of the keys that post rewards; ids of attempts have no colon."""
 
@@ -90,8 +94,12 @@ def identify_caller(
     keys.append(prefix.key or "")  # of an agent with a key of its own
     holders = {holder for key in keys if key and (holder := read_key(key, secret, scope))}
     if not holders:
-        name = "reward key (llm.reward_key)" if scope else "API key (llm.api_key)"
-        raise Unauthorized(f"send the attempt's {name} as `Authorization: Bearer` or `x-api-key`")
+        kind, name, variable = REWARD_KEY if scope else API_KEY
+        found = "is not one of this endpoint" if any(keys) else "is missing"
+        raise Unauthorized(
+            f"the {kind} {found}: send {name} (in a command ${variable}) as "
+            "`Authorization: Bearer` or `x-api-key`"
+        )
     baggage = _read_baggage(headers.getlist("baggage"))
     names = (prefix.attempt, *headers.getlist(trace_header), *baggage)
     named = {AttemptId(name) for name in names if name}

@@ -19,6 +19,9 @@ ATTEMPT_PREFIX = re.compile(
 _IDS = re.compile(r"/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/")
 
 
+_ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}\.[0-9]{1,10}")
+
+
 class AttemptIds(NamedTuple):
     """Ids in the URL of an attempt; empty if the URL names none."""
 
@@ -35,3 +38,8 @@ def parse_attempt_ids(url: str) -> AttemptIds:
     """Read the ids back from the base URL of an attempt."""
     found = _IDS.search(url)
     return AttemptIds(found["rollout"], found["attempt"]) if found else AttemptIds("", "")
+
+
+def is_attempt_id(name: str) -> bool:
+    """Whether a name has the form of an attempt's id, and so is safe in paths."""
+    return _ATTEMPT.fullmatch(name) is not None

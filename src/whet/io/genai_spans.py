@@ -69,11 +69,14 @@ def is_model_call(span: Span) -> bool:
     return has_model or attributes.get("openinference.span.kind") == "LLM"
 
 
-def build_refusal(attempt: AttemptId, error: str, now: int) -> Span:
-    """Build the span of a model call that the gateway refused; equal ones have equal ids."""
+def build_refusal(attempt: AttemptId, error: str, now: int, *, once: str = "") -> Span:
+    """Build the span of a model call that the gateway refused; equal ones have equal ids.
+
+    Refusals with the same `once` count as equal: a store keeps the first of an attempt.
+    """
     return Span(
         trace_id=hashlib.blake2b(attempt.encode(), digest_size=16).hexdigest(),
-        span_id=hashlib.blake2b(f"refused {error}".encode(), digest_size=8).hexdigest(),
+        span_id=hashlib.blake2b(f"refused {once or error}".encode(), digest_size=8).hexdigest(),
         name=REFUSED_CALL,
         kind="server",
         start=now,

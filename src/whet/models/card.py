@@ -79,10 +79,10 @@ def _summarize(kind: str, config: RunConfig, report: Mapping[str, object], polic
     if how is None:
         rollouts, tasks = report.get("rollouts", 0), report.get("tasks", 0)
         how = f"reinforcement learning ({config.algorithm.name}, loss {config.loss.name}"
-        how += f", {rollouts:,} rollouts; {tasks} held-out tasks)"
+        how += f", {rollouts:,} rollouts" + (f"; {tasks} held-out tasks)" if tasks else ")")
     role = f" It is the policy {policy!r} of several that were trained together." if policy else ""
     return (
-        f"Trained with [whet](https://pypi.org/project/whet): {what} `{config.model}` after "
+        f"Trained with whet: {what} `{config.model}` after "
         f"{report.get('steps', 0)} steps of {how}.{role}"
     )
 

@@ -95,8 +95,8 @@ class Diagnostics:
                 and clients
             ):
                 return {
-                    "other-address": f"rollout {rollout} failed and none of its calls reached the "
-                    f"gateway: does {clients[0]!r} use another server? {CLIENT_HINT}"
+                    "other-address": f"rollout {rollout} failed and the gateway served none of its "
+                    f"calls: does {clients[0]!r} use another server or key? {CLIENT_HINT}"
                 }
             return {}
         if self._calls[group]:

@@ -25,8 +25,10 @@ def load_function(spec: str, kind: str = "agent") -> object:
     """
     place, colon, name = spec.rpartition(":")
     if not colon:
+        is_program = kind == "agent" and not spec.endswith(".py") and Path(spec).is_file()
+        other = "; a program in another language is a command after `--`" if is_program else ""
         raise ConfigError(
-            f"specify the {kind} as module:function or file.py:function; found {spec!r}"
+            f"specify the {kind} as module:function or file.py:function; found {spec!r}{other}"
         )
     with boundary(ConfigError, f"cannot import the {kind} {spec!r}"):
         module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)

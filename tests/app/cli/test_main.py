@@ -1,5 +1,6 @@
 """Errors of users: one line that says how to fix it, exit code 2, and no files left behind."""
 
+import importlib
 import io
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 from whet.app.cli import main as main_module
 from whet.app.cli.config_flags import config_fields
 from whet.app.cli.main import main
+from whet.app.run_folder import RunFolder
 from whet.errors import WhetError
 
 AGENT = """
@@ -89,7 +91,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
     ("line", "expected"),
     [
         ("demo --stepz 3", "unknown flag --stepz, did you mean --steps?"),
-        ("demo --lr 1e-3", "unknown flag --lr, did you mean --adam.lr?"),
+        ("demo --lr 1e-3", "unknown flag --lr, did you mean --adam.lr? see `whet demo --help`"),
         ("demo --batch-size 3", "unknown flag --batch-size, did you mean --tasks-per-step?"),
         ("--verbose demo", "unknown flag --verbose"),
         ("demo nothing", "invalid choice: 'nothing'"),
@@ -104,6 +106,12 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
         ("launch", "invalid choice: 'launch'"),
+        (
+            "trains agent.py:solve",
+            "invalid choice: 'trains', did you mean 'train'? see `whet --help",
+        ),
+        ("serve mine", "whet serve: unrecognized arguments: mine; see `whet serve --help`"),
+        ("show mine", "there is no run 'mine': expected a folder of a run"),
         (
             "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",
             "leave out --prom",
@@ -136,6 +144,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
             "an algorithm has a method `async def credit",
         ),
         ("train agent --tasks tasks.jsonl", "module:function or file.py:function"),
+        ("train agent.js --tasks tasks.jsonl", "found 'agent.js'; a program in another language"),
         ("train agent.py:absent --tasks tasks.jsonl", "'agent.py' has no 'absent'"),
         ("train absent.py:solve --tasks tasks.jsonl", "cannot import the agent 'absent.py:solve'"),
         ("train no.such.module:solve --tasks tasks.jsonl", "No module named 'no'"),
@@ -148,13 +157,21 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ),
         ("train agent.py:not_a_function --tasks tasks.jsonl", "an agent is a function"),
         ("train agent.py:solve --tasks absent.jsonl", "cannot read the tasks 'absent.jsonl'"),
-        ("train agent.py:solve --tasks bad.jsonl", "'bad.jsonl' line 2 is not JSON"),
+        ("train agent.py:solve --tasks bad.jsonl", "expected one JSON value on each line"),
         ("train agent.py:solve --tasks tasks.jsonl --held-out bad.jsonl", "line 2 is not JSON"),
         (
             "train agent.py:solve --tasks tasks.jsonl --config bad.toml",
             "unknown config key 'stpes'",
         ),
         ("train agent.py:solve --tasks tasks.jsonl --config no.toml", "cannot read the config"),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --config rate.toml",
+            "unknown config key 'learning_rate': did you mean 'adam.lr'? `whet train --help-config",
+        ),
+        (
+            "train agent.py:solve --tasks tasks.jsonl --name a/b",
+            "expected letters, digits, '_', '.' and '-', the first a letter or digit, found 'a/b'",
+        ),
         ("train agent.py:solve --tasks tasks.jsonl --dir file", "choose another --dir"),
         ("eval agent.py:solve --tasks tasks.jsonl", "no model to evaluate"),
         ("eval agent.py:solve --tasks bad.jsonl --model tiny", "'bad.jsonl' line 2 is not JSON"),
@@ -178,7 +195,9 @@ def test_bad_input_is_one_line(
 ) -> None:
     (folder / "bad.jsonl").write_text('"one"\n{"two"\n')
     (folder / "bad.toml").write_text("stpes = 3\n")
+    (folder / "rate.toml").write_text("learning_rate = 1\n")
     (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "agent.js").write_text("console.log(1)\n")
     (folder / "garbled.py").write_text("def solve(\n")
     assert_refused(run_main(capsys, *line.split()), expected)
     assert not (folder / ".whet").exists(), "a run that cannot start leaves nothing"
@@ -296,13 +315,16 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each process
 
     assert_refused(run_main(capsys, *arguments, "--name", "mine"), "exists already")
+    assert_refused(run_main(capsys, "view", "mien"), "no run 'mien': did you mean 'mine'? expected")
     assert_refused(
         run_main(capsys, *arguments, "--resume", "mine", "--seed", "9"),
         "keeps its config: 'seed'",
     )
-    assert_refused(
-        run_main(capsys, *common, "--resume", "mine"), "the held-out tasks are not those"
-    )
+    more = ("--resume", "mine", "--steps", "9")
+    assert_refused(run_main(capsys, *common, *more), "the held-out tasks are not those")
+    with RunFolder(run).owned():
+        assert_refused(run_main(capsys, *arguments, *more), "'mine' is in use by another process")
+    assert json.loads((run / "config.json").read_text())["steps"] == 2, "refused: nothing changes"
 
 
 def test_an_evaluation_from_the_command_line_prints_its_numbers_as_json(
@@ -375,4 +397,6 @@ def test_a_command_that_takes_some_keys_lists_those_alone(
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.fullmatch(r"whet \d+\.\d+\.\d+\n", run_main(capsys, "--version").stdout)
+    shown = run_main(capsys, "--version").stdout
+    assert re.fullmatch(r"whet \d+\.\d+\.\d+\n", shown)
+    assert shown.split()[1] == importlib.import_module("whet").__version__

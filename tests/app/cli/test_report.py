@@ -1,16 +1,22 @@
 import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from whet.app.cli.display import ConsoleDisplay
-from whet.app.cli.report import curve, draw_picture, print_report
+from whet.app.cli.display import ConsoleDisplay, report_stopped
+from whet.app.cli.report import build_picture, curve, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
 from whet.app.experiment import Result
-from whet.config import EvaluationConfig
+from whet.app.run_folder import RunFolder
+from whet.config import EvaluationConfig, RunConfig
+from whet.training.stopping import EVALUATION
 from whet.types import Failure, FailureKind, StepRecord
 
 
@@ -119,14 +125,56 @@ def test_a_curve_has_a_column_a_step_and_rises_with_the_values() -> None:
     assert curve([]) == []
 
 
-def test_a_curve_takes_values_outside_of_0_and_1() -> None:
-    assert len({len(line) for line in curve([-3.0, 7.0])[:-1]}) == 1
+def test_a_curve_is_scaled_to_values_outside_of_0_and_1() -> None:
+    *body, axis = curve([-3.0, 2.0, 7.0], height=4)
+    assert len({len(line) for line in body}) == 1
+    assert (body[0][:5], body[-1][:5]) == (" 7.0 ", "-3.0 ")
+    assert ["".join(line[6 + 2 * i] for line in body) for i in range(3)] == ["    ", "  ██", "████"]
+    assert axis.index("└") == body[0].index("┤")
+    assert [line[:4] for line in curve([26.0, 26.0])[::5]] == ["26.0", "26.0"]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     for evaluated in (True, False):
         draw_picture(result(tmp_path, evaluated=evaluated), tmp_path / "curve.png")
         assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_training_and_held_out_measures_apart(tmp_path: Path) -> None:
+    config = RunConfig(model="tiny", name="shop")
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    found = result(tmp_path)
+    evaluated = found.steps[1].metrics | {f"{EVALUATION}greedy": 0.5}
+    steps = (found.steps[0], found.steps[1].model_copy(update={"metrics": evaluated}))
+    figure = build_picture(replace(found, steps=steps))
+    assert figure.get_suptitle() == f"{tmp_path.name}: tiny"
+    training, held_out = figure.axes
+    assert training.get_title() == "training rollouts, sampled"
+    assert held_out.get_title() == "held-out tasks"
+    assert [axes.get_ylabel() for axes in figure.axes] == ["mean reward"] * 2
+    [line] = training.lines
+    assert np.asarray(line.get_ydata()).tolist() == [0.25, 0.75]
+    assert training.get_legend() is None
+    assert [line.get_label() for line in held_out.lines] == [
+        "after a step",
+        *("base, greedy: 0.00", "trained, greedy: 1.00"),
+        *("base, sampled: 0.00", "trained, sampled: 1.00"),
+    ]
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_legend_of_the_picture_covers_nothing(tmp_path: Path, evaluated: bool) -> None:
+    figure = build_picture(result(tmp_path, evaluated=evaluated))
+    figure.draw_without_rendering()
+    *_, last = figure.axes
+    legend = last.get_legend()
+    assert (legend is not None) == evaluated
+    if legend is not None:
+        box = legend.get_window_extent()
+        assert not box.overlaps(last.get_window_extent())
+        assert not box.overlaps(last.xaxis.label.get_window_extent())
+        assert figure.bbox.y0 <= box.y0
+        assert box.x1 <= figure.bbox.x1
 
 
 def test_progress_without_a_terminal_is_a_line_a_step() -> None:
@@ -138,9 +186,64 @@ def test_progress_without_a_terminal_is_a_line_a_step() -> None:
         display.step(record(1, 1.0), 2)
     head, names, first, second = text.getvalue().splitlines()
     assert head == "evaluate before: 4 rollouts"
-    assert names.split() == ["step", "reward", "solved", "tokens", "seconds", "left"]
+    assert names.split() == ["step", "reward", "0", "1", "tokens", "seconds", "left"]
+    assert names.index("0") == first.index("█")
     assert first.split() == ["1/2", "0.25", "█████", "100", "2.0", "2", "s"]
     assert second.split()[:2] == ["2/2", "1.00"]
+
+
+@pytest.mark.parametrize("width", [46, 60, 79, 80, 120])
+def test_the_line_of_a_step_fits_the_terminal(width: int) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=width, force_terminal=True, color_system=None)
+    more = {f"{EVALUATION}greedy": 0.5, "reward/length": 0.25, "reward/format": 1.0}
+    step = record(9, 0.5)
+    display = ConsoleDisplay(console)
+    for rewards in ({}, more):
+        display.step(step.model_copy(update={"metrics": step.metrics | rewards}), 2000)
+    names, first, *rest = (line.rstrip() for line in text.getvalue().splitlines())
+    assert max(map(len, (names, first, *rest))) <= width
+    assert first.count("█") == min(20, width - 46) // 2
+    assert first.split()[-2:] == ["3980", "s"]
+    shown = " ".join(" ".join(rest).split())
+    assert shown.endswith("3980 s held out 0.50 length 0.25 format 1.00")
+    assert len(rest) == 1 or width < 120
+
+
+def test_a_bar_is_of_rewards_between_0_and_1_and_tells_where_one_is_above() -> None:
+    text = io.StringIO()
+    display = ConsoleDisplay(Console(file=text, width=100))
+    for step, reward in enumerate((-2.0, 1.0, 26.0)):
+        display.step(record(step, reward), 3)
+    _, *lines = text.getvalue().splitlines()
+    assert [line[18:38] for line in lines] == [" " * 20, "█" * 20, "█" * 19 + "+"]
+
+
+@pytest.mark.parametrize(("environment", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_has_colors_unless_the_user_wants_none(
+    environment: dict[str, str], colored: bool, tmp_path: Path
+) -> None:
+    text = io.StringIO()
+    terminal = {"TERM": "xterm-256color"} | environment
+    console = Console(file=text, width=100, force_terminal=True, _environ=terminal)
+    with ConsoleDisplay(console) as display:
+        display.phase("train", 8)
+        display.step(record(0, 0.25), 2)
+        console.print(Text("failed", "bold red"))
+    print_report(console, result(tmp_path))
+    codes = ";".join(re.findall(r"\x1b\[([0-9;]+)m", text.getvalue())).split(";")
+    assert any(code[0] in "349" and len(code) == 2 for code in codes) == colored
+
+
+def test_a_file_has_no_colors(tmp_path: Path) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=100, _environ={"TERM": "xterm-256color"})
+    with ConsoleDisplay(console) as display:
+        display.step(record(0, 0.25), 2)
+        console.print(Text("failed", "bold red"))
+    print_report(console, result(tmp_path))
+    assert "failed" in text.getvalue()
+    assert "\x1b" not in text.getvalue()
 
 
 def test_quiet_is_silent(tmp_path: Path) -> None:
@@ -160,3 +263,15 @@ def test_named_rewards_stand_in_the_line_of_a_step() -> None:
     with ConsoleDisplay(Console(file=written, width=120)) as display:
         display.step(step, 2)
     assert written.getvalue().rstrip().endswith("  length 0.25")
+
+
+def test_a_run_that_was_stopped_at_its_start_names_no_run_to_continue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "runs" / "mine")
+    assert report_stopped("whet demo", folder) == 130
+    assert "stopped before it began; start it again" in capsys.readouterr().err
+    folder.path.mkdir(parents=True)
+    folder.config_file.write_text(RunConfig().model_dump_json())
+    assert report_stopped("whet demo", folder) == 130
+    assert f"continue with: whet demo --resume mine --dir {tmp_path}" in capsys.readouterr().err

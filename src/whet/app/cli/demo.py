@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
+from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_output_flags, add_resume_flag
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, merge, resolve
@@ -122,7 +123,7 @@ def run_demo(args: argparse.Namespace) -> int:
         from whet.app.train import run_and_report  # noqa: PLC0415
     demo = DEMOS[args.demo]
     # With --json, stdout has the one line of JSON alone.
-    console = Console(quiet=args.quiet, stderr=args.json)
+    console = open_console(quiet=args.quiet, stderr=args.json)
     folder = _open_folder(args, demo, flags, console)
     try:
         config = folder.config()

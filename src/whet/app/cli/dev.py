@@ -4,9 +4,8 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-
 from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.display import open_console
 from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
@@ -45,7 +44,7 @@ def run_dev(args: argparse.Namespace) -> int:
     tasks = load_named_tasks(args, agent)
     with requires_extra("a dry run", "local"):
         from whet.app.inspection.dry_run import dry_run  # noqa: PLC0415 - imports torch
-    console = Console(quiet=args.quiet, stderr=args.json)
+    console = open_console(quiet=args.quiet, stderr=args.json)
     result = dry_run(agent, tasks, values, console, samples=args.samples)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")

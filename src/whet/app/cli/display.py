@@ -15,6 +15,19 @@ from whet.config import RunConfig
 from whet.training.stopping import headline
 from whet.types import StepRecord
 
+MAX_BAR = 20
+"""Characters of the bar of a step's reward."""
+COLUMNS = 46
+"""Characters of the line of a step without its bar."""
+
+
+def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
+    """The terminal, or what output goes to instead. Brackets and colons of a text stay as they are.
+
+    Texts are of agents, models and users: in rich's markup `[/INST]` would be an error.
+    """
+    return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
+
 
 class Display(Protocol):
     """Receives the progress of a run."""
@@ -42,7 +55,7 @@ class ConsoleDisplay(Display):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("rollouts  {task.fields[left]}"),
@@ -52,6 +65,9 @@ class ConsoleDisplay(Display):
         self._live = Live(self._bar, console=console, refresh_per_second=8, transient=True)
         self._left = ""
         self._header = False
+        self._bar_width = MAX_BAR
+        if console.is_terminal:  # else the lines are read by programs, or elsewhere
+            self._bar_width = max(0, min(MAX_BAR, console.width - COLUMNS))
         self._curve = NotebookCurve() if console.is_jupyter and not console.quiet else None
 
     def __enter__(self) -> "ConsoleDisplay":
@@ -66,7 +82,9 @@ class ConsoleDisplay(Display):
     def note(self, text: str) -> None:
         # A terminal shows warnings, which are long, broken between words; other lines stay whole.
         is_broken = self._console.is_terminal and text.startswith("warning")
-        self._console.print(text, highlight=False, soft_wrap=not is_broken)
+        self._console.print(
+            text, markup=False, emoji=False, highlight=False, soft_wrap=not is_broken
+        )
 
     def phase(self, name: str, rollouts: int) -> None:
         self._bar.reset(self._task, description=name, total=rollouts, left=self._left)
@@ -79,22 +97,39 @@ class ConsoleDisplay(Display):
     def step(self, record: StepRecord, steps: int) -> None:
         if not self._header:
             self._header = True
-            names = f"{'step':>9} {'reward':>7} {'solved':>20}"
+            names = f"{'step':>9} {'reward':>7} {self._draw_scale()}"
             self.note(f"{names}  {'tokens':>7} {'seconds':>8}  left")
         metrics = record.metrics
         seconds = metrics["collect_seconds"] + metrics["train_seconds"]
         left = (steps - record.step - 1) * seconds
         self._left = f"about {left:.0f} s left"
         reward = metrics.get("reward")
-        bar = "█" * round(20 * max(0.0, min(1.0, reward or 0.0)))
         shown = "-" if reward is None else f"{reward:.2f}"
         tokens = metrics.get("trained_tokens", 0)
-        self.note(
-            f"{record.step + 1:>4}/{steps:<4} {shown:>7} {bar:<20}  "
-            f"{tokens:>7.0f} {seconds:>8.1f}  {left:.0f} s{_held_out(record)}{_components(record)}"
+        self._print_step(
+            f"{record.step + 1:>4}/{steps:<4} {shown:>7} {self._draw_bar(reward or 0.0)}  "
+            f"{tokens:>7.0f} {seconds:>8.1f}  {left:.0f} s",
+            [*_held_out(record), *_components(record)],
         )
         if self._curve is not None:
             self._curve.add(record, steps)
+
+    def _draw_scale(self) -> str:
+        return f"{'0':<{self._bar_width - 1}}1" if self._bar_width > 1 else " " * self._bar_width
+
+    def _draw_bar(self, reward: float) -> str:
+        """The reward between 0 and 1; one above 1 ends in a plus sign."""
+        bar = "█" * round(self._bar_width * max(0.0, min(1.0, reward)))
+        return f"{bar[:-1]}+" if bar and reward > 1 else f"{bar:<{self._bar_width}}"
+
+    def _print_step(self, line: str, more: list[str]) -> None:
+        """Print the line of a step; what a terminal has no room for is on lines of its own."""
+        for text in more:
+            if self._console.is_terminal and len(line) + 2 + len(text) > self._console.width:
+                self.note(line)
+                line = " " * 8
+            line += f"  {text}"
+        self.note(line)
 
 
 class NotebookCurve:
@@ -155,6 +190,8 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     trained = ", ".join(filter(None, config.trained_policies))
     policies = f", policies {trained}," if trained else ""
     lines = [f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}"]
+    if not config.steps:
+        lines.append("with 0 steps nothing is trained: its model is the one it starts from")
     if folder.steps_reported() >= max(1, config.steps):
         lines.append(
             "the run has ended: this is its result; resume it with more steps to train further"
@@ -163,29 +200,33 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def print_next(console: Console, folder: RunFolder) -> None:
+def print_next(console: Console, folder: RunFolder, *, has_failures: bool = False) -> None:
     """Print where the results of a run are, and what to run next."""
-    model = f"   model: {folder.model}" if folder.model.exists() else ""
-    first, *_ = folder.config().trained_policies
-    trained = folder.model / first if first else folder.path
+    places, more = f"   picture: {folder.picture}", f"`whet show {folder.path}` as text"
+    if has_failures:
+        more = f"`whet show {folder.path} --failed` for errors"
+    if folder.model.exists():
+        first, *_ = folder.config().trained_policies
+        trained = folder.model / first if first else folder.path
+        places += f"   model: {folder.model}"
+        more += f", `whet eval ... --model {trained}` to compare it"
     for line in (
-        f"run folder: {folder.path}   picture: {folder.picture}{model}",
-        f"next: `whet view {folder.path}` in a browser, `whet show {folder.path}` as text, "
-        f"`whet eval ... --model {trained}` to compare it",
+        f"run folder: {folder.path}{places}",
+        f"next: `whet view {folder.path}` in a browser, {more}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _held_out(record: StepRecord) -> str:
+def _held_out(record: StepRecord) -> list[str]:
     """The measure of the evaluation after a step, if there was one."""
     found = headline(record)
-    return "" if found is None else f"  held out {found:.2f}"
+    return [] if found is None else [f"held out {found:.2f}"]
 
 
-def _components(record: StepRecord) -> str:
-    """The means of the named rewards of a step, after the total."""
+def _components(record: StepRecord) -> list[str]:
+    """The means of the named rewards of a step."""
     named = {k.removeprefix("reward/"): v for k, v in record.metrics.items() if "reward/" in k}
-    return "".join(f"  {name} {value:.2f}" for name, value in named.items())
+    return [f"{name} {value:.2f}" for name, value in named.items()]
 
 
 def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -200,6 +241,9 @@ def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
 
 def report_stopped(command: str, folder: RunFolder) -> int:
     """Print how to continue after Ctrl-C; returns the exit code that shells use for it."""
+    if not folder.config_file.exists():  # a start that ends leaves nothing
+        sys.stderr.write("whet: stopped before it began; start it again with the same command\n")
+        return 130
     default = RunConfig.model_fields["dir"].default
     directory = folder.path.parent.parent
     where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"

@@ -4,10 +4,8 @@ import argparse
 import json
 import sys
 
-from rich.console import Console
-
 from whet.app.cli.config_flags import add_config_flags, config_values
-from whet.app.cli.display import report_stopped
+from whet.app.cli.display import open_console, report_stopped
 from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
@@ -88,7 +86,7 @@ def run_eval(args: argparse.Namespace) -> int:
         )
     if args.resume:
         values = values | {"name": args.resume}
-    console = Console(quiet=args.quiet, stderr=args.json)
+    console = open_console(quiet=args.quiet, stderr=args.json)
     prepared = prepare_evaluation(
         tasks,
         args.model,

@@ -1,6 +1,7 @@
 """Parsers of the commands, and the flags they share: the agent, its tasks, every config key."""
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -76,7 +77,18 @@ class CommandParser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in self._option_string_actions:
                 hint = explain_unknown(_key(flag), self._flags_by_key())
                 self.error(f"unknown flag {flag}" + (f", {hint}" if hint else ""))
-        return super().parse_known_args(args, namespace or argparse.Namespace())
+        found, extra = super().parse_known_args(args, namespace or argparse.Namespace())
+        if extra and not self._subparsers:  # here, so that the error names the command
+            self.error(f"unrecognized arguments: {' '.join(extra)}")
+        return found, extra
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # Any: as argparse calls it. Of a misspelled choice it would list all.
+        choices = [str(choice) for choice in action.choices or ()]
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        if close and value not in choices:
+            self.error(f"invalid choice: {value!r}, did you mean {close[0]!r}?")
+        super()._check_value(action, value)
 
     def _flags_by_key(self) -> dict[str, str]:
         return {_key(each): each for each in self._option_string_actions}
@@ -86,7 +98,8 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        stop = "" if message.endswith("?") else ";"
+        self.exit(2, f"{self.prog}: {message}{stop} see `{self.prog} --help`\n")
 
 
 def _key(flag: str) -> str:

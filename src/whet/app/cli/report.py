@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,9 @@ from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder
 from whet.training.stopping import headline
 
+if TYPE_CHECKING:  # slow import
+    from matplotlib.figure import Figure
+
 NO_MEASURES: Mapping[str, Mapping[str, Estimate | None]] = {}
 MAX_REASONS = 8
 MAX_REASON_CHARS = 300
@@ -23,9 +27,10 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 def print_report(console: Console, result: Result) -> None:
     """Print base against trained, the learning curve, and the token counts."""
     if result.comparison:
-        print_comparison(console, result.comparison, "held-out accuracy")
+        print_comparison(console, result.comparison, "mean reward of held-out tasks")
     _print_steps(console, result)
-    if lines := curve([reward or 0.0 for reward in result.rewards]):
+    if any(reward is not None for reward in result.rewards):
+        lines = curve([reward or 0.0 for reward in result.rewards])
         console.print("\n".join(lines), highlight=False, soft_wrap=True)  # one output in notebooks
     trained = result.total("trained_rollouts")
     per_rollout = result.total("rows") / trained if trained else 0.0
@@ -79,20 +84,30 @@ def _print_steps(console: Console, result: Result) -> None:
 
 
 def curve(values: Sequence[float], height: int = 6) -> list[str]:
-    """Draw values from 0 to 1 as lines of text, one column a value."""
+    """Draw values as lines of text, one column a value, from 0 to 1 or from least to most."""
     if not values:
         return []
+    low, high = min(values), max(values)
+    if low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    span = high - low or 1.0
+    labels = [f"{high:.1f}", *[""] * (height - 2), f"{low:.1f}"]
+    width = max(map(len, labels))
     lines: list[str] = []
-    for level in reversed(range(height)):
-        label = "1.0" if level == height - 1 else "0.0" if level == 0 else "   "
-        cells = "".join(_block(max(0.0, min(1.0, v)) * height - level) * 2 for v in values)
-        lines.append(f"{label} ┤{cells}")
-    lines.append(f"    └{'─' * (2 * len(values))}  mean reward of steps 1 to {len(values)}")
-    return lines
+    for level, label in zip(reversed(range(height)), labels, strict=True):
+        cells = "".join(_block((v - low) / span * height - level) * 2 for v in values)
+        lines.append(f"{label:>{width}} ┤{cells}")
+    axis = f"└{'─' * (2 * len(values))}  mean reward of steps 1 to {len(values)}"
+    return [*lines, f"{'':>{width}} {axis}"]
 
 
 def draw_picture(result: Result, file: Path) -> None:
     """Write a PNG of the learning curve, with the measures on held-out tasks beside it."""
+    build_picture(result).savefig(file)
+
+
+def build_picture(result: Result) -> "Figure":
+    """Draw the rewards of training, and in a panel of their own the measures on held-out tasks."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow import
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
@@ -107,7 +122,9 @@ def draw_picture(result: Result, file: Path) -> None:
     first.set(xlabel="step", ylabel="mean reward", title="training rollouts, sampled")
     for axes in rest:
         if held_out:
-            axes.plot(*zip(*held_out, strict=True), marker="s", color="#d1793a", label="of steps")
+            axes.plot(
+                *zip(*held_out, strict=True), marker="s", color="#d1793a", label="after a step"
+            )
         measures = result.comparison.measures if result.comparison else NO_MEASURES
         for measure, color in zip(measures, ("#444444", "#1f6f8b"), strict=False):
             for style, (name, found) in zip((":", "--"), measures[measure].items(), strict=True):
@@ -122,7 +139,7 @@ def draw_picture(result: Result, file: Path) -> None:
         if all(0 <= reward <= 1 for reward in result.rewards if reward is not None):
             axes.set_ylim(-0.03, 1.08)
         axes.grid(alpha=0.3)
-    figure.savefig(file)
+    return figure
 
 
 def _read_model(run: Path) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
 from whet.app.cli.dev import run_dev
-from whet.app.cli.display import report_stopped
+from whet.app.cli.display import open_console, report_stopped
 from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
@@ -114,13 +114,20 @@ def _train(
     agent = load_agent(args) if needs_agent else None
     with requires_extra("`whet train`", "local"):
         from whet.app.train import KIND, prepare_run, run_and_report  # noqa: PLC0415 - torch
-    console = Console(quiet=args.quiet, stderr=args.json)
+    console = open_console(quiet=args.quiet, stderr=args.json)
     resume = args.resume is not None
     prompts = load_prompts(args.prompt) if args.prompt else {}
     judge = _load_judge(args.judge) if args.judge else None
     context = AgentContext(prompts, judge=judge)
     folder = prepare_run(
-        agent, values, KIND, console, context=context, store=args.store, resume=resume
+        agent,
+        values,
+        KIND,
+        console,
+        context=context,
+        store=args.store,
+        resume=resume,
+        inputs=(tasks, held_out),
     )
     if isinstance(trainer, VerlConfig):
         return _train_with_verl(args, agent, tasks, held_out, folder, console)

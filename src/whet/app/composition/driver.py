@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
+from whet.app.cli.display import open_console
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
     StoreAddress,
@@ -81,15 +82,13 @@ class Driver:
             ConfigError: invalid input; nothing was started.
         """
         with requires_extra("this run", "local"):
-            from rich.console import Console  # noqa: PLC0415 - only if needed
-
             from whet.app.train import prepare_run  # noqa: PLC0415 - imports torch
         _check_driver(self, agent, address := store or os.environ.get(STORE_VARIABLE), settings)
         inputs = {
             "tasks": load_tasks(tasks) if tasks else [],
             "held_out": load_tasks(held_out) if held_out else [],
         }
-        console = Console(quiet=quiet)
+        console = open_console(quiet=quiet)
         agent = agent if address is None else None
         # Parameters are not checked: the function may publish what the agent needs.
         folder = prepare_run(

@@ -136,9 +136,9 @@ async def serve_gateway(
     """
     async with AsyncExitStack() as stack:
         pipelines = build_pipelines(samplers, config, log, prepare)
-        check_reward = partial(_check_reward, algorithms)
+        is_read = partial(check_reward, algorithms)
         first, *others = pipelines
-        app = build_app(first, secret, config.gateway, check_reward, others=others)
+        app = build_app(first, secret, config.gateway, is_read, others=others)
         router = None
         if config.gateway.endpoints or judge:
             upstreams = await build_upstreams(config.gateway, log, secret, progress)
@@ -236,7 +236,7 @@ async def serve_published(
         yield gateway
 
 
-def _check_reward(algorithms: Callable[[], Sequence[AlgorithmConfig]], reward: Reward) -> None:
+def check_reward(algorithms: Callable[[], Sequence[AlgorithmConfig]], reward: Reward) -> None:
     """Raise RequestError for a reward that no algorithm of the run reads."""
     refusals: list[ConfigError] = []
     for config in algorithms():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from anyio.from_thread import start_blocking_portal
 from pydantic import JsonValue
-from rich.console import Console
 
+from whet.app.cli.display import open_console
 from whet.app.composition.run import serve_alone
 from whet.config import resolve
 from whet.errors import ConfigError
@@ -34,7 +34,7 @@ def serve(
     """
     if others := sorted(set(settings) - set(SECTIONS)):
         raise ConfigError(f"serving does not read {others[0]!r}: expected {', '.join(SECTIONS)}")
-    note = partial(Console(quiet=quiet).print, highlight=False)
+    note = partial(open_console(quiet=quiet).print, highlight=False)
     serving = serve_alone(str(model), resolve(settings), note)
     try:
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving) as open:

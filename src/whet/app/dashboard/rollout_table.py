@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
+from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
@@ -84,7 +85,7 @@ def run_rollouts(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(to_browser_json(rows).decode() + "\n")
     else:
-        _print(Console(), args.name, rows)
+        _print(open_console(), args.name, rows)
     return 0
 
 

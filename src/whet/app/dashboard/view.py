@@ -4,8 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_listen_flags, add_runs_flag
 from whet.app.composition.distributed import print_line
 from whet.app.dashboard.pages.payload import to_browser_json
@@ -122,7 +121,7 @@ async def _write(directory: Path, name: str, file: Path) -> int:
 
 async def _show(directory: Path, name: str, as_json: bool) -> None:
     catalog = FolderCatalog(directory)
-    console = Console()
+    console = open_console()
     try:
         run = await catalog.open(name)
         if as_json:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.cli.display import ConsoleDisplay, Display
+from whet.app.cli.display import ConsoleDisplay, Display, open_console
 from whet.app.composition.gateway_server import Gateway, build_judge, run_agents
 from whet.app.evaluation.by_policy import (
     PolicyResult,
@@ -122,7 +122,7 @@ def evaluate(
     check_agent(agent)
     loaded = load_tasks(tasks)
     specs = [f"{n}={s}" for n, s in models.items()] if isinstance(models, Mapping) else models
-    console = Console(quiet=quiet)
+    console = open_console(quiet=quiet)
     resources = {name: parse_resources(values) for name, values in (prompts or {}).items()}
     prepared = prepare_evaluation(
         loaded, specs, endpoint, key_variable, settings, console, resume=resume, prompts=resources

@@ -11,6 +11,7 @@ from rich.tree import Tree
 from whet.app.inspection.span_links import SpanLink, link_spans
 from whet.io.genai_spans import find_refusals
 from whet.protocols import Store
+from whet.runners.diagnostics import CLIENT_ERROR, CLIENT_HINT
 from whet.types import (
     NO_ADVANTAGES,
     AttemptRecord,
@@ -145,9 +146,7 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
             if advantage is not None:
                 branch.add(Text(f"advantage  {advantage:+.3f}", "green"))
     if not view.calls:
-        refused = "the gateway refused every model call" if find_refusals(view.spans) else ""
-        missing = refused or "no model call reached the gateway"
-        tree.add(Text(f"{missing}: there is nothing to train", "yellow"))
+        tree.add(Text(_explain_missing_calls(view), "yellow"))
     numbers = {call.id: number for number, call in enumerate(view.calls, start=1)}
     links = {span: f"call {numbers[link.call]} by {link.by}" for span, link in view.links.items()}
     below: dict[str | None, Tree] = {}
@@ -177,6 +176,18 @@ def _head(view: AttemptView) -> Text:
         "not bold",
     )
     return head
+
+
+def _explain_missing_calls(view: AttemptView) -> str:
+    if find_refusals(view.spans):  # whose spans have the reason
+        return "the gateway refused every model call: there is nothing to train"
+    text, failure = "no model call reached the gateway for this attempt", view.record.failure
+    if failure is not None and not CLIENT_ERROR.search(failure.message):
+        return text
+    return (
+        f"{text}: there is nothing to train; {CLIENT_HINT} (the gateway warns of a call without "
+        "them, which gets a 401)"
+    )
 
 
 def _call_line(number: int, call: Call) -> Text:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
+from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
@@ -119,7 +119,7 @@ def run_list(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps([asdict(run) for run in runs]) + "\n")
         return 0
-    console = Console()
+    console = open_console()
     if not runs:
         console.print(f"no runs in {args.dir}: `whet demo` or `whet train` makes one")
         return 0
@@ -151,7 +151,7 @@ def run_clean(args: argparse.Namespace) -> int:
             if run.state != "running"
             and (run.kind == DEV_KIND or (args.failed and run.state == "failed"))
         ]
-    console = Console()
+    console = open_console()
     if not chosen:
         console.print("nothing to delete")
         return 0

@@ -11,6 +11,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.text import Text
 
+from whet.app.cli.display import open_console
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_runs_flag
 from whet.app.inspection.attempt_view import (
     Advantages,
@@ -71,7 +72,7 @@ def run_show(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(found.as_json(), ensure_ascii=False) + "\n")
     else:
-        _print(Console(), folder, found)
+        _print(open_console(), folder, found)
     return 0
 
 
@@ -98,7 +99,7 @@ def show(
         raise ConfigError("worst, failed and rollout exclude each other: give one of them")
     folder = RunFolder.find(run, Path(dir))
     choice = Choice(step, worst, failed, rollout, limit)
-    _print(Console(), folder, run_async(_read, folder, choice, store))
+    _print(open_console(), folder, run_async(_read, folder, choice, store))
 
 
 async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:

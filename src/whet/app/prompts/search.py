@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
-from rich.console import Console
 
+from whet.app.cli.display import open_console
 from whet.app.composition.driver import Driver
 from whet.app.inputs import ResourceValues, Tasks, parse_resources
 from whet.app.prompts.candidates import draw_candidates, print_candidates
@@ -147,7 +147,7 @@ class PromptSearch(Driver):
             with atomic_file(folder / file) as partial:
                 partial.write_text(json.dumps(value, indent=2) + "\n")
         draw_candidates(result, folder / "candidates.png")
-        print_candidates(Console(quiet=self._quiet), result)
+        print_candidates(open_console(quiet=self._quiet), result)
         return result
 
 

@@ -6,10 +6,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from whet.app.cli.config_flags import add_config_flags, config_values
-from whet.app.cli.display import report_stopped
+from whet.app.cli.display import open_console, report_stopped
 from whet.app.cli.flags import CommandParser, add_output_flags, add_resume_flag
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
@@ -92,7 +90,7 @@ def _run(kind: "Kind", args: argparse.Namespace) -> int:
     limits = {name: vars(args)[name] for name in LIMITS if name in args}
     source = Source(args.data, args.held_out, args.from_run, **limits)
     folders: list[RunFolder] = []
-    console = Console(quiet=args.quiet, stderr=args.json)
+    console = open_console(quiet=args.quiet, stderr=args.json)
     resume = args.resume is not None
     try:
         result = tune(kind, source, values, console, resume=resume, on_folder=folders.append)

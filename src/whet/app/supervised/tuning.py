@@ -14,6 +14,7 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.progress import Progress
 
+from whet.app.cli.display import open_console
 from whet.app.composition.samplers import build_renderer
 from whet.app.composition.trainers import open_trainer, read_vocabulary
 from whet.app.experiment import open_trackers
@@ -127,7 +128,7 @@ def sft(
         ConfigError: invalid input; nothing was started.
     """
     source = Source(data, held_out, from_run, min_reward, best)
-    return tune("sft", source, settings, Console(quiet=quiet), resume=resume)
+    return tune("sft", source, settings, open_console(quiet=quiet), resume=resume)
 
 
 def dpo(
@@ -151,7 +152,7 @@ def dpo(
         ConfigError: invalid input; nothing was started.
     """
     source = Source(data, held_out, from_run, min_margin=min_margin)
-    return tune("dpo", source, settings, Console(quiet=quiet), resume=resume)
+    return tune("dpo", source, settings, open_console(quiet=quiet), resume=resume)
 
 
 def tune(

@@ -14,6 +14,7 @@ import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
+from whet.app.cli.display import open_console
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
     StoreAddress,
@@ -61,7 +62,7 @@ def train_verl(
         ConfigError: invalid input; nothing was started.
         RunFailed: verl ended with an error.
     """
-    console = Console(quiet=quiet)
+    console = open_console(quiet=quiet)
     address = store or os.environ.get(STORE_VARIABLE)
     train_on, evaluate_on = load_tasks(tasks), load_tasks(held_out) if held_out is not None else []
     folder = prepare_run(agent, settings, KIND, console, store=address, resume=resume)
