@@ -18,7 +18,7 @@ NOBODY = "http://127.0.0.1:9/v1"
     [
         ("openai-agents", "agents_with_traces", "set OPENAI_AGENTS_DISABLE_TRACING=1"),
         ("crewai", "crewai_with_telemetry", "set CREWAI_DISABLE_TELEMETRY=true"),
-        ("openai", "openai_elsewhere", "does 'openai' use another server?"),
+        ("openai", "openai_elsewhere", "does 'openai' use another server or key?"),
         ("openai", "nobody_asked", "made no model call"),
     ],
 )
