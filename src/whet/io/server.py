@@ -1,14 +1,11 @@
 """An ASGI server in its own thread, so that code which blocks its event loop cannot stop it."""
 
-import asyncio
 import logging
 import socket
 import threading
-from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from whet.errors import ConfigError
 
@@ -17,9 +14,6 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 120
 """Longer than clients keep an idle connection: if the server closed it first, a request that is on
 its way would be lost."""
-
-MAX_UNSENT = 2**16
-"""Bytes that wait for the end of a turn of the event loop: more are written at once."""
 
 
 class AppServer:
@@ -48,7 +42,7 @@ class AppServer:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                http=_JoiningProtocol,
+                http="httptools",
                 ws="none",
                 # Nothing reads the client's address or the server's name.
                 proxy_headers=False,
@@ -92,57 +86,3 @@ def listen(host: str, port: int, port_flag: str) -> socket.socket:
             f"choose another with {port_flag}, or 0 for any free one"
         ) from error
     return listener
-
-
-class _JoiningProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with the head of a response and its body in one write."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(_JoiningTransport(cast(asyncio.Transport, transport)))
-
-
-class _JoiningTransport(asyncio.Transport):
-    """A transport that joins the writes of one turn of the event loop.
-
-    Each write to a socket is a system call that wakes the client, and costs more than the server's
-    other work for a small response.
-    """
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__()
-        self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        self._unsent: list[bytes | bytearray | memoryview] = []
-        self._size = 0
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
-        self._unsent.append(data)
-        self._size += len(data)
-        if self._size > MAX_UNSENT:  # so that the sender is paused if nobody reads
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:  # Any: as asyncio has it
-        return self._transport.get_extra_info(name, default)
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def _flush(self) -> None:
-        unsent, self._unsent, self._size = self._unsent, [], 0
-        if unsent and not self._transport.is_closing():
-            self._transport.writelines(unsent)
