@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import anyio
 import pytest
@@ -337,3 +338,28 @@ async def test_nothing_leaks_in_a_thousand_rollouts(store: SQLiteStore, agent: A
         await anyio.to_thread.run_sync(thread.join, 5)
     assert not [t for t in left if t.is_alive()]
     assert open_files() < files
+
+
+class Finalized:
+    """Garbage that only a collection finds; remembers the threads in which that was."""
+
+    threads: ClassVar[set[str]] = set()
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+
+async def test_what_agents_leave_is_finalized_in_their_own_thread(store: SQLiteStore) -> None:
+    async def agent(task: str) -> float:
+        Finalized()
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    was_enabled = gc.isenabled()
+    Finalized.threads.clear()
+    await run(agent, ["a"] * 40, store)
+    assert Finalized.threads == {"whet-agents"}
+    assert gc.isenabled() == was_enabled

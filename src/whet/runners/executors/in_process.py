@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 CANCEL_GRACE_S = 2.0
 """Seconds that a cancelled agent has to end."""
 
+COLLECT_EVERY_S = 0.2
+FULL_COLLECTION = 50
+"""One in so many collections is of all generations."""
+
 BLOCKED = "another attempt blocked the event loop they shared"
 
 Work = Callable[[], Coroutine[Any, Any, float]]
@@ -276,6 +280,36 @@ class _Job:
             await asyncio.wait(left, timeout=CANCEL_GRACE_S)
 
 
+class _CollectionPause:
+    """A context in which no thread collects garbage by itself.
+
+    Clients that are never closed, as in most agents, close themselves when they are collected: in
+    the running loop of the thread that happens to collect. If that is the gateway's, sockets of the
+    agents' loop are closed under its feet, and other calls wait for a reply for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._was_enabled:
+                gc.enable()
+
+
+_NO_COLLECTION = _CollectionPause()
+
+
 class _AgentLoop:
     """An event loop in a thread of its own, shared by many attempts."""
 
@@ -341,12 +375,19 @@ class _AgentLoop:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        while not self._is_drained:
-            try:
-                self._loop.run_forever()
-            except BaseException as error:  # noqa: BLE001 - SystemExit of a task that an agent left
-                logger.warning("an agent's task ended the loop; it is restarted error=%r", error)
-        self._loop.close()
+        self._loop.call_soon(self._collect_garbage, 1)
+        with _NO_COLLECTION:
+            while not self._is_drained:
+                try:
+                    self._loop.run_forever()
+                except BaseException as error:  # noqa: BLE001 - SystemExit of a task that was left
+                    logger.warning("an agent's task ended the loop; it is restarted: %r", error)
+            self._loop.close()
+
+    def _collect_garbage(self, count: int) -> None:
+        """Collect garbage here, and in no other thread: see `_CollectionPause`."""
+        gc.collect(2 if count % FULL_COLLECTION == 0 else 1)
+        self._loop.call_later(COLLECT_EVERY_S, self._collect_garbage, count + 1)
 
     def _begin(self, job: _Job, work: Work) -> None:
         self._loop.create_task(job.run(work))
