@@ -92,8 +92,8 @@ class Checkpoints:
         await self.wait()
         write = await self._trainer.snapshot()
         self._newest, self._began = step.checkpoint, self._clock()
-        file, kept = self.folder / step.checkpoint, list(delete_others_of)
-        self._writing = self._thread.submit(self._write, write, file, kept)
+        folder, committed = self.folder / step.checkpoint, list(delete_others_of)
+        self._writing = self._thread.submit(self._write, write, folder, committed)
 
     def _write(
         self, write: Callable[[Path], None], folder: Path, committed: Sequence[StepRecord]

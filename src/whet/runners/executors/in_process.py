@@ -284,8 +284,8 @@ class _CollectionPause:
     """A context in which no thread collects garbage by itself.
 
     Clients that are never closed, as in most agents, close themselves when they are collected: in
-    the running loop of the thread that happens to collect. If that is the gateway's, sockets of the
-    agents' loop are closed under its feet, and other calls wait for a reply for ever.
+    the running loop of the thread that happens to collect. If that is the gateway's, sockets that
+    the agents' loop still polls are closed, and other calls never get their reply.
     """
 
     def __init__(self) -> None:
