@@ -46,9 +46,12 @@ class EventStream:
                 pinger.cancel()
 
     async def send_chunk(self, index: int, chunk: TokenChunk) -> None:
-        """Send the next tokens of a choice."""
-        delta = self._decoders[index].feed(chunk.tokens)
-        await self._write(self._reply.chunk_events(index, chunk, delta))
+        """Send the next tokens of a choice; its last ones leave with the next write."""
+        events = self._reply.chunk_events(index, chunk, self._decoders[index].feed(chunk.tokens))
+        if chunk.stop is None:
+            await self._write(events)
+        else:  # what follows them is not far, and each write wakes the client
+            self._unsent += events
 
     async def finish(self, completed: CompletedCall) -> None:
         """Send what is left of a call that is recorded, and end the stream."""
