@@ -1,5 +1,7 @@
 """The rollout queue: what every store promises of claims, leases, retries and waits."""
 
+from contextlib import suppress
+
 import anyio
 import pytest
 from anyio.abc import TaskStatus
@@ -386,6 +388,24 @@ async def test_the_end_of_an_attempt_is_heard_of_however_it_came(
         assert await store.ended(third.id) is Status.FAILED
     with pytest.raises(NotFound):
         await store.ended(AttemptId("nobody.1"))
+
+
+async def test_an_unknown_attempt_is_refused_to_its_caller_alone(store: Store) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    first, second = await claim(store), await claim(store)
+    await store.finish(first.id, WON)
+    await store.finish(second.id, WON)
+    found: dict[AttemptId, Status] = {}
+
+    async def watch(attempt: AttemptId) -> None:
+        with suppress(NotFound):
+            found[attempt] = await store.ended(attempt)
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as group:
+            for attempt in (first.id, AttemptId("nobody.1"), second.id):
+                group.start_soon(watch, attempt)
+    assert found == {first.id: Status.SUCCEEDED, second.id: Status.SUCCEEDED}
 
 
 async def test_a_rollout_says_itself_which_failures_are_tried_again(

@@ -1,11 +1,12 @@
 """The SQLite store beyond the contract: its file, its threads, its failures."""
 
+import asyncio
 import fcntl
 import re
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.records import ADVANTAGES, call, claim, rollouts, step
-from whet.errors import LeaseLost, StoreError
-from whet.store.database import Db
+from whet.errors import LeaseLost, StoreClosed, StoreError
+from whet.store.database import BatchedRead, Db
 from whet.store.schema import SQLITE_VERSION
-from whet.store.sqlite import SQLiteStore
+from whet.store.sqlite import SQLiteDatabase, SQLiteStore
 from whet.types import (
     AttemptId,
     Generation,
@@ -349,3 +350,35 @@ async def test_a_call_survives_the_disk_exactly(
     )
     await store.append(written)
     assert await store.calls(attempt.id) == [written]
+
+
+async def test_one_read_answers_all_who_wait_for_it(tmp_path: Path) -> None:
+    database, batches = SQLiteDatabase(tmp_path / "store.db", time.time), list[list[int]]()
+    first_began, may_go_on = threading.Event(), threading.Event()
+
+    def double(db: object, keys: Sequence[int]) -> list[int | StoreError]:
+        batches.append(list(keys))
+        first_began.set()
+        may_go_on.wait(10)
+        return [StoreError("odd") if key % 2 else 2 * key for key in keys]
+
+    read = BatchedRead[int, int](database, double)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(read(0))
+        await asyncio.to_thread(first_began.wait)
+        others = [tasks.create_task(read(key)) for key in (2, 4)]
+        odd = tasks.create_task(read_error(read, 3))
+        await asyncio.sleep(0)
+        may_go_on.set()
+    assert batches == [[0], [2, 4, 3]]
+    assert [first.result(), *(other.result() for other in others)] == [0, 4, 8]
+    assert odd.result() == "odd"
+    database.close()
+    with pytest.raises(StoreClosed):
+        await read(1)
+
+
+async def read_error(read: BatchedRead[int, int], key: int) -> str:
+    with pytest.raises(StoreError) as raised:
+        await read(key)
+    return str(raised.value)

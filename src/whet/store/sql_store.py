@@ -13,13 +13,13 @@ from pydantic import JsonValue, TypeAdapter
 from whet.errors import LeaseLost, StoreClosed, StoreError, WhetError, boundary
 from whet.protocols import Store
 from whet.store.codec import pack_call, to_json
-from whet.store.database import Database, Db, WorkItem, no_change
+from whet.store.database import BatchedRead, Database, Db, WorkItem, no_change
 from whet.store.notify import ALL, end_key, work_key
 from whet.store.queries import archive, calls, listing, resources, retention, steps
 from whet.store.queries.idempotency import idempotent
 from whet.store.queries.queue import Claim, OutcomeReport, Queue, pack_rollout, unfinished
 from whet.store.queries.spans import insert_spans, read_owners, read_spans
-from whet.store.queries.tables import find_attempt
+from whet.store.queries.tables import find_statuses
 from whet.types import (
     NO_ADVANTAGES,
     Attempt,
@@ -71,6 +71,9 @@ class SQLStore(Store):
         self._queue = queue
         self._owns = owns
         self._key = key
+        self._read_status = BatchedRead[AttemptId, Status](
+            database, lambda db, attempts: find_statuses(db, self.run, attempts)
+        )
 
     def for_run(self, run: str) -> "SQLStore":
         return SQLStore(self._database, self._queue, run, owns=False)
@@ -150,7 +153,7 @@ class SQLStore(Store):
     async def ended(self, attempt: AttemptId) -> Status:
         with self._database.notifier.subscribe([end_key(self.run, attempt)]) as changes:
             while True:
-                _, status = await self._read(self._in_run(find_attempt, attempt=attempt))
+                status = await self._read_status(attempt)
                 if status is not Status.RUNNING:
                     return status
                 await changes.wait()

@@ -24,8 +24,8 @@ ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {OF_RUN} AND id = ?"
 ATTEMPTS = f"""
 SELECT id, seq, status FROM attempt
 WHERE run = {OF_RUN} AND id IN (SELECT value FROM json_each(?) AS wanted)
-ORDER BY seq /* SHARE */
 """
+LOCKED_ATTEMPTS = f"{ATTEMPTS} ORDER BY seq /* SHARE */"
 
 
 def find_run(db: Db, name: str) -> int:
@@ -54,6 +54,13 @@ def find_attempt(db: Db, run: str, attempt: AttemptId) -> tuple[int, Status]:
     return row[0], Status(row[1])
 
 
+def find_statuses(db: Db, run: str, attempts: Sequence[AttemptId]) -> list[Status | StoreError]:
+    """Return the status of each attempt; NotFound for an unknown one."""
+    rows = db.execute(ATTEMPTS, (run, to_json(list(attempts)))).fetchall()
+    found = {id_: Status(status) for id_, _, status in rows}
+    return [found.get(attempt) or _unknown(attempt) for attempt in attempts]
+
+
 def find_running_attempts(
     db: Db, run: str, attempts: Sequence[AttemptId]
 ) -> tuple[dict[AttemptId, int], dict[AttemptId, StoreError]]:
@@ -61,7 +68,7 @@ def find_running_attempts(
     rows: dict[AttemptId, int] = {}
     ended: dict[AttemptId, StoreError] = {}
     wanted = list(dict.fromkeys(attempts))
-    for id_, seq, status in db.execute(ATTEMPTS, (run, to_json(wanted))):
+    for id_, seq, status in db.execute(LOCKED_ATTEMPTS, (run, to_json(wanted))):
         if status == Status.RUNNING:
             rows[id_] = seq
         else:
