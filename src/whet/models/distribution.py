@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from whet.models.transfer import copy_to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +26,24 @@ class Shaping:
 
     @classmethod
     def of(
-        cls, settings: Sequence[tuple[float, float, int]], device: torch.device | str
+        cls,
+        settings: Sequence[tuple[float, float, int]] | NDArray[np.float64],
+        device: torch.device | str,
     ) -> "Shaping":
-        """Build from (temperature, top_p, top_k) of each position."""
+        """Build from (temperature, top_p, top_k) of each position, as tuples or an array (N, 3)."""
+        temperature_N, top_p_N, top_k_N = np.array(settings, np.float64).T
         # Greedy sampling takes the most likely token whatever top-p and top-k cut off, and its
         # log-probability is that of the whole distribution.
-        settings = [(t, p, k) if t > 0 else (t, 1.0, 0) for t, p, k in settings]
-        temperature, top_p, top_k = zip(*settings, strict=True)
+        top_p_N[temperature_N == 0], top_k_N[temperature_N == 0] = 1.0, 0.0
+        copied_3N = copy_to_device(
+            np.stack([temperature_N, top_p_N, top_k_N]), torch.device(device)
+        )
         return cls(
-            torch.tensor(temperature, dtype=torch.float32, device=device),
-            torch.tensor(top_p, dtype=torch.float32, device=device),
-            torch.tensor(top_k, device=device),
-            any(t not in (0, 1) for t in temperature),
-            any(p < 1 for p in top_p) or any(k > 0 for k in top_k),
+            copied_3N[0].float(),
+            copied_3N[1].float(),
+            copied_3N[2].long(),
+            not np.isin(temperature_N, (0, 1)).all(),
+            bool((top_p_N < 1).any() or (top_k_N > 0).any()),
         )
 
     @property

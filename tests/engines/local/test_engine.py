@@ -32,6 +32,7 @@ from whet.engines.local.forward import (
     CudaGraphForward,
     EagerForward,
     Forward,
+    Ids,
     build_forward,
 )
 from whet.errors import EngineError
@@ -227,6 +228,39 @@ async def test_equal_prompts_are_prefilled_once(policy: LocalPolicy) -> None:
     for answer in answers:
         expected = plain_logprobs(policy, prompt, answer.tokens, Sampling())
         assert answer.logprobs == pytest.approx(expected, abs=EXACT)
+
+
+async def test_requests_beside_running_rows_share_the_passes_of_their_prefills(
+    tiny_folder: Path,
+) -> None:
+    policy, gaps = load(tiny_folder), list[int]()
+
+    class Counting(CudaGraphForward):
+        steps = 0
+
+        def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+            if engine.active > len(rows):  # else nothing is running
+                gaps.append(self.steps)
+            self.steps = 0
+            super().prefill(rows, news)
+
+        def step(self, token_B: Ids) -> Tensor:
+            self.steps += 1
+            return super().step(token_B)
+
+    WAYS[policy] = Counting
+    async with started(policy) as engine:
+        running = engine.generate(prompt_of(20), Sampling(max_tokens=200), stream=True)
+        await anext(running)
+        for n in range(8):
+            prompt = prompt_of(12, seed=n)
+            answer = await ask(engine, prompt, max_tokens=1)
+            expected = plain_logprobs(policy, prompt, answer.tokens, Sampling())
+            assert answer.logprobs == pytest.approx(expected, abs=EXACT)
+        await running.aclose()
+    del WAYS[policy]
+    assert gaps
+    assert min(gaps) >= CudaGraphForward.steps_per_prefill
 
 
 async def test_a_branch_shares_only_the_equal_prefix(policy: LocalPolicy) -> None:

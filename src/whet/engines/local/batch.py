@@ -248,6 +248,7 @@ _ROW = np.dtype(
         ("seed", np.uint64),
         ("every", np.bool_),  # every token is given to the request at once
         ("stop", np.int64, MAX_STOP_IDS),
+        ("shaping", np.float64, 3),  # temperature, top-p and top-k
         ("buffered", np.int64),  # entries in use of the two buffers
         ("tokens", np.int32, BUFFERED_TOKENS),
         ("logprobs", np.float32, BUFFERED_TOKENS),
@@ -308,7 +309,8 @@ class RunningBatch(Generic[R]):
             self._table = np.concatenate([self._table, more])
         row = self._table[len(self.requests)]
         self.requests.append(request)
-        ids = request.sampling.stop_ids
+        sampling = request.sampling
+        ids = sampling.stop_ids
         row["last"], row["total"] = request.tokens[-1], len(request.tokens)
         row["sampled"] = len(request.logprobs)
         row["end"] = len(request.tokens) - len(request.logprobs) + request.limit
@@ -316,6 +318,7 @@ class RunningBatch(Generic[R]):
         row["every"] = request.needs_every_token or len(ids) > MAX_STOP_IDS
         row["stop"] = NO_TOKEN
         row["stop"][: len(ids[:MAX_STOP_IDS])] = ids[:MAX_STOP_IDS]
+        row["shaping"] = sampling.temperature, sampling.top_p, sampling.top_k
         row["buffered"] = 0
         self._shaping = None
 
@@ -328,9 +331,7 @@ class RunningBatch(Generic[R]):
     def shaping(self, device: torch.device) -> Shaping:
         """Temperature, top-p and top-k of each row."""
         if self._shaping is None:
-            samplings = [request.sampling for request in self.requests]
-            settings = [(s.temperature, s.top_p, s.top_k) for s in samplings]
-            self._shaping = Shaping.of(settings, device)
+            self._shaping = Shaping.of(self._rows["shaping"], device)
         return self._shaping
 
     def record(

@@ -34,7 +34,7 @@ from whet.types import Sampling, TokenChunk, join_chunks
 logger = logging.getLogger(__name__)
 
 MIN_SHARED_PREFIX = 16
-"""Shared tokens for which a request waits one pass, to copy the KV cache of another request."""
+"""Shared tokens for which a request waits for a prefill, to copy the KV cache of another one."""
 
 MIN_ROW_CAPACITY = 64
 """Positions of the smallest KV cache row; larger ones are powers of two, so growing is rare."""
@@ -223,7 +223,10 @@ class LocalEngine(Engine):
             self._version = self._policy.version
             self._passes += 1
             self._remove([request.cancelled for request in self._batch.requests])
-            self._admit()
+            if not len(self._batch) or self._passes % self._forward.steps_per_prefill == 0:
+                self._admit()
+                self._prefill()
+                self._admit()  # those that waited for a prefix of the first
             self._prefill()
             self._step()
 

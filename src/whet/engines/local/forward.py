@@ -23,6 +23,7 @@ from whet.engines.local.batch import KVCache
 from whet.errors import ConfigError, EngineError, boundary
 from whet.models.huggingface import LocalPolicy
 from whet.models.rounding import rounding_errors
+from whet.models.transfer import copy_to_device
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class Forward(Protocol):
     cache: KVCache
     prefill_tokens: int
     """Maximum number of padded tokens in a prefill pass; bounds its memory."""
+    steps_per_prefill: int
+    """Steps of running rows between two prefills of new ones."""
 
     def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
         """Compute and cache the keys and values of each row's new tokens."""
@@ -108,6 +111,7 @@ class EagerForward(Forward):
     """Runs the model as it is, on any device."""
 
     prefill_tokens = 4096
+    steps_per_prefill = 1
 
     def __init__(self, policy: LocalPolicy) -> None:
         self.cache = KVCache()
@@ -147,6 +151,8 @@ class CudaGraphForward(Forward):
     """Passes of few shapes, each a CUDA graph. On a CPU they run without graphs, for tests."""
 
     prefill_tokens = 16_384
+    steps_per_prefill = 4
+    """Requests that arrive one by one share the padding of the smallest prefill."""
 
     def __init__(self, policy: LocalPolicy, positions: int) -> None:
         self._device = policy.device
@@ -227,7 +233,8 @@ class _CapturedGraph:
 
     def fill(self, layout: BatchLayout) -> None:
         """Copy a layout to the device in one transfer."""
-        self._inputs.copy_(torch.from_numpy(np.concatenate([part.ravel() for part in layout])))
+        values = np.concatenate([part.ravel() for part in layout])
+        self._inputs.copy_(copy_to_device(values, self._inputs.device))
 
 
 def check_sampling(policy: LocalPolicy) -> None:

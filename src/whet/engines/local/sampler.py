@@ -13,6 +13,7 @@ from whet.engines.local.grammar import Matcher, mask_logits
 from whet.engines.request import TopLogprobs
 from whet.errors import EngineError
 from whet.models.distribution import Shaping, log_probs
+from whet.models.transfer import copy_to_device
 
 
 class NextTokens(NamedTuple):
@@ -38,7 +39,7 @@ def sample_tokens(
     each row requests. The results of all rows reach the host in one transfer.
     """
     logp_BV = log_probs(mask_logits(logits_BV, matchers), shaping)
-    sampled_B = _invert_cdf(logp_BV, torch.from_numpy(uniform_B).to(logp_BV.device))
+    sampled_B = _invert_cdf(logp_BV, copy_to_device(uniform_B, logp_BV.device))
     token_B = torch.where(shaping.temperature_N == 0, logp_BV.argmax(dim=-1), sampled_B)
     chosen_B = logp_BV.gather(1, token_B[:, None])[:, 0]
     # One transfer: float64 holds every id and every fp32 number.
