@@ -1,9 +1,11 @@
 import asyncio
+import gc
+import sys
 import threading
 
 import pytest
 
-from whet.io.threads import call_in_loop, resolve_all
+from whet.io.threads import SWITCH_INTERVAL_S, call_in_loop, resolve_all, tune_interpreter
 
 pytestmark = pytest.mark.anyio
 
@@ -45,3 +47,11 @@ def test_futures_of_a_closed_loop_are_left_alone() -> None:
     loop.close()
     resolve_all([(future, 1)])
     assert not future.done()
+
+
+def test_the_interpreter_is_tuned_for_a_run_and_left_as_it_was() -> None:
+    interval_s = sys.getswitchinterval()
+    with tune_interpreter():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+        assert gc.get_freeze_count() > 0
+    assert sys.getswitchinterval() == interval_s

@@ -1,8 +1,11 @@
 """Event loops and threads: run async work from sync code, and call into loops from anywhere."""
 
 import asyncio
+import gc
+import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import anyio
@@ -11,8 +14,25 @@ from anyio.from_thread import start_blocking_portal
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter lock while others wait for it. An engine needs the
+lock between any two passes, and Python's 5 ms are longer than a pass."""
+
 Resolution = tuple[asyncio.Future[Any], Any]
 """A future and its result; an exception is raised for the task that awaits it."""
+
+
+@contextmanager
+def tune_interpreter() -> Generator[None]:
+    """Tune this process for the threads of a run, once all that stays is loaded."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.freeze()  # a model and its libraries: a million objects, visited by every collection
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval_s)
 
 
 def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:

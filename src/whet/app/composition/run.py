@@ -4,7 +4,6 @@
 training of a distributed run. `serve_model` serves a model that nothing trains.
 """
 
-import gc
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Callable
@@ -60,6 +59,7 @@ from whet.config import GatewayConfig, LocalEngineConfig, RunConfig, resolve
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
 from whet.gateway.pipeline import Log
+from whet.io.threads import tune_interpreter
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
@@ -159,8 +159,7 @@ async def open_run(
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
         folder.keep()
-        gc.freeze()  # a model and its libraries: a million objects, visited by every collection
-        stack.callback(gc.unfreeze)
+        stack.enter_context(tune_interpreter())
         yield run
 
 
