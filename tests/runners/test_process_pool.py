@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from pathlib import Path
 
 import anyio
@@ -37,6 +38,24 @@ async def test_attempts_run_in_the_configured_number_of_processes_which_are_reus
     assert 1 <= len(pids) <= 2
     assert os.getpid() not in pids
     assert not any(is_alive(int(pid)) for pid in pids)
+
+
+async def test_agents_in_other_processes_need_no_thread_in_this_one(store: SQLiteStore) -> None:
+    threads = set[str]()
+    runner = Runner(
+        pool_agents.work,
+        RunnerConfig(processes=1),
+        store=store,
+        endpoints=FixedEndpoint(endpoint),
+        on_outcome=lambda *_: threads.update(thread.name for thread in threading.enumerate()),
+    )
+    await store.enqueue([Rollout(id="a", group="a", task={"do": "pid"})])
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(runner.run)
+            await until(lambda: bool(threads))
+            tg.cancel_scope.cancel()
+    assert "whet-agents" not in threads
 
 
 @pytest.mark.parametrize("agent", [pool_agents.Solver, pool_agents.solver], ids=["class", "object"])

@@ -78,7 +78,8 @@ class AgentSandbox:
     def __init__(self, concurrency: int) -> None:
         logging.getLogger("asyncio").addFilter(_is_no_orphan)  # once, however often it is added
         self._concurrency = concurrency
-        self._loop = _AgentLoop(concurrency)
+        self._loop: _AgentLoop | None = None
+        """Started by the first work: agents in other processes need none here."""
         self._threads = _AgentThreads()
 
     async def run(self, context: AttemptContext, work: Work, timeout_s: float) -> float:
@@ -90,6 +91,8 @@ class AgentSandbox:
         """
         guard_environment()
         defer_certificates()
+        if self._loop is None:
+            self._loop = _AgentLoop(self._concurrency)
         job = self._loop.start(context, work)
         try:
             with move_on_after(timeout_s):
@@ -114,7 +117,8 @@ class AgentSandbox:
     async def close(self) -> None:
         """Cancel running work, and end the loop and the threads."""
         self._threads.close()
-        await self._loop.close()
+        if self._loop is not None:
+            await self._loop.close()
 
     async def _explain_still_running(self, job: "_Job", timeout_s: float) -> WhetError:
         is_responsive = await job.home.responds(CANCEL_GRACE_S)
