@@ -10,9 +10,13 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
-from whet.app.tinker_server.backend import Example, Floats, Ids, PassResult, PromptScores, Sampled
+from whet.app.tinker_server.backend import Sampled
 from whet.app.tinker_server.schemas import LARGEST_BODY, too_large
+from whet.engines.scorer import TokenScores
 from whet.errors import RequestError
+from whet.trainers.tinker_datums import Datum, DatumResult, Floats
+
+Ids = NDArray[np.int64]
 
 MEDIA_TYPE = "application/x-protobuf"
 MASKED = -99999.0
@@ -47,7 +51,7 @@ def _decompress(body: bytes, encoding: str) -> bytes:
     return zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_BODY)
 
 
-def examples(message: pb.ForwardBackwardRequest) -> list[Example]:
+def examples(message: pb.ForwardBackwardRequest) -> list[Datum]:
     """Decode the data of a request. Raises RequestError if it is invalid."""
     return [_example(datum, index) for index, datum in enumerate(message.data)]
 
@@ -62,7 +66,7 @@ def settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     return found
 
 
-def encode_pass(passed: PassResult) -> bytes:
+def encode_pass(passed: DatumResult) -> bytes:
     """Encode the result of a pass, grouping arrays of one trailing shape."""
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics["loss:sum"] = passed.loss
@@ -88,7 +92,7 @@ def encode_pass(passed: PassResult) -> bytes:
 class PromptReply(NamedTuple):
     """Scores of a prompt, and which of them go into the reply."""
 
-    scores: PromptScores
+    scores: TokenScores
     logprobs: bool
     last: int | None
     """Number of tokens at the end that get log-probabilities; all if None."""
@@ -134,7 +138,7 @@ def _add_prompt(output: pb.SampleResponse, prompt: PromptReply) -> None:
         else:
             tensor = _tensor(found, pb.DTYPE_FLOAT32)
         output.target_prompt_logprobs.CopyFrom(tensor)
-    drawn, logprobs = scores.drawn
+    drawn, logprobs = scores.sampled
     if drawn.shape[1]:
         output.prompt_alt_tokens.tokens.CopyFrom(_tensor(drawn, pb.DTYPE_INT64))
         output.prompt_alt_tokens.logprobs.CopyFrom(_tensor(logprobs, pb.DTYPE_FLOAT32))
@@ -173,7 +177,7 @@ def _sparse_tensor(values: Floats, listed: NDArray[np.bool_]) -> pb.Tensor:
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=values.shape)
 
 
-def _example(datum: pb.Datum, index: int) -> Example:
+def _example(datum: pb.Datum, index: int) -> Datum:
     tokens: list[int] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
@@ -188,7 +192,7 @@ def _example(datum: pb.Datum, index: int) -> Example:
     targets = inputs.pop(TARGETS)
     if not np.issubdtype(targets.dtype, np.integer):
         raise RequestError(f"datum {index} has {TARGETS} of {targets.dtype}; expected int64")
-    return Example(
+    return Datum(
         tuple(tokens),
         targets.astype(np.int64),
         {name: one.astype(np.float32) for name, one in inputs.items()},

@@ -11,19 +11,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from whet.app.tinker_server import codec
-from whet.app.tinker_server.backend import (
-    BaseModelInfo,
-    Ids,
-    PromptScoreRequest,
-    Sampled,
-    Samplers,
-    Weights,
-)
+from whet.app.tinker_server.backend import BaseModelInfo, Sampled, Samplers, Weights
 from whet.app.tinker_server.futures import Reply
 from whet.app.tinker_server.schemas import CreateSampler, Sample, Tensor, read_json
 from whet.app.tinker_server.state import ServerState
 from whet.app.tinker_server.storage import SamplingSession
 from whet.config import explain
+from whet.engines.scorer import ScoreRequest
 from whet.errors import RequestError
 from whet.types import Sampling
 
@@ -98,13 +92,13 @@ async def _score(
     samplers: Samplers, body: Sample, weights: Weights | None, prompt: Sequence[int]
 ) -> codec.PromptReply | None:
     targets = _targets(body.target_prompt_logprobs, prompt)
-    wanted = PromptScoreRequest(
+    wanted = ScoreRequest(
         top=body.topk_prompt_logprobs,
         targets=None if targets is None else targets.clip(min=0),
-        draws=body.prompt_alt_tokens_k,
+        samples=body.prompt_alt_tokens_k,
         temperature=body.sampling_params.temperature,
     )
-    if not (body.prompt_logprobs or wanted.top or wanted.draws or targets is not None):
+    if not (body.prompt_logprobs or wanted.top or wanted.samples or targets is not None):
         return None
     vocabulary = samplers.served.vocabulary
     if targets is not None and targets.size and targets.max() >= vocabulary:
@@ -158,7 +152,7 @@ def _only_scores(body: Sample, prompt: Sequence[int], served: BaseModelInfo) -> 
     return len(prompt) == served.context_length and body.sampling_params.max_tokens == 1
 
 
-def _targets(tensor: Tensor | None, prompt: Sequence[int]) -> Ids | None:
+def _targets(tensor: Tensor | None, prompt: Sequence[int]) -> codec.Ids | None:
     if tensor is None:
         return None
     if len(tensor.shape) != 2 or tensor.shape[0] != len(prompt) - 1:
