@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.display import ConsoleDisplay, report_stopped
-from whet.app.cli.report import build_picture, curve, draw_picture, print_report
+from whet.app.cli.display import ConsoleDisplay, draw_curve, report_stopped
+from whet.app.cli.report import build_picture, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
 from whet.app.experiment import Result
@@ -118,20 +118,26 @@ def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
 
 
 def test_a_curve_has_a_column_a_step_and_rises_with_the_values() -> None:
-    *body, axis = curve([0.0, 0.5, 1.0], height=4)
-    columns = ["".join(line[5 + 2 * i] for line in body) for i in range(3)]
-    assert columns == ["    ", "  ██", "████"]
-    assert axis.endswith("mean reward of steps 1 to 3")
-    assert curve([]) == []
+    *body, axis, title = draw_curve([0.0, 0.5, None, 1.0], 80)
+    columns = ["".join(line[6 + 2 * i] for line in body) for i in range(4)]
+    assert columns == ["      ", "   ███", "      ", "██████"]
+    assert axis.index("└") == body[0].index("┤")
+    assert title.endswith("mean reward of steps 1 to 4")
+    assert draw_curve([None], 80) == []
 
 
 def test_a_curve_is_scaled_to_values_outside_of_0_and_1() -> None:
-    *body, axis = curve([-3.0, 2.0, 7.0], height=4)
+    *body, _, _ = draw_curve([-3.0, 2.0, 7.0], 80)
     assert len({len(line) for line in body}) == 1
-    assert (body[0][:5], body[-1][:5]) == (" 7.0 ", "-3.0 ")
-    assert ["".join(line[6 + 2 * i] for line in body) for i in range(3)] == ["    ", "  ██", "████"]
-    assert axis.index("└") == body[0].index("┤")
-    assert [line[:4] for line in curve([26.0, 26.0])[::5]] == ["26.0", "26.0"]
+    assert (body[0][:6], body[-1][:6]) == (" 7.00 ", "-3.00 ")
+    columns = ["".join(line[7 + 2 * i] for line in body) for i in range(3)]
+    assert columns == ["      ", "   ███", "██████"]
+
+
+def test_a_curve_of_many_steps_fits_its_width() -> None:
+    *body, _, title = draw_curve([0.0, 1.0] * 200, 80)
+    assert {len(line) for line in body} == {80}
+    assert title.endswith("400")
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Progress of a run in the terminal, and in a notebook its learning curve."""
+"""Progress of a run in the terminal, and its learning curve there and in a notebook."""
 
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ MAX_BAR = 20
 """Characters of the bar of a step's reward."""
 COLUMNS = 46
 """Characters of the line of a step without its bar."""
+BLOCKS = " ▁▂▃▄▅▆▇█"
+CURVE_LINES = 6
+"""Lines of the curve in a terminal."""
 
 
 def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
@@ -130,6 +134,49 @@ class ConsoleDisplay(Display):
                 line = " " * 8
             line += f"  {text}"
         self.note(line)
+
+
+def draw_curve(rewards: Sequence[float | None], width: int) -> list[str]:
+    """Draw the mean rewards of steps as lines of blocks, from 0 to 1 or from least to most.
+
+    Of more steps than columns, neighbors are averaged; a step without a reward is a gap.
+    """
+    known = [reward for reward in rewards if reward is not None]
+    if not known:
+        return []
+    low, high = min(known), max(known)
+    if low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    labels = [f"{high:.2f}", *[""] * (CURVE_LINES - 2), f"{low:.2f}"]
+    margin = max(map(len, labels))
+    most = max(10, width - margin - 2)
+    columns = _average(rewards, most)
+    wide = 2 if 2 * len(columns) <= most else 1
+    scale = CURVE_LINES / ((high - low) or 1.0)
+    heights = [0.0 if value is None else (value - low) * scale for value in columns]
+    lines: list[str] = []
+    for level, label in zip(reversed(range(CURVE_LINES)), labels, strict=True):
+        cells = "".join(_block(height - level) * wide for height in heights)
+        lines.append(f"{label:>{margin}} ┤{cells}")
+    axis = f"{'':>{margin}} └{'─' * (wide * len(columns))}"
+    return [*lines, axis, f"{'':>{margin}}  mean reward of steps 1 to {len(rewards)}"]
+
+
+def _block(part: float) -> str:
+    """The block of a line that is filled up to this part."""
+    return BLOCKS[round(max(0.0, min(1.0, part)) * (len(BLOCKS) - 1))]
+
+
+def _average(values: Sequence[float | None], most: int) -> list[float | None]:
+    """Return at most so many values: the mean of neighbors where there are more."""
+    if len(values) <= most:
+        return list(values)
+    columns: list[float | None] = []
+    for index in range(most):
+        part = values[index * len(values) // most : (index + 1) * len(values) // most]
+        known = [value for value in part if value is not None]
+        columns.append(sum(known) / len(known) if known else None)
+    return columns
 
 
 class NotebookCurve:
