@@ -213,16 +213,7 @@ def format_value(found: Estimate | None, share: bool, *, alone: bool) -> str:
     if found is None:
         return "n/a"
     text = f"{found.mean:.1%}" if share else f"{found.mean:.3f}"
-    if not alone:
-        return text
-    if found.ci95 is None:
-        return f"{text}  [n/a]"
-    low, high = found.ci95
-    return (
-        f"{text}  [{100 * low:.0f}, {100 * high:.0f}]"
-        if share
-        else f"{text}  [{low:.3f}, {high:.3f}]"
-    )
+    return f"{text}  {_format_interval(found, share)}" if alone else text
 
 
 def format_gain(found: Estimate | None, share: bool) -> str:
@@ -230,14 +221,14 @@ def format_gain(found: Estimate | None, share: bool) -> str:
     if found is None:
         return "n/a"
     text = f"{100 * found.mean:+.1f} points" if share else f"{found.mean:+.3f}"
+    return f"{text}  {_format_interval(found, share, sign='+')}"
+
+
+def _format_interval(found: Estimate, share: bool, *, sign: str = "") -> str:
     if found.ci95 is None:
-        return f"{text}  [n/a]"
-    low, high = found.ci95
-    return (
-        f"{text}  [{100 * low:+.0f}, {100 * high:+.0f}]"
-        if share
-        else f"{text}  [{low:+.3f}, {high:+.3f}]"
-    )
+        return "[n/a]"
+    scale, form = (100, f"{sign}.0f") if share else (1, f"{sign}.3f")
+    return f"[{', '.join(f'{scale * bound:{form}}' for bound in found.ci95)}]"
 
 
 def _estimate_json(found: Estimate | None) -> dict[str, object] | None:

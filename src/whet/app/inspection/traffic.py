@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
+from whet.app.inputs import read_jsonl
 from whet.errors import ConfigError, RequestError
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.graph import Graph
@@ -174,18 +175,8 @@ def _report(counts: Counter[str]) -> dict[str, JsonValue]:
 
 def _records(file: Path) -> list[dict[str, JsonValue]]:
     records: list[dict[str, JsonValue]] = []
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the traffic file {str(file)!r}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{str(file)!r} line {number} is not JSON: {error}") from error
+    for number, value in read_jsonl(file, "recorded calls"):
         if not isinstance(value, dict):
             raise ConfigError(f"{str(file)!r} line {number}: expected a JSON object")
-        records.append(cast(dict[str, JsonValue], value))
+        records.append(value)
     return records

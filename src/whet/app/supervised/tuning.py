@@ -18,11 +18,11 @@ from whet.app.cli.display import open_console
 from whet.app.composition.samplers import build_renderer
 from whet.app.composition.trainers import open_trainer, read_vocabulary
 from whet.app.experiment import open_trackers
-from whet.app.run_folder import RunFolder, list_leaves
+from whet.app.run_folder import RunFolder
 from whet.app.supervised.best_rollouts import read_best, read_pairs
 from whet.app.supervised.cli import KEYS
 from whet.app.supervised.dialogues import Dialogues, imitate, load_dialogues, load_pairs, prefer
-from whet.config import RunConfig, resolve
+from whet.config import RunConfig, list_leaves, resolve
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
 from whet.gateway.templates.renderer import Renderer
