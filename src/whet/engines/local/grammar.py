@@ -1,6 +1,6 @@
 """Grammar-constrained sampling: which tokens may come next, and when the text may end.
 
-Grammars are Lark text in llguidance's dialect; see docs/decisions/0011-constrained-decoding.md.
+Grammars are Lark text in llguidance's dialect; see docs/decisions/0005-logprobs.md.
 """
 
 import json
