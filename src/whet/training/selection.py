@@ -23,10 +23,10 @@ def select(credits: Sequence[Credit], config: SelectionConfig) -> list[Credit]:
 
 def explain_exclusions(calls: Sequence[Call], config: SelectionConfig) -> dict[GenerationId, str]:
     """Return the first reason for every generation that is not selected."""
-    first = _first_calls(calls)
+    first = _find_first_calls(calls)
     reasons: dict[GenerationId, str] = {}
     for call in calls:
-        reason = _reason(call, _system(first[call.id]), config)
+        reason = _explain(call, _read_system(first[call.id]), config)
         if reason:
             reasons |= {call.generation_id(i): reason for i in range(len(call.generations))}
     if not config.discarded:
@@ -64,7 +64,7 @@ def _select(credit: Credit, config: SelectionConfig) -> Credit:
     return replace(credit, advantages=kept)
 
 
-def _reason(call: Call, system: str, config: SelectionConfig) -> str | None:
+def _explain(call: Call, system: str, config: SelectionConfig) -> str | None:
     origin = call.origin
     if config.agents and origin.agent not in config.agents:
         return f"agent {origin.agent!r} is not among selection.agents"
@@ -77,7 +77,7 @@ def _reason(call: Call, system: str, config: SelectionConfig) -> str | None:
     return None
 
 
-def _first_calls(calls: Sequence[Call]) -> dict[str, Call]:
+def _find_first_calls(calls: Sequence[Call]) -> dict[str, Call]:
     """Map each call id to the first call of its conversation."""
     by_generation = {c.generation_id(i): c for c in calls for i in range(len(c.generations))}
     first: dict[str, Call] = {}
@@ -87,6 +87,6 @@ def _first_calls(calls: Sequence[Call]) -> dict[str, Call]:
     return first
 
 
-def _system(call: Call) -> str:
+def _read_system(call: Call) -> str:
     texts = [str(m["content"]) for m in call.messages if m["role"] == "system"]
     return "\n".join(texts)

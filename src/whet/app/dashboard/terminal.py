@@ -57,7 +57,7 @@ def draw_frame(frame: Frame, width: int) -> RenderableType:
     rewards: list[float | None] = steps["metrics"].get("reward", [])
     parts: list[RenderableType] = [head, Text()]
     parts += [Text(line, "cyan") for line in draw_curve(rewards, width) or ["no steps yet"]]
-    parts += [_latest(steps["metrics"]), Text(), _queue_line(queue)]
+    parts += [_format_latest(steps["metrics"]), Text(), _format_queue(queue)]
     parts += [
         Text(f"! {each['message']} ({each['metric']} {each['value']:.3g}, step {each['step']})")
         for each in run["alarms"]
@@ -73,7 +73,7 @@ def draw_frame(frame: Frame, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _latest(metrics: dict[str, list[float | None]]) -> Text:
+def _format_latest(metrics: dict[str, list[float | None]]) -> Text:
     shown = [
         f"{title} {values[-1]:.4g}"
         for name, title in METRICS
@@ -82,7 +82,7 @@ def _latest(metrics: dict[str, list[float | None]]) -> Text:
     return Text("   ".join(shown))
 
 
-def _queue_line(queue: Frame) -> Text:
+def _format_queue(queue: Frame) -> Text:
     counts = dict.fromkeys(("queued", "running", "succeeded", "failed"), 0)
     for statuses in queue["statuses"].values():
         for status, count in statuses.items():

@@ -388,16 +388,16 @@ def _report(record: StepRecord, config: RunConfig, tracking: Tracking, console: 
     tracking.step(record.version, record.metrics)
     metrics = record.metrics
     if record.step == 0:
-        names = [name.replace("held_out_", "held-out ") for name in _shown(metrics)]
+        names = [name.replace("held_out_", "held-out ") for name in _select_shown(metrics)]
         header = " ".join(f"{name:>{max(9, len(name))}}" for name in [*names, "tokens/s"])
         console.print(f"{'step':>11} {header}", highlight=False)
-    values = [f"{value:>{max(9, len(name))}.4f}" for name, value in _shown(metrics).items()]
+    values = [f"{value:>{max(9, len(name))}.4f}" for name, value in _select_shown(metrics).items()]
     rate = metrics["trained_tokens"] / metrics["seconds"]
     line = " ".join([f"{record.version:>5}/{config.steps:<5}", *values, f"{rate:>9,.0f}"])
     console.print(line, highlight=False)
 
 
-def _shown(metrics: Metrics) -> dict[str, float]:
+def _select_shown(metrics: Metrics) -> dict[str, float]:
     names = ("loss", "held_out_loss", "margin", "accuracy", "held_out_accuracy")
     return {name: metrics[name] for name in names if name in metrics}
 

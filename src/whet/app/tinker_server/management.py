@@ -28,7 +28,7 @@ def management_routes(state: ServerState, signer: Signer) -> list[Route]:
         Route("/weights_info", endpoints.weights_info, methods=["POST"]),
         Route("/training_runs", endpoints.runs),
         Route("/training_runs/{run}", endpoints.run),
-        Route("/training_runs/{run}/checkpoints", endpoints.checkpoints_of),
+        Route("/training_runs/{run}/checkpoints", endpoints.run_checkpoints),
         Route("/checkpoints", endpoints.checkpoints),
         Route(OF_CHECKPOINT, endpoints.delete, methods=["DELETE"]),
         Route("/training_runs/{run}/checkpoints/{name}", _require_kind, methods=["DELETE"]),
@@ -66,48 +66,48 @@ class _Management:
         )
 
     async def runs(self, request: Request) -> Response:
-        runs, cursor = _page(request, self._storage.runs(), 20)
+        runs, cursor = _select_page(request, self._storage.runs(), 20)
         return JSONResponse({"training_runs": [self._shown(run) for run in runs], "cursor": cursor})
 
     async def run(self, request: Request) -> Response:
         return JSONResponse(self._shown(self._storage.run(request.path_params["run"])))
 
-    async def checkpoints_of(self, request: Request) -> Response:
+    async def run_checkpoints(self, request: Request) -> Response:
         run = self._storage.run(request.path_params["run"])
         saved = self._storage.checkpoints(run.id)
         return JSONResponse({"checkpoints": [self._shown_checkpoint(one) for one in saved]})
 
     async def checkpoints(self, request: Request) -> Response:
-        saved, cursor = _page(request, self._storage.checkpoints(), 100)
+        saved, cursor = _select_page(request, self._storage.checkpoints(), 100)
         shown: list[JsonValue] = [self._shown_checkpoint(one) for one in saved]
         return JSONResponse({"checkpoints": shown, "cursor": cursor})
 
     async def delete(self, request: Request) -> Response:
-        self._storage.delete(_path(request))
+        self._storage.delete(_read_path(request))
         return JSONResponse({})
 
     async def lifetime(self, request: Request) -> Response:
         seconds = (await read_json(request, Lifetime)).ttl_seconds
-        saved = self._storage.checkpoint(_path(request))
+        saved = self._storage.checkpoint(_read_path(request))
         expires = time.time() + seconds if seconds else None
         self._storage.change(saved.model_copy(update={"expires": expires}))
         return JSONResponse({})
 
     async def publish(self, request: Request) -> Response:
-        saved = self._storage.checkpoint(_path(request))
+        saved = self._storage.checkpoint(_read_path(request))
         public = request.method == "POST"
         self._storage.change(saved.model_copy(update={"public": public}))
         return JSONResponse({})
 
     async def urls(self, request: Request) -> Response:
-        path = _path(request)
+        path = _read_path(request)
         saved = self._storage.checkpoint(path)
         if saved.kind != "external_weights":
             raise RequestError(f"{path!r} holds no exported weights: use save_weights_external")
         folder = self._storage.folder(path)
         token = self._signer.sign(path)
         base = f"{request.base_url}api/v1/files/{token}/{saved.run}/{saved.name}"
-        urls = {name: f"{base}/{name}" for name in _files(folder)}
+        urls = {name: f"{base}/{name}" for name in _list_files(folder)}
         expires = datetime.now(UTC) + timedelta(seconds=self._signer.lifetime_s)
         return JSONResponse({"urls": urls, "expires": expires.isoformat()})
 
@@ -116,12 +116,12 @@ class _Management:
         path = f"{SCHEME}{place['run']}/external_weights/{place['name']}"
         self._signer.check(place["token"], path)
         folder = self._storage.folder(path)
-        if place["file"] not in _files(folder):
+        if place["file"] not in _list_files(folder):
             raise NotFound(f"unknown file {place['file']!r} of {path!r}")
         return FileResponse(folder / place["file"])
 
     async def sessions(self, request: Request) -> Response:
-        sessions, _ = _page(request, self._storage.sessions(), 20)
+        sessions, _ = _select_page(request, self._storage.sessions(), 20)
         return JSONResponse({"sessions": [session.id for session in sessions]})
 
     async def session(self, request: Request) -> Response:
@@ -147,7 +147,7 @@ class _Management:
             "model_owner": "local",
             "is_lora": True,
             "lora_rank": run.lora.rank,
-            "last_request_time": _when(last),
+            "last_request_time": _format_time(last),
             "last_checkpoint": self._shown_checkpoint(state) if state else None,
             "last_sampler_checkpoint": self._shown_checkpoint(sampler) if sampler else None,
             "user_metadata": run.metadata,
@@ -157,16 +157,18 @@ class _Management:
         return {
             "checkpoint_id": f"{saved.kind}/{saved.name}",
             "checkpoint_type": KINDS[saved.kind],
-            "time": _when(saved.created),
+            "time": _format_time(saved.created),
             "tinker_path": saved.path,
             "size_bytes": self._storage.size(saved.path),
             "public": saved.public,
             "user_metadata": {**saved.metadata} if saved.metadata else None,
-            "expires_at": _when(saved.expires) if saved.expires else None,
+            "expires_at": _format_time(saved.expires) if saved.expires else None,
         }
 
 
-def _page(request: Request, found: list[T], limit: int) -> tuple[list[T], dict[str, JsonValue]]:
+def _select_page(
+    request: Request, found: list[T], limit: int
+) -> tuple[list[T], dict[str, JsonValue]]:
     try:
         limit = int(request.query_params.get("limit", limit))
         offset = int(request.query_params.get("offset", 0))
@@ -178,15 +180,15 @@ def _page(request: Request, found: list[T], limit: int) -> tuple[list[T], dict[s
     return found[offset : offset + limit], cursor
 
 
-def _path(request: Request) -> str:
+def _read_path(request: Request) -> str:
     place = request.path_params
     return f"{SCHEME}{place['run']}/{place['kind']}/{place['name']}"
 
 
-def _files(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     files = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
     return sorted(str(file) for file in files if file.name != "checkpoint.json")
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -99,7 +99,7 @@ class Storage:
 
     def session(self, id: str) -> Session:
         """Return a session. Raises NotFound."""
-        return _read(self._folder / "sessions" / f"{_safe(id)}.json", Session, "session")
+        return _read(self._folder / "sessions" / f"{_check_name(id)}.json", Session, "session")
 
     def sessions(self) -> list[Session]:
         """List all, newest first."""
@@ -111,10 +111,12 @@ class Storage:
 
     def sampler(self, id: str) -> SamplingSession:
         """Return a sampler. Raises NotFound."""
-        return _read(self._folder / "samplers" / f"{_safe(id)}.json", SamplingSession, "sampler")
+        return _read(
+            self._folder / "samplers" / f"{_check_name(id)}.json", SamplingSession, "sampler"
+        )
 
     def list_samplers(self, session: str) -> list[SamplingSession]:
-        files = (self._folder / "samplers").glob(f"{_safe(session)}:*.json")
+        files = (self._folder / "samplers").glob(f"{_check_name(session)}:*.json")
         return [_read(file, SamplingSession, "sampler") for file in sorted(files)]
 
     def save_sampler(self, sampler: SamplingSession) -> None:
@@ -124,7 +126,9 @@ class Storage:
 
     def run(self, id: str) -> TrainingRun:
         """Return a run. Raises NotFound."""
-        return _read(self._folder / "runs" / _safe(id) / "run.json", TrainingRun, "training run")
+        return _read(
+            self._folder / "runs" / _check_name(id) / "run.json", TrainingRun, "training run"
+        )
 
     def runs(self) -> list[TrainingRun]:
         """List all, newest first."""
@@ -147,7 +151,7 @@ class Storage:
             raise RequestError(
                 f"invalid checkpoint path {path!r}: expected tinker://RUN/weights/NAME"
             )
-        return self._folder / "runs" / _safe(parts[0]) / parts[1] / _safe(parts[2])
+        return self._folder / "runs" / _check_name(parts[0]) / parts[1] / _check_name(parts[2])
 
     def checkpoint(self, path: str) -> Checkpoint:
         """Return a checkpoint. Raises NotFound if it does not exist or has expired."""
@@ -158,7 +162,7 @@ class Storage:
 
     def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
         """List named checkpoints, newest first; expired ones are deleted."""
-        pattern = f"runs/{_safe(run) if run else '*'}/*/*/checkpoint.json"
+        pattern = f"runs/{_check_name(run) if run else '*'}/*/*/checkpoint.json"
         found: list[Checkpoint] = []
         for file in self._folder.glob(pattern):
             if file.parent.name.startswith("."):  # still being written
@@ -213,7 +217,7 @@ class Storage:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _safe(name: str) -> str:
+def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise RequestError(f"invalid name {name!r:.80}: expected letters, digits and _ . : -")
     return name

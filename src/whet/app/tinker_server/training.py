@@ -104,7 +104,7 @@ class _Training:
         run = self._state.run(message.model_id)
 
         async def work() -> Reply:
-            data, settings = codec.examples(message), codec.settings(message)
+            data, settings = codec.decode_data(message), codec.decode_settings(message)
             passed = await self._runs(run).forward_backward(
                 run.id, data, message.loss_fn, settings, forward_only=message.forward_only
             )
