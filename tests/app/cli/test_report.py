@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.display import ConsoleDisplay, draw_curve, report_stopped
+from whet.app.cli.display import Display, draw_curve, report_stopped
 from whet.app.cli.report import build_picture, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
@@ -90,7 +90,7 @@ def test_a_run_without_trained_tokens_is_said_to_have_trained_nothing(tmp_path: 
 
 def test_a_terminal_breaks_warnings_between_words_and_no_other_line() -> None:
     text = io.StringIO()
-    display = ConsoleDisplay(Console(file=text, width=20, force_terminal=True, color_system=None))
+    display = Display(Console(file=text, width=20, force_terminal=True, color_system=None))
     display.note("warning: one two three four five")
     display.note("next: whet show a-long-name --failed")
     assert [line.strip() for line in text.getvalue().splitlines()] == [
@@ -185,7 +185,7 @@ def test_the_legend_of_the_picture_covers_nothing(tmp_path: Path, evaluated: boo
 
 def test_progress_without_a_terminal_is_a_line_a_step() -> None:
     text = io.StringIO()
-    with ConsoleDisplay(Console(file=text, width=100)) as display:
+    with Display(Console(file=text, width=100)) as display:
         display.phase("evaluate before", 4)
         display.step(record(0, 0.25), 2)
         display.phase("train", 8)
@@ -204,7 +204,7 @@ def test_the_line_of_a_step_fits_the_terminal(width: int) -> None:
     console = Console(file=text, width=width, force_terminal=True, color_system=None)
     more = {f"{EVALUATION}greedy": 0.5, "reward/length": 0.25, "reward/format": 1.0}
     step = record(9, 0.5)
-    display = ConsoleDisplay(console)
+    display = Display(console)
     for rewards in ({}, more):
         display.step(step.model_copy(update={"metrics": step.metrics | rewards}), 2000)
     names, first, *rest = (line.rstrip() for line in text.getvalue().splitlines())
@@ -218,7 +218,7 @@ def test_the_line_of_a_step_fits_the_terminal(width: int) -> None:
 
 def test_a_bar_is_of_rewards_between_0_and_1_and_tells_where_one_is_above() -> None:
     text = io.StringIO()
-    display = ConsoleDisplay(Console(file=text, width=100))
+    display = Display(Console(file=text, width=100))
     for step, reward in enumerate((-2.0, 1.0, 26.0)):
         display.step(record(step, reward), 3)
     _, *lines = text.getvalue().splitlines()
@@ -232,7 +232,7 @@ def test_a_terminal_has_colors_unless_the_user_wants_none(
     text = io.StringIO()
     terminal = {"TERM": "xterm-256color"} | environment
     console = Console(file=text, width=100, force_terminal=True, _environ=terminal)
-    with ConsoleDisplay(console) as display:
+    with Display(console) as display:
         display.phase("train", 8)
         display.step(record(0, 0.25), 2)
         console.print(Text("failed", "bold red"))
@@ -244,7 +244,7 @@ def test_a_terminal_has_colors_unless_the_user_wants_none(
 def test_a_file_has_no_colors(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, width=100, _environ={"TERM": "xterm-256color"})
-    with ConsoleDisplay(console) as display:
+    with Display(console) as display:
         display.step(record(0, 0.25), 2)
         console.print(Text("failed", "bold red"))
     print_report(console, result(tmp_path))
@@ -255,7 +255,7 @@ def test_a_file_has_no_colors(tmp_path: Path) -> None:
 def test_quiet_is_silent(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, quiet=True)
-    with ConsoleDisplay(console) as display:
+    with Display(console) as display:
         display.phase("train", 8)
         display.step(record(0, 0.25), 2)
     print_report(console, result(tmp_path))
@@ -266,7 +266,7 @@ def test_named_rewards_stand_in_the_line_of_a_step() -> None:
     written = io.StringIO()
     step = record(0, 0.5)
     step = step.model_copy(update={"metrics": step.metrics | {"reward/length": 0.25}})
-    with ConsoleDisplay(Console(file=written, width=120)) as display:
+    with Display(Console(file=written, width=120)) as display:
         display.step(step, 2)
     assert written.getvalue().rstrip().endswith("  length 0.25")
 

@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -33,28 +33,8 @@ def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
 
 
-class Display(Protocol):
-    """Receives the progress of a run."""
-
-    def note(self, text: str) -> None:
-        """Show one line."""
-        ...
-
-    def phase(self, name: str, rollouts: int) -> None:
-        """Begin a phase of this many rollouts."""
-        ...
-
-    def ended(self, count: int) -> None:
-        """Count this many more ended attempts."""
-        ...
-
-    def step(self, record: StepRecord, steps: int) -> None:
-        """Show a training step that is recorded."""
-        ...
-
-
-class ConsoleDisplay(Display):
-    """One line a step; in a terminal a progress bar below them, in a notebook a curve."""
+class Display:
+    """Progress of a run: one line a step, and below in a terminal a bar, in a notebook a curve."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -74,7 +54,7 @@ class ConsoleDisplay(Display):
             self._bar_width = max(0, min(MAX_BAR, console.width - COLUMNS))
         self._curve = NotebookCurve() if console.is_jupyter and not console.quiet else None
 
-    def __enter__(self) -> "ConsoleDisplay":
+    def __enter__(self) -> "Display":
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -84,6 +64,7 @@ class ConsoleDisplay(Display):
             self._live.stop()
 
     def note(self, text: str) -> None:
+        """Show one line."""
         # A terminal shows warnings, which are long, broken between words; other lines stay whole.
         is_broken = self._console.is_terminal and text.startswith("warning")
         self._console.print(
@@ -91,14 +72,17 @@ class ConsoleDisplay(Display):
         )
 
     def phase(self, name: str, rollouts: int) -> None:
+        """Begin a phase of this many rollouts."""
         self._bar.reset(self._task, description=name, total=rollouts, left=self._left)
         if name.startswith("evaluate") and not self._console.is_terminal:
             self.note(f"{name}: {rollouts} rollouts")
 
     def ended(self, count: int) -> None:
+        """Count this many more ended attempts."""
         self._bar.advance(self._task, count)
 
     def step(self, record: StepRecord, steps: int) -> None:
+        """Show a training step that is recorded."""
         if not self._header:
             self._header = True
             names = f"{'step':>9} {'reward':>7} {self._draw_scale()}"
