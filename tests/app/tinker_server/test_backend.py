@@ -230,7 +230,7 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
             lora=LORA,
             ephemeral=True,
         )
-        with storage.writing(saved):
+        with storage.write(saved):
             pass
         storage.save_sampler(
             SamplingSession(id=f"s:{number}", session="s", base_model="tiny", model_path=saved.path)
@@ -247,14 +247,14 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
         clock.now += 100
         state.mark_used(oldest)  # a reference policy, say
         save(state, number)
-    kept = [saved.name for saved in storage.unnamed("s:train:0")]
+    kept = [saved.name for saved in storage.list_unnamed("s:train:0")]
     assert kept == [*(f"n{number}" for number in range(19, 11, -1)), "n0"]
     assert len(storage.list_samplers("s")) == len(kept)
 
     state = start()  # after a kill a client may come back
     state.drop_inactive()
-    assert len(storage.unnamed("s:train:0")) == len(kept)
+    assert len(storage.list_unnamed("s:train:0")) == len(kept)
     clock.now += 3601
     state.drop_inactive()
-    assert storage.unnamed("s:train:0") == []
+    assert storage.list_unnamed("s:train:0") == []
     assert storage.list_samplers("s") == []

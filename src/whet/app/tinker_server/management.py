@@ -55,7 +55,9 @@ class _Management:
         self._signer = signer
 
     async def weights_info(self, request: Request) -> Response:
-        saved = self._storage.checkpoint((await read_json(request, CheckpointRequest)).tinker_path)
+        saved = self._storage.read_checkpoint(
+            (await read_json(request, CheckpointRequest)).tinker_path
+        )
         return JSONResponse(
             {
                 "base_model": saved.base_model,
@@ -66,19 +68,19 @@ class _Management:
         )
 
     async def runs(self, request: Request) -> Response:
-        runs, cursor = _select_page(request, self._storage.runs(), 20)
+        runs, cursor = _select_page(request, self._storage.list_runs(), 20)
         return JSONResponse({"training_runs": [self._shown(run) for run in runs], "cursor": cursor})
 
     async def run(self, request: Request) -> Response:
-        return JSONResponse(self._shown(self._storage.run(request.path_params["run"])))
+        return JSONResponse(self._shown(self._storage.read_run(request.path_params["run"])))
 
     async def run_checkpoints(self, request: Request) -> Response:
-        run = self._storage.run(request.path_params["run"])
-        saved = self._storage.checkpoints(run.id)
+        run = self._storage.read_run(request.path_params["run"])
+        saved = self._storage.list_checkpoints(run.id)
         return JSONResponse({"checkpoints": [self._shown_checkpoint(one) for one in saved]})
 
     async def checkpoints(self, request: Request) -> Response:
-        saved, cursor = _select_page(request, self._storage.checkpoints(), 100)
+        saved, cursor = _select_page(request, self._storage.list_checkpoints(), 100)
         shown: list[JsonValue] = [self._shown_checkpoint(one) for one in saved]
         return JSONResponse({"checkpoints": shown, "cursor": cursor})
 
@@ -88,23 +90,23 @@ class _Management:
 
     async def lifetime(self, request: Request) -> Response:
         seconds = (await read_json(request, Lifetime)).ttl_seconds
-        saved = self._storage.checkpoint(_read_path(request))
+        saved = self._storage.read_checkpoint(_read_path(request))
         expires = time.time() + seconds if seconds else None
         self._storage.change(saved.model_copy(update={"expires": expires}))
         return JSONResponse({})
 
     async def publish(self, request: Request) -> Response:
-        saved = self._storage.checkpoint(_read_path(request))
+        saved = self._storage.read_checkpoint(_read_path(request))
         public = request.method == "POST"
         self._storage.change(saved.model_copy(update={"public": public}))
         return JSONResponse({})
 
     async def urls(self, request: Request) -> Response:
         path = _read_path(request)
-        saved = self._storage.checkpoint(path)
+        saved = self._storage.read_checkpoint(path)
         if saved.kind != "external_weights":
             raise RequestError(f"{path!r} holds no exported weights: use save_weights_external")
-        folder = self._storage.folder(path)
+        folder = self._storage.find_folder(path)
         token = self._signer.sign(path)
         base = f"{request.base_url}api/v1/files/{token}/{saved.run}/{saved.name}"
         urls = {name: f"{base}/{name}" for name in _list_files(folder)}
@@ -115,18 +117,18 @@ class _Management:
         place = request.path_params
         path = f"{SCHEME}{place['run']}/external_weights/{place['name']}"
         self._signer.check(place["token"], path)
-        folder = self._storage.folder(path)
+        folder = self._storage.find_folder(path)
         if place["file"] not in _list_files(folder):
             raise NotFound(f"unknown file {place['file']!r} of {path!r}")
         return FileResponse(folder / place["file"])
 
     async def sessions(self, request: Request) -> Response:
-        sessions, _ = _select_page(request, self._storage.sessions(), 20)
+        sessions, _ = _select_page(request, self._storage.list_sessions(), 20)
         return JSONResponse({"sessions": [session.id for session in sessions]})
 
     async def session(self, request: Request) -> Response:
-        session = self._storage.session(request.path_params["session"])
-        runs = [run.id for run in self._storage.runs() if run.session == session.id]
+        session = self._storage.read_session(request.path_params["session"])
+        runs = [run.id for run in self._storage.list_runs() if run.session == session.id]
         return JSONResponse(
             {
                 "training_run_ids": runs,
@@ -137,7 +139,7 @@ class _Management:
         )
 
     def _shown(self, run: TrainingRun) -> dict[str, JsonValue]:
-        saved = self._storage.checkpoints(run.id)
+        saved = self._storage.list_checkpoints(run.id)
         newest = {kind: next((s for s in saved if s.kind == kind), None) for kind in KINDS}
         state, sampler = newest["weights"], newest["sampler_weights"]
         last = max([run.created, *(one.created for one in saved)])
@@ -159,7 +161,7 @@ class _Management:
             "checkpoint_type": KINDS[saved.kind],
             "time": _format_time(saved.created),
             "tinker_path": saved.path,
-            "size_bytes": self._storage.size(saved.path),
+            "size_bytes": self._storage.measure(saved.path),
             "public": saved.public,
             "user_metadata": {**saved.metadata} if saved.metadata else None,
             "expires_at": _format_time(saved.expires) if saved.expires else None,

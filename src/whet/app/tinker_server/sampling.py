@@ -52,7 +52,7 @@ class _Sampling:
         return JSONResponse(reply)
 
     async def sampler(self, request: Request) -> Response:
-        sampler = self._state.storage.sampler(request.path_params["sampler"])
+        sampler = self._state.storage.read_sampler(request.path_params["sampler"])
         return JSONResponse(
             {
                 "sampler_id": sampler.id,
@@ -63,7 +63,7 @@ class _Sampling:
 
     async def sample(self, request: Request) -> Response:
         body = await read_json(request, Sample)
-        sampler = self._state.storage.sampler(body.sampling_session_id)
+        sampler = self._state.storage.read_sampler(body.sampling_session_id)
         id = f"{sampler.id}:{body.seq_id}"
         self._state.futures.start(id, lambda: self._sample(body, sampler), cancellable=True)
         ids = [f"{id}:{index}" for index in range(body.num_samples)]
