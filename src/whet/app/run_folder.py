@@ -295,7 +295,8 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"the run {self.path.name!r} is in use by another process"
+                    f"the run {self.path.name!r} is in use by another process: stop that first, or "
+                    "choose another name"
                 ) from error
             yield
 

@@ -117,7 +117,8 @@ def model_context(folder: Path) -> int:
         return int((config.get("text_config") or config)["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the config.json in {str(folder)!r} has no max_position_embeddings"
+            f"the config.json in {str(folder)!r} has no max_position_embeddings: add the model's "
+            "context length"
         ) from error
 
 

@@ -299,9 +299,15 @@ def _find_at_checkpoint(
 ) -> LocalModel:
     config = _read_config(path, run)
     if isinstance(config.trainer, TinkerConfig):
-        raise ConfigError(f"the weights of {source!r} are at a Tinker service, not on this machine")
+        raise ConfigError(
+            f"the weights of {source!r} are at a Tinker service: export them there, and name the "
+            "folder"
+        )
     if not isinstance(config.trainer, LocalTrainerConfig):
-        raise ConfigError(f"the weights of {source!r} are a checkpoint of {config.trainer.kind}")
+        raise ConfigError(
+            f"the weights of {source!r} are a checkpoint of {config.trainer.kind}: convert them to "
+            "a Hugging Face folder, and name that"
+        )
     return LocalModel(
         name or f"{run.path.name}-{path.name}",
         source,
@@ -328,7 +334,8 @@ def _find_base_model(adapter: Path, run: RunFolder | None) -> str:
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"adapter {str(adapter)!r} has no base_model_name_or_path in its adapter_config.json"
+            f"adapter {str(adapter)!r} has no base_model_name_or_path in its adapter_config.json: "
+            "add the folder or the name of its base model"
         ) from error
     return str(base)
 

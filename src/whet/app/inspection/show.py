@@ -200,7 +200,7 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
             f"the run has no rollout {id!r}: `whet rollouts RUN` lists them"
         ) from error
     if not attempts:
-        raise ConfigError(f"the rollout {id!r} has not begun yet")
+        raise ConfigError(f"the rollout {id!r} has not begun yet: show it once it runs")
     if attempts[-1].status is Status.RUNNING:
         return (await store.attempt(attempts[-1].id)).rollout
     [trajectory] = await store.trajectories([id], failed=True)

@@ -295,7 +295,10 @@ def _fit_context(
             "--supervised.skip-long true"
         )
     if len(long) == len(examples):
-        raise ConfigError(f"no example fits into the model's context of {limit:,} tokens")
+        raise ConfigError(
+            f"no example fits into the model's context of {limit:,} tokens: shorten them, or "
+            "choose another model"
+        )
     if long:
         console.print(f"left out {len(long)} examples of more than {limit:,} tokens")
     return [example for example in examples if length(example) <= limit]

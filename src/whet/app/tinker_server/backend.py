@@ -119,7 +119,9 @@ async def open_models(
         name, *aliases = names or [name_folder(place)]
         also = (*sources, place, f"{place}/")
         if shared := taken & {name, *aliases, *also}:
-            raise ConfigError(f"two models have the name {min(shared)!r}")
+            raise ConfigError(
+                f"two models have the name {min(shared)!r}: give each its own, --model NAME=MODEL"
+            )
         taken |= {name, *aliases, *also}
         base = BaseModel(folder, config)
         samplers = Samplers(base, name, also, engines=engines, aliases=tuple(aliases))

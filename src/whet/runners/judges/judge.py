@@ -346,12 +346,16 @@ def judge(
     weights = dict(rubric) if isinstance(rubric, Mapping) else dict.fromkeys(rubric, 1.0)
     if not weights or not all(text.strip() for text in weights):
         raise ConfigError("a judge needs a rubric: at least one criterion, none of them empty")
-    if not all(0 < each < float("inf") for each in weights.values()):
-        raise ConfigError("the weight of a criterion is a positive number")
+    for text, each in weights.items():
+        if not 0 < each < float("inf"):
+            raise ConfigError(f"the weight of {text!r} is {each}: expected a positive number")
     if base_url is not None and not base_url.startswith(("http://", "https://")):
         raise ConfigError(f"a judge has a URL such as https://host/v1; found {base_url!r}")
     if samples < 1 or tries < 1 or timeout_s <= 0:
-        raise ConfigError("a judge needs samples >= 1, tries >= 1 and timeout_s > 0")
+        raise ConfigError(
+            f"found samples {samples}, tries {tries} and timeout_s {timeout_s:g}: a judge needs at "
+            "least 1, 1 and more than 0"
+        )
     return Judge(
         criteria=tuple(weights),
         weights=tuple(weights.values()),
