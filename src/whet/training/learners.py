@@ -180,9 +180,4 @@ def _concerns(reward: Reward, calls: Sequence[Call]) -> bool:
 
 
 def _list_generations(calls: Sequence[Call], policy: str) -> set[GenerationId]:
-    return {
-        call.generation_id(index)
-        for call in calls
-        if call.origin.policy == policy
-        for index in range(len(call.generations))
-    }
+    return {id for call in calls if call.origin.policy == policy for id in call.generations_by_id}

@@ -86,11 +86,10 @@ def normalize(rows: Sequence[Row], loss: LossConfig, *, rollouts: float) -> list
 
 def _find_constrained(credit: Credit) -> list[GenerationId]:
     return [
-        call.generation_id(index)
+        id
         for call in credit.trajectory.calls
-        for index, generation in enumerate(call.generations)
-        if generation.sampling.grammar is not None
-        and call.generation_id(index) in credit.advantages
+        for id, generation in call.generations_by_id.items()
+        if generation.sampling.grammar is not None and id in credit.advantages
     ]
 
 
@@ -99,8 +98,8 @@ def _find_paths(calls: Sequence[Call]) -> list[list[_Node]]:
     continued = {call.parent for call in calls if call.generations}
     turns: dict[GenerationId, _Node] = {}
     for call in calls:
-        for index, generation in enumerate(call.generations):
-            turns[call.generation_id(index)] = _Node(call.generation_id(index), call, generation)
+        for id, generation in call.generations_by_id.items():
+            turns[id] = _Node(id, call, generation)
     paths: list[list[_Node]] = []
     for id, turn in turns.items():
         if id in continued:

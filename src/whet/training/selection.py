@@ -28,7 +28,7 @@ def explain_exclusions(calls: Sequence[Call], config: SelectionConfig) -> dict[G
     for call in calls:
         reason = _explain(call, _read_system(first[call.id]), config)
         if reason:
-            reasons |= {call.generation_id(i): reason for i in range(len(call.generations))}
+            reasons |= dict.fromkeys(call.generations_by_id, reason)
     if not config.discarded:
         reasons = dict.fromkeys(find_discarded(calls), DISCARDED) | reasons
     return reasons
@@ -43,7 +43,7 @@ def find_discarded(calls: Sequence[Call]) -> list[GenerationId]:
     answers = defaultdict[tuple[str, str], list[GenerationId]](list)
     for call in calls:
         prompt = (call.prompt_digest, call.origin.agent)
-        answers[prompt] += (call.generation_id(i) for i in range(len(call.generations)))
+        answers[prompt] += call.generations_by_id
     return [
         id
         for ids in answers.values()
@@ -79,7 +79,7 @@ def _explain(call: Call, system: str, config: SelectionConfig) -> str | None:
 
 def _find_first_calls(calls: Sequence[Call]) -> dict[str, Call]:
     """Map each call id to the first call of its conversation."""
-    by_generation = {c.generation_id(i): c for c in calls for i in range(len(c.generations))}
+    by_generation = {id: call for call in calls for id in call.generations_by_id}
     first: dict[str, Call] = {}
     for call in calls:
         parent = by_generation.get(call.parent) if call.parent else None

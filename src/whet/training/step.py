@@ -279,9 +279,9 @@ async def credit_groups(
 
 def _check_credit(credit: Credit, name: str) -> None:
     lengths = {
-        call.generation_id(index): len(generation.tokens)
+        id: len(generation.tokens)
         for call in credit.trajectory.calls
-        for index, generation in enumerate(call.generations)
+        for id, generation in call.generations_by_id.items()
     }
     for id, advantage in credit.advantages.items():
         values = advantage if isinstance(advantage, tuple) else (advantage,)

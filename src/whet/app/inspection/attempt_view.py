@@ -59,7 +59,7 @@ class AttemptView:
     @property
     def generation_ids(self) -> list[GenerationId]:
         """Ids of all generations, in the order of their calls."""
-        return [c.generation_id(i) for c in self.calls for i in range(len(c.generations))]
+        return [id for call in self.calls for id in call.generations_by_id]
 
     @property
     def links(self) -> dict[str, SpanLink]:

@@ -151,8 +151,8 @@ class Shown:
         """The policies that an attempt called, in a run of several, with their mean advantages."""
         found: dict[str, list[float]] = {}
         for call in view.calls:
-            ids = [call.generation_id(index) for index in range(len(call.generations))]
             own = found.setdefault(call.origin.policy, [])
+            ids = call.generations_by_id
             own += [self.advantages[id] for id in ids if id in self.advantages]
         return [f"{name} {fmean(own):+.3f}" if own else name for name, own in found.items() if name]
 
