@@ -247,6 +247,16 @@ def test_nothing_banned_is_used() -> None:
     assert {named(path): found for path in FILES if (found := roots(path) & BANNED)} == {}
 
 
+def test_a_loop_is_woken_from_other_threads_in_one_way() -> None:
+    users = [named(path) for path in FILES if "call_soon_threadsafe" in path.read_text()]
+    assert users == ["io/threads.py"]
+
+
+def test_the_url_of_an_attempt_is_written_in_one_file() -> None:
+    users = [named(path) for path in FILES if "/attempt/{" in path.read_text()]
+    assert users == ["io/attempt_url.py"]
+
+
 def test_the_checks_see_what_they_should(tmp_path: Path) -> None:
     file = tmp_path / "planted.py"
     file.write_text(

@@ -81,6 +81,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_the_index_leads_to_every_page() -> None:
+    index = (DOCS / "index.md").read_text()
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    records = {page for page in pages if page.startswith("decisions/0")}
+    assert pages - records - {"index.md"} - set(LINK.findall(index)) == set()
+
+
 def load_script(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec

@@ -29,12 +29,14 @@ MODULES = {
     "tinker": ["whet.models.tinker", "whet.trainers.tinker"],
     "tracking": ["whet.tracking.tensorboard", "whet.tracking.wandb", "whet.tracking.mlflow"],
     "otel": ["whet.runners.tracers.otel"],
+    "prompts": ["whet.app.prompts.gepa", "gepa.api"],
 }
 """Modules that can be imported with nothing but the extra."""
 COMMANDS = {
     "runner": ["runner"],
     "gateway": ["store", "serve", "eval", "runner", "rollouts", "show", "view", "rescore"],
     "tinker": ["serve"],
+    "prompts": ["optimize-prompt"],
 }
 """Commands that start with nothing but the extra."""
 NEEDED = {
@@ -86,6 +88,7 @@ def test_every_extra_that_an_error_names_exists() -> None:
     named = ",".join(re.findall(r'requires_extra\(.+, "([a-z,]+)"\)', sources)).split(",")
     assert len(named) > 10
     assert {*named} <= {*project["optional-dependencies"]}
+    assert {*MODULES, "local", "dev"} == {*project["optional-dependencies"]}
 
 
 def install(folder: Path, wanted: str) -> Path:

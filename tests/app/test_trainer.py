@@ -216,7 +216,7 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_p
         whet.train(traced, ["a"], algorithm="rlo", **place)
     with pytest.raises(ConfigError, match="name 'policy' is reserved"):
         whet.train(agent, ["a"], resources={"policy": 1}, **place)
-    with pytest.raises(ConfigError, match="'x' is object, not a JSON value"):
+    with pytest.raises(ConfigError, match="'x' is object: expected a JSON value"):
         whet.train(agent, ["a"], resources={"x": object()}, **place)
     with pytest.raises(ConfigError, match="import an agent by its name"):
         whet.train(lambda task: 1.0, ["a"], runner={"processes": 2}, **place)

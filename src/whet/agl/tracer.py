@@ -13,6 +13,7 @@ from whet.agl.spans import Span, SpanCoreFields, StatusCode, TraceStatus
 from whet.agl.store.base import LightningStore
 from whet.agl.types import ParallelWorkerBase
 from whet.errors import ConfigError
+from whet.io.threads import call_in_loop
 from whet.runners.context import AttemptContext, active_attempt
 
 
@@ -84,7 +85,7 @@ class Trace:
         self.trace_id = self.trace_id or span.trace_id
         span.rollout_id, span.attempt_id = self._ids
         self.spans.append(span)
-        self._loop.call_soon_threadsafe(self._wake.set)
+        call_in_loop(self._loop, self._wake.set)
 
     async def send(self) -> None:
         """Send the spans to the store as they come, until the trace ends."""

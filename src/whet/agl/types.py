@@ -13,6 +13,7 @@ from whet.agl.spans import Span as Span
 from whet.agl.spans import SpanContext as SpanContext
 from whet.agl.spans import SpanCoreFields as SpanCoreFields
 from whet.agl.spans import TraceStatus as TraceStatus
+from whet.io.attempt_url import build_attempt_path
 
 if TYPE_CHECKING:
     from whet.agl.litagent import LitAgent
@@ -196,7 +197,7 @@ class ProxyLLM(LLM):
         base = self.endpoint.removesuffix("/")
         root = base.removesuffix("/v1")
         suffix = "/v1" if root != base else ""
-        return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}{suffix}"
+        return root + build_attempt_path(rollout_id, attempt_id) + suffix
 
     def with_attempted_rollout(self, rollout: AttemptedRollout) -> LLM:
         """Return the endpoint of an attempt."""

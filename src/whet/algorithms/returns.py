@@ -171,8 +171,7 @@ def _build_forest(calls: Sequence[Call]) -> dict[GenerationId, _Node]:
     for call in calls:
         parent = nodes.get(call.parent) if call.parent else None
         key = TurnKey(call.origin.agent, parent.key.turn + 1 if parent else 0)
-        for index in range(len(call.generations)):
-            id = call.generation_id(index)
+        for id in call.generations_by_id:
             nodes[id] = _Node(key, call, [])
             if parent:
                 parent.children.append(id)

@@ -21,10 +21,10 @@ class RLOO(Algorithm):
     config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        return compare(groups, self.config, _baselines)
+        return compare(groups, self.config, _compute_baselines)
 
 
-def _baselines(scores: Scores) -> Baselines:
+def _compute_baselines(scores: Scores) -> Baselines:
     return [_group_baselines(group) for group in scores]
 
 

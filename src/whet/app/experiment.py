@@ -182,7 +182,7 @@ async def _evaluate(
     return read_scores(trials, ended)
 
 
-def _trial_name(steps: int) -> str:
+def _name_trials(steps: int) -> str:
     """Prefix of the evaluation rollouts of the weights after this many steps."""
     return f"step-{steps:06d}"
 
@@ -200,7 +200,7 @@ async def _choose_model(
 ) -> tuple[Scores | None, StepRecord | None]:
     """Evaluate the last weights. If an earlier evaluation was better, restore the weights of its
     step; returns the scores of the model, and the step if it is not the last."""
-    scores = await _evaluate("after", _trial_name(len(steps)), held_out, run, display)
+    scores = await _evaluate("after", _name_trials(len(steps)), held_out, run, display)
     config = run.config.evaluation
     if not config.every or scores is None or not steps:
         return scores, None
@@ -210,7 +210,7 @@ async def _choose_model(
         return scores, None
     await run.trainer.restore(run.folder.checkpoints / best.checkpoint)
     await run.trainer.publish()
-    return await _evaluate("best", _trial_name(best.step + 1), held_out, run, display), best
+    return await _evaluate("best", _name_trials(best.step + 1), held_out, run, display), best
 
 
 async def _train(
@@ -230,7 +230,7 @@ async def _train(
         tracking.step(record.step + 1, record.metrics)
 
     async def evaluate(steps: int) -> Metrics:
-        scores = await _evaluate(f"step {steps}", _trial_name(steps), held_out, run, display)
+        scores = await _evaluate(f"step {steps}", _name_trials(steps), held_out, run, display)
         return evaluation_metrics(scores, config.evaluation) if scores else {}
 
     done = await run.store.steps()

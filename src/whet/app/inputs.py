@@ -287,7 +287,9 @@ def parse_resources(values: ResourceValues | None) -> dict[str, JsonValue]:
             found[name] = _JSON.validate_python(plain)
         except ValidationError as error:
             kind = type(value).__name__
-            raise ConfigError(f"the resource {name!r} is {kind}, not a JSON value") from error
+            raise ConfigError(
+                f"the resource {name!r} is {kind}: expected a JSON value or a pydantic model"
+            ) from error
     return found
 
 

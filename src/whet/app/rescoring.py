@@ -93,7 +93,10 @@ def run_rescore(args: argparse.Namespace) -> int:
     folder = RunFolder.find(args.name, Path(args.dir))
     scored = anyio.run(_rescore, folder, reward, args)
     if not scored:
-        raise ConfigError(f"the run {folder.path.name!r} has no such rollouts to score")
+        raise ConfigError(
+            f"the run {folder.path.name!r} has no such rollouts to score: choose another --mode, "
+            "or add --failed"
+        )
     name = args.reward.rpartition(":")[2]
     results = Path(args.results) if args.results else folder.path / f"rescored-{name}.jsonl"
     _write(results, scored)
@@ -133,14 +136,16 @@ def load_reward(spec: str) -> RewardFunction:
     if isinstance(found, Judge):
         judge = found
         if judge.needs_gateway():
-            raise ConfigError(f"the judge {spec!r} has no base_url, and here is no gateway")
+            raise ConfigError(
+                f"the judge {spec!r} has no base_url, which it needs here: give it one"
+            )
 
         async def score(task: JsonValue, answer: str) -> float:
             return (await judge.score(answer, task=task)).score
 
         return score
     if not callable(found):
-        raise ConfigError(f"{spec!r} is neither a function nor a judge")
+        raise ConfigError(f"expected a function or a judge, found {type(found).__name__} {spec!r}")
     unknown = [
         name
         for name, each in inspect.signature(found).parameters.items()

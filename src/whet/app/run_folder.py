@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from pydantic import JsonValue, ValidationError
 
 from whet.app.composition.distributed import DATABASE, STORE_VARIABLE
 from whet.app.inputs import TaskMix
-from whet.config import UNIONS, RunConfig, explain, merge, resolve
+from whet.config import UNIONS, RunConfig, explain, list_leaves, merge, resolve
 from whet.errors import ConfigError
 from whet.io.files import atomic_file
 from whet.models.card import write_card
@@ -295,7 +295,8 @@ class RunFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"the run {self.path.name!r} is in use by another process"
+                    f"the run {self.path.name!r} is in use by another process: stop that first, or "
+                    "choose another name"
                 ) from error
             yield
 
@@ -331,17 +332,6 @@ def _write_whole(file: Path, content: bytes, mode: int = 0o666) -> None:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(handle, "wb") as opened:
             opened.write(content)
-
-
-def list_leaves(
-    values: Mapping[str, JsonValue], prefix: str = ""
-) -> Iterator[tuple[str, JsonValue]]:
-    """The values of a nested config by their dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from list_leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _drop_other_kinds(

@@ -88,15 +88,15 @@ def run_completion(args: argparse.Namespace) -> int:
 
 def read_commands(root: argparse.ArgumentParser) -> Iterator[Command]:
     """Read `whet` and its commands from their parsers."""
-    yield Command("", "", (), tuple(a for a in _arguments(root) if a.option_strings), False)
-    for name, parser in _parsers_below(root).items():
+    yield Command("", "", (), tuple(a for a in _list_arguments(root) if a.option_strings), False)
+    for name, parser in _list_parsers(root).items():
         try:
             cast(CommandParser, parser).load()
         except MissingExtra:  # its flags are not known without it
             yield Command(name, parser.description or "", (), (), takes_run=False)
             continue
-        actions = _parsers_below(parser)
-        every = [a for each in (parser, *actions.values()) for a in _arguments(each)]
+        actions = _list_parsers(parser)
+        every = [a for each in (parser, *actions.values()) for a in _list_arguments(each)]
         yield Command(
             name,
             parser.description or "",
@@ -106,23 +106,23 @@ def read_commands(root: argparse.ArgumentParser) -> Iterator[Command]:
         )
 
 
-def _arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+def _list_arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return parser._actions  # argparse has no other list
 
 
-def _parsers_below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def _list_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     found: dict[str, argparse.ArgumentParser] = {}
-    for action in _arguments(parser):
+    for action in _list_arguments(parser):
         if isinstance(action.choices, dict):  # of subcommands: other choices are sequences
             found |= cast(dict[str, argparse.ArgumentParser], action.choices)
     return found
 
 
-def _long_names(flags: Iterable[argparse.Action]) -> list[str]:
+def _list_long_names(flags: Iterable[argparse.Action]) -> list[str]:
     return [n for flag in flags for n in flag.option_strings if n.startswith("--")]
 
 
-def _values(flag: argparse.Action) -> list[str]:
+def _list_values(flag: argparse.Action) -> list[str]:
     """The values of a flag: its choices, or those of a metavar such as `local|vllm`."""
     if flag.choices is not None:
         return [str(each) for each in flag.choices]
@@ -137,23 +137,23 @@ def write_bash(commands: Sequence[Command]) -> str:
     """Write the function that bash calls, and zsh by its `bashcompinit`."""
     root, *below = commands
     values = {
-        "|".join(_long_names([flag])): " ".join(found)
+        "|".join(_list_long_names([flag])): " ".join(found)
         for command in commands
         for flag in command.flags
-        if (found := _values(flag))
+        if (found := _list_values(flag))
     }
-    words = {c.name: " ".join([*c.actions, *sorted(set(_long_names(c.flags)))]) for c in below}
+    words = {c.name: " ".join([*c.actions, *sorted(set(_list_long_names(c.flags)))]) for c in below}
     return BASH.format(
-        values=_cases(values, "values"),
-        words=_cases(words, "words"),
-        commands=" ".join([*(c.name for c in below), *_long_names(root.flags)]),
+        values=_format_cases(values, "values"),
+        words=_format_cases(words, "words"),
+        commands=" ".join([*(c.name for c in below), *_list_long_names(root.flags)]),
         run_commands="|".join(c.name for c in below if c.takes_run),
         run_flags="|".join(sorted(RUN_FLAGS)),
         runs=f"{DEFAULT_DIR}/runs",
     )
 
 
-def _cases(values: dict[str, str], variable: str) -> str:
+def _format_cases(values: dict[str, str], variable: str) -> str:
     return "\n".join(f'        {name}) {variable}="{text}" ;;' for name, text in values.items())
 
 
@@ -162,7 +162,7 @@ def write_fish(commands: Sequence[Command]) -> str:
     root, *below = commands
     lines = ["# Completion of `whet` for fish, written by `whet completion fish`."]
     for flag in root.flags:
-        lines += _fish_flag("__fish_use_subcommand", flag)
+        lines += _format_fish_flag("__fish_use_subcommand", flag)
     for command in below:
         about = f"{command.name} -d {_quote(command.help)}"
         lines.append(f"complete -c whet -n __fish_use_subcommand -f -a {about}")
@@ -172,15 +172,15 @@ def write_fish(commands: Sequence[Command]) -> str:
         if command.takes_run:
             lines.append(f"complete -c whet -n {condition} -a {_quote(FISH_RUNS)}")
         for flag in command.flags:
-            lines += _fish_flag(condition, flag)
+            lines += _format_fish_flag(condition, flag)
     return "\n".join(lines) + "\n"
 
 
-def _fish_flag(condition: str, flag: argparse.Action) -> Iterator[str]:
+def _format_fish_flag(condition: str, flag: argparse.Action) -> Iterator[str]:
     hidden = not flag.help or flag.help == argparse.SUPPRESS
     about = "" if hidden else f" -d {_quote(str(flag.help))}"
-    values = " ".join(_values(flag))
-    for name in _long_names([flag]):
+    values = " ".join(_list_values(flag))
+    for name in _list_long_names([flag]):
         takes = "" if flag.nargs == 0 else " -r"
         if name in RUN_FLAGS:
             takes = f" -r -a {_quote(FISH_RUNS)}"

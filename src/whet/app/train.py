@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.algorithms import check_algorithm, is_custom
-from whet.app.cli.display import ConsoleDisplay, Display, open_console, print_next, print_start
+from whet.app.cli.display import Display, open_console, print_next, print_start
 from whet.app.cli.report import draw_picture, print_report
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
@@ -238,7 +238,7 @@ def run_and_report(
     with ExitStack() as stack:
         if store is None and not console.quiet:  # `whet store` serves one itself
             stack.enter_context(_serve_dashboard(folder, console))
-        display = stack.enter_context(ConsoleDisplay(console))
+        display = stack.enter_context(Display(console))
         training = partial(
             run_training,
             agent,

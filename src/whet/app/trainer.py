@@ -77,7 +77,8 @@ class Trainer:
         if isinstance(self._algorithm, Driver):
             if self._hooks or self._judge or resume:
                 raise ConfigError(
-                    "a function marked with @whet.algorithm takes no hooks, judge or resume"
+                    "a function marked with @whet.algorithm takes no hooks, judge or resume: leave "
+                    "them out"
                 )
             return self._algorithm.run(
                 agent,
@@ -113,7 +114,8 @@ class Trainer:
                 "runs of verl take no hooks, judge, resources or tracer: leave them out"
             )
         if self._algorithm is not None and not isinstance(self._algorithm, dict):
-            raise ConfigError("with verl, `algorithm` is a name, such as 'grpo'")
+            found = type(self._algorithm).__name__
+            raise ConfigError(f"with verl, `algorithm` is a name, such as 'grpo'; found {found}")
         keys = {"algorithm": self._algorithm} if self._algorithm else {}
         return train_verl(
             agent,

@@ -43,6 +43,7 @@ from whet.config.running import (
 from whet.config.section import (
     Section,
     changed_keys,
+    list_leaves,
 )
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "VerlConfig",
     "changed_keys",
     "explain",
+    "list_leaves",
     "merge",
     "read_toml",
     "resolve",

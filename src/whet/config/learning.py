@@ -377,16 +377,16 @@ class SelectionConfig(Section):
     """Selection of the calls to train; the others stay context. An empty key selects all."""
 
     agents: tuple[str, ...] = ()
-    """Names of agents, from the URL or a header."""
+    """Train only calls of these agents, named in the URL or a header; all if absent."""
     models: tuple[str, ...] = ()
-    """Model names in requests."""
+    """Train only calls that ask for one of these models; all if absent."""
     system_contains: str = ""
-    """Text that the conversation's system prompt must contain."""
+    """Train only conversations whose system prompt contains this text."""
     tools: tuple[str, ...] = ()
-    """Tools that the request must offer."""
+    """Train only calls that offer all of these tools."""
     discarded: bool = True
-    """Whether to train answers that the agent threw away: other choices (`n`) and other answers to
-    the same prompt than the one it continued. Answers of a last turn never count as thrown away."""
+    """Train also answers that the agent threw away: other choices (`n`) and other answers to the
+    same prompt than the one it continued. Answers of a last turn never count as thrown away."""
 
 
 class EvaluationConfig(Section):
@@ -394,9 +394,9 @@ class EvaluationConfig(Section):
     `whet eval`."""
 
     greedy: bool = True
-    """Run every task once at temperature 0."""
+    """Run every held-out task once at temperature 0."""
     samples: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Sampled rollouts per task; pass@k is reported for k up to this."""
+    """Sampled rollouts of each held-out task; pass@k is reported for k up to this."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Temperature of the samples."""
     pass_threshold: float = 1.0

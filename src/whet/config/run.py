@@ -363,7 +363,7 @@ def explain(error: ValidationError) -> str:
             return _explain_other_kind(str(section), str(kind), str(rest[0]))
     key = ".".join(str(part) for part in (section, *rest))
     if fault["type"] == "union_tag_invalid":
-        kinds = [_kind_name(member) for member in UNIONS[str(section)]]
+        kinds = [_read_kind_name(member) for member in UNIONS[str(section)]]
         found = fault["input"]["kind"]
         return f"config key '{key}.kind': expected one of {', '.join(kinds)}, found {found!r}"
     if fault["type"] == "union_tag_not_found":
@@ -383,7 +383,7 @@ def explain(error: ValidationError) -> str:
 
 
 def _explain_other_kind(section: str, kind: str, key: str) -> str:
-    fields = {_kind_name(member): set(member.model_fields) for member in UNIONS[section]}
+    fields = {_read_kind_name(member): set(member.model_fields) for member in UNIONS[section]}
     others = " and ".join(repr(name) for name, keys in fields.items() if key in keys)
     known = f"{kind!r} has {', '.join(sorted(fields[kind] - {'kind'}))}"
     if not others:
@@ -404,5 +404,5 @@ def _list_keys() -> Iterator[str]:
             yield name
 
 
-def _kind_name(member: type[Section]) -> str:
+def _read_kind_name(member: type[Section]) -> str:
     return str(member.model_fields["kind"].default)

@@ -96,7 +96,7 @@ class GatewayConfig(Section):
     """The endpoint that agents call."""
 
     host: str = "127.0.0.1"
-    """The address to listen on."""
+    """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0 is any free one."""
     processes: Annotated[int, Field(ge=0, le=64)] | None = None
@@ -123,9 +123,9 @@ class DashboardConfig(Section):
     """The pages about a run that are served while it trains in this process."""
 
     serve: bool = True
-    """Serve them, and print a link; never with `--quiet`."""
+    """Serve the dashboard beside a run, and print a link; never with `--quiet`."""
     host: str = "127.0.0.1"
-    """The address to listen on."""
+    """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0 is any free one."""
 

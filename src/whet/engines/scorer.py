@@ -69,7 +69,7 @@ class LocalScorer(Scorer):
     def _score_all(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         scored: dict[int, tuple[float, ...]] = {}
         with boundary(EngineError, "scoring failed"):
-            for indices in _batches(sequences):
+            for indices in _plan_batches(sequences):
                 batch = self._forward([sequences[index] for index in indices])
                 scored |= zip(indices, batch, strict=True)
         return [scored[index] for index in range(len(sequences))]
@@ -121,10 +121,10 @@ def _score_chunk(
     top = logp_CV.topk(request.top, dim=-1)
     sampled_CK = _sample(logp_CV, request)
     return TokenScores(
-        chosen=_floats(logp_CV.gather(1, chosen_C[:, None])[:, 0]),
-        top=(_ids(top.indices), _floats(top.values)),
-        targets=_floats(logp_CV.gather(1, target_CK)),
-        sampled=(_ids(sampled_CK), _floats(logp_CV.gather(1, sampled_CK))),
+        chosen=_to_floats(logp_CV.gather(1, chosen_C[:, None])[:, 0]),
+        top=(_to_ids(top.indices), _to_floats(top.values)),
+        targets=_to_floats(logp_CV.gather(1, target_CK)),
+        sampled=(_to_ids(sampled_CK), _to_floats(logp_CV.gather(1, sampled_CK))),
     )
 
 
@@ -166,15 +166,15 @@ def _sample(logp_TV: Tensor, request: ScoreRequest) -> Tensor:
     return torch.multinomial(probs_TV, request.samples, replacement=True, generator=generator)
 
 
-def _floats(tensor: Tensor) -> NDArray[np.float32]:
+def _to_floats(tensor: Tensor) -> NDArray[np.float32]:
     return tensor.float().cpu().numpy()
 
 
-def _ids(tensor: Tensor) -> NDArray[np.int64]:
+def _to_ids(tensor: Tensor) -> NDArray[np.int64]:
     return tensor.cpu().numpy()
 
 
-def _batches(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+def _plan_batches(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     """Indices of sequences to score together, the shortest first."""
     batches: list[list[int]] = [[]]
     for index in sorted(range(len(sequences)), key=lambda index: len(sequences[index])):

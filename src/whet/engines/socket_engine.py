@@ -22,6 +22,7 @@ from typing import cast
 from anyio import CancelScope, to_thread
 
 from whet.errors import EngineError, PromptTooLong, RequestError, WhetError
+from whet.io.threads import call_in_loop
 from whet.protocols import Engine
 from whet.types import Attempt, Sampling, StopReason, TokenChunk, Value, join_chunks
 
@@ -261,7 +262,7 @@ class SocketEngine(Engine):
         elif self._loop is asyncio.get_running_loop():
             self._end()
         else:
-            self._loop.call_soon_threadsafe(self._end)
+            call_in_loop(self._loop, self._end)
 
     async def _request(self, kind: Kind, payload: bytes) -> AsyncGenerator[TokenChunk]:
         frames = await self._connect()

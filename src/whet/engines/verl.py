@@ -50,7 +50,7 @@ class VerlEngine(SingleChunkEngine):
             output = await self._client.generate(
                 affinity or uuid.uuid4().hex,
                 prompt_ids=prompt,
-                sampling_params=_sampling_params(sampling, limit),
+                sampling_params=_build_params(sampling, limit),
             )
         return self._split_tokens(output)
 
@@ -77,7 +77,7 @@ class VerlEngine(SingleChunkEngine):
         return int(self.version if found is None else found)
 
 
-def _sampling_params(sampling: Sampling, limit: int) -> dict[str, Any]:
+def _build_params(sampling: Sampling, limit: int) -> dict[str, Any]:
     """The parameters as vLLM and SGLang both know them."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,

@@ -31,7 +31,12 @@ class AttemptIds(NamedTuple):
 
 def build_attempt_url(gateway: str, attempt: Attempt) -> str:
     """Return the base URL that an attempt's client uses at a gateway."""
-    return f"{gateway}/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1"
+    return f"{gateway}{build_attempt_path(attempt.rollout.id, attempt.id)}/v1"
+
+
+def build_attempt_path(rollout: str, attempt: str) -> str:
+    """Return the part of the URL that names the attempt."""
+    return f"/rollout/{rollout}/attempt/{attempt}"
 
 
 def parse_attempt_ids(url: str) -> AttemptIds:

@@ -144,7 +144,7 @@ async def calls_from_spans(
     Raises:
         ConfigError: there are calls, but no span has token ids.
     """
-    found = [(span, *ids) for span in spans if (ids := _token_ids(span)) is not None]
+    found = [(span, *ids) for span in spans if (ids := _read_token_ids(span)) is not None]
     if untrainable := find_untrainable_calls(attempt, spans):
         if not found:
             raise ConfigError(untrainable[0].reason)
@@ -189,17 +189,17 @@ class UntrainableCall(NamedTuple):
 
 def has_trainable_calls(spans: Sequence[Span]) -> bool:
     """Whether any of the spans has token ids."""
-    return any(_token_ids(span) for span in spans)
+    return any(_read_token_ids(span) for span in spans)
 
 
 def find_untrainable_calls(attempt: AttemptId, spans: Sequence[Span]) -> list[UntrainableCall]:
     """Return the calls among the spans of an attempt that have no token ids, in their order."""
-    return [_explain(attempt, s) for s in spans if is_model_call(s) and _token_ids(s) is None]
+    return [_explain(attempt, s) for s in spans if is_model_call(s) and _read_token_ids(s) is None]
 
 
 def _explain(attempt: AttemptId, span: Span) -> UntrainableCall:
     attributes = span.attributes
-    server = _server(span)
+    server = _read_server(span)
     model = attributes.get("gen_ai.request.model") or attributes.get("llm.model_name")
     target = f"{server} for model {model!r}" if model else server
     name = next(n for n in (PROMPT_IDS, SAMPLED_IDS) if not _parse_ids(attributes.get(n)))
@@ -214,7 +214,7 @@ def _explain(attempt: AttemptId, span: Span) -> UntrainableCall:
     )
 
 
-def _server(span: Span) -> str:
+def _read_server(span: Span) -> str:
     attributes = span.attributes
     if address := attributes.get("server.address"):
         port = attributes.get("server.port")
@@ -223,7 +223,7 @@ def _server(span: Span) -> str:
     return next((str(name) for name in names if name and name not in SDKS), "an unknown server")
 
 
-def _token_ids(span: Span) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _read_token_ids(span: Span) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     prompt, sampled = (_parse_ids(span.attributes.get(n)) for n in (PROMPT_IDS, SAMPLED_IDS))
     return (prompt, sampled) if prompt and sampled else None
 

@@ -187,10 +187,10 @@ def _add_span(export: Export, sent: _Span, scope: str, resource: dict[str, JsonV
             span_id=sent.span_id.lower(),
             parent_id=sent.parent_span_id.lower() or None,
             name=sent.name,
-            kind=_lookup(KINDS, sent.kind),
+            kind=_look_up(KINDS, sent.kind),
             start=sent.start_time_unix_nano,
             end=sent.end_time_unix_nano,
-            status=_lookup(STATUSES, sent.status.code),
+            status=_look_up(STATUSES, sent.status.code),
             message=sent.status.message,
             attributes=sent.to_json(),
             events=tuple(
@@ -208,7 +208,7 @@ def _add_span(export: Export, sent: _Span, scope: str, resource: dict[str, JsonV
         export.spans.append(ExportedSpan(span, attempt if isinstance(attempt, str) else None))
 
 
-def _lookup(names: tuple[str, ...], number: int) -> Any:  # Any: the literals of a span's field
+def _look_up(names: tuple[str, ...], number: int) -> Any:  # Any: the literals of a span's field
     return names[number] if 0 <= number < len(names) else names[0]
 
 

@@ -1,12 +1,13 @@
-"""Long-running processes: signals, supervisors, restarts with backoff, free ports."""
+"""Long-running processes: signals, supervisors, messages, restarts with backoff, free ports."""
 
+import json
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import anyio
 from anyio import CancelScope, create_task_group
@@ -95,6 +96,24 @@ def follow_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="whet-supervised", daemon=True).start()
+
+
+class MessageWriter:
+    """Writes JSON lines to the process that started this one, from any thread.
+
+    It takes this process's stdout for itself: what others print goes to stderr.
+    """
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self._writing = threading.Lock()
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Write one line; ignored if the reader has closed the pipe."""
+        with self._writing, suppress(BrokenPipeError):
+            self._out.write(json.dumps(message) + "\n")
+            self._out.flush()
 
 
 class RestartBackoff:

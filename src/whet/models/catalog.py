@@ -66,7 +66,7 @@ def resolve_model(
         case "tiny":
             return shipped_folder(TINY)
         case "smollm2":
-            return _smollm2(models_dir(cache) / SMOLLM2, wheel, progress)
+            return _find_smollm2(models_dir(cache) / SMOLLM2, wheel, progress)
         case _ if _is_gguf(name):
             return _convert_gguf(Path(os.path.expanduser(name)), cache, progress)
         case _:
@@ -81,7 +81,7 @@ def find_model(name: str) -> Path | None:
         case "smollm2":
             folder = models_dir() / SMOLLM2
         case _ if _is_gguf(name):
-            folder = _gguf_folder(Path(os.path.expanduser(name)), None)
+            folder = _find_gguf_folder(Path(os.path.expanduser(name)), None)
         case _:
             folder = Path(os.path.expanduser(name))
             if HUB_ID.fullmatch(name) and not os.path.lexists(folder):
@@ -105,8 +105,8 @@ def list_models(*, cache: Path | None = None) -> list[ModelInfo]:
     """The named models, present or not."""
     smollm2 = models_dir(cache) / SMOLLM2
     return [
-        _info("tiny", "a toy for tests and the first run, shipped with whet", TINY, 0),
-        _info("smollm2", "SmolLM2-135M-Instruct by Hugging Face", smollm2, SMOLLM2_MB),
+        _describe_folder("tiny", "a toy for tests and the first run, shipped with whet", TINY, 0),
+        _describe_folder("smollm2", "SmolLM2-135M-Instruct by Hugging Face", smollm2, SMOLLM2_MB),
     ]
 
 
@@ -117,7 +117,8 @@ def model_context(folder: Path) -> int:
         return int((config.get("text_config") or config)["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the config.json in {str(folder)!r} has no max_position_embeddings"
+            f"the config.json in {str(folder)!r} has no max_position_embeddings: add the model's "
+            "context length"
         ) from error
 
 
@@ -142,7 +143,7 @@ def shipped_folder(folder: Path) -> Path:
     return folder
 
 
-def _smollm2(folder: Path, wheel: Path | None, progress: Callable[[str], None]) -> Path:
+def _find_smollm2(folder: Path, wheel: Path | None, progress: Callable[[str], None]) -> Path:
     if _is_model(folder):
         return folder
     # Checked again: another process may have just put the model there.
@@ -162,7 +163,7 @@ def _is_gguf(name: str) -> bool:
     return name.endswith(".gguf") and os.path.isfile(os.path.expanduser(name))
 
 
-def _gguf_folder(file: Path, cache: Path | None) -> Path:
+def _find_gguf_folder(file: Path, cache: Path | None) -> Path:
     """Folder of the converted file in the cache; another one after the file has changed."""
     found = file.stat()
     identity = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}"
@@ -171,7 +172,7 @@ def _gguf_folder(file: Path, cache: Path | None) -> Path:
 
 
 def _convert_gguf(file: Path, cache: Path | None, progress: Callable[[str], None]) -> Path:
-    folder = _gguf_folder(file, cache)
+    folder = _find_gguf_folder(file, cache)
     if not _is_model(folder):
         try:
             from whet.models import gguf_model  # noqa: PLC0415 - imports torch
@@ -224,7 +225,9 @@ def _download(name: str, progress: Callable[[str], None]) -> Path:
                 "pass its folder"
             ) from error
     if not _is_model(folder):
-        raise ConfigError(f"{name!r} on the Hugging Face Hub is not a model: {_contents(folder)}")
+        raise ConfigError(
+            f"{name!r} on the Hugging Face Hub is not a model: {_describe_contents(folder)}"
+        )
     return folder
 
 
@@ -235,7 +238,7 @@ def _explain(name: str, folder: Path) -> str:
             "agents reach endpoints by gateway.endpoints, and `whet eval` compares them"
         )
     if name and os.path.isdir(folder):
-        return f"the folder {name!r} is not a model: {_contents(folder)}; {EXPECTED}"
+        return f"the folder {name!r} is not a model: {_describe_contents(folder)}; {EXPECTED}"
     if name and os.path.lexists(folder):
         return f"{name!r} is not a folder; {EXPECTED}"
     if close := difflib.get_close_matches(name.lower(), ["tiny", "smollm2"], n=1, cutoff=0.6):
@@ -243,7 +246,7 @@ def _explain(name: str, folder: Path) -> str:
     return f"there is no model {name!r}; {EXPECTED}"
 
 
-def _contents(folder: Path) -> str:
+def _describe_contents(folder: Path) -> str:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -259,7 +262,7 @@ def _is_model(folder: Path) -> bool:
     return os.path.isfile(folder / "config.json")
 
 
-def _info(name: str, summary: str, folder: Path, size_mb: int) -> ModelInfo:
+def _describe_folder(name: str, summary: str, folder: Path, size_mb: int) -> ModelInfo:
     if not _is_model(folder):
         return ModelInfo(name, summary, size_mb, None)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -84,13 +84,13 @@ def log_probs(logits_NV: Tensor, shaping: Shaping, sampled_N: Tensor | None = No
     logp_NV = torch.log_softmax(logits_NV, dim=-1)
     if not shaping.truncates:
         return logp_NV
-    kept_NV = _kept(logp_NV.detach(), shaping)
+    kept_NV = _select_kept(logp_NV.detach(), shaping)
     if sampled_N is not None:
         kept_NV = kept_NV.scatter(1, sampled_N[:, None], True)
     return torch.log_softmax(logp_NV.masked_fill(~kept_NV, float("-inf")), dim=-1)
 
 
-def _kept(logp_NV: Tensor, shaping: Shaping) -> Tensor:
+def _select_kept(logp_NV: Tensor, shaping: Shaping) -> Tensor:
     """Mask of kept tokens: the k most probable, then the fewest of those with top-p mass."""
     vocabulary = logp_NV.shape[1]
     order_NV = logp_NV.argsort(dim=-1, descending=True, stable=True)

@@ -25,7 +25,7 @@ def write_adapter(weights: Path, folder: Path, trainer: LocalTrainerConfig, *, b
         EngineError: the weights cannot be read.
     """
     with _atomic_folder(folder) as partial:
-        names = _copy_renamed(weights, partial / "adapter_model.safetensors", _adapter_name)
+        names = _copy_renamed(weights, partial / "adapter_model.safetensors", _name_adapter)
         layers = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names})
         settings = {
             "peft_type": "LORA",
@@ -56,7 +56,7 @@ def parameter_name(name: str) -> str:
     return re.sub(r"\.(lora_[AB])\.", rf".\1{ADAPTER_INFIX}.", name)
 
 
-def _adapter_name(name: str) -> str:
+def _name_adapter(name: str) -> str:
     return name.replace(f"{ADAPTER_INFIX}.", ".")
 
 

@@ -151,16 +151,19 @@ def convert(file: Path, folder: Path, dtype: Literal["float32", "bfloat16"]) -> 
     kind, architecture = _read_architecture(file, fields)
     names = {tensor.name: _rename(file, tensor.name) for tensor in reader.tensors}
     tied = "lm_head.weight" not in names.values()
-    config = _config(kind, architecture, fields) | {"dtype": dtype, "tie_word_embeddings": tied}
+    config = _build_config(kind, architecture, fields) | {
+        "dtype": dtype,
+        "tie_word_embeddings": tied,
+    }
     _write_json(folder / "config.json", config)
-    heads = _paired_heads(kind, fields) if architecture.pairs_rows else {}
+    heads = _find_paired_heads(kind, fields) if architecture.pairs_rows else {}
     weights = _decode_all(reader.tensors, names, heads, getattr(torch, dtype))
     safetensors.save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
     # safetensors writes it for the owner only, but a cache may be shared.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
-    _write_json(folder / "generation_config.json", _special_ids(fields))
-    _write(folder / "tokenizer.json", _tokenizer(fields).to_str(pretty=True))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(kind, fields))
+    _write_json(folder / "generation_config.json", _find_special_ids(fields))
+    _write(folder / "tokenizer.json", _build_tokenizer(fields).to_str(pretty=True))
+    _write_json(folder / "tokenizer_config.json", _build_tokenizer_config(kind, fields))
     if template := fields.get("tokenizer.chat_template"):
         _write(folder / "chat_template.jinja", template)
 
@@ -212,7 +215,7 @@ def _decode_all(
         yield from pool.map(decode, tensors)
 
 
-def _paired_heads(kind: str, fields: Fields) -> dict[str, int]:
+def _find_paired_heads(kind: str, fields: Fields) -> dict[str, int]:
     return {
         "attn_q": fields[f"{kind}.attention.head_count"],
         "attn_k": fields[f"{kind}.attention.head_count_kv"],
@@ -230,7 +233,7 @@ def _split_halves(weights: NDArray[np.float32], heads: int) -> NDArray[np.float3
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
-def _config(kind: str, architecture: Architecture, fields: Fields) -> dict[str, JsonValue]:
+def _build_config(kind: str, architecture: Architecture, fields: Fields) -> dict[str, JsonValue]:
     heads, width = fields[f"{kind}.attention.head_count"], fields[f"{kind}.embedding_length"]
     theta = fields[f"{kind}.rope.freq_base"]
     return {
@@ -252,11 +255,11 @@ def _config(kind: str, architecture: Architecture, fields: Fields) -> dict[str, 
         "attention_dropout": 0.0,
         "use_cache": True,
         **architecture.config,
-        **_special_ids(fields),
+        **_find_special_ids(fields),
     }
 
 
-def _special_ids(fields: Fields) -> dict[str, JsonValue]:
+def _find_special_ids(fields: Fields) -> dict[str, JsonValue]:
     """Ids of special tokens; a text may end with its end-of-text token too."""
     names = {"bos": "bos", "eos": "eos", "pad": "padding"}
     found = {k: fields.get(f"tokenizer.ggml.{v}_token_id") for k, v in names.items()}
@@ -266,7 +269,7 @@ def _special_ids(fields: Fields) -> dict[str, JsonValue]:
     return ids
 
 
-def _tokenizer(fields: Fields) -> Tokenizer:
+def _build_tokenizer(fields: Fields) -> Tokenizer:
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
@@ -281,7 +284,7 @@ def _tokenizer(fields: Fields) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_config(kind: str, fields: Fields) -> Mapping[str, JsonValue]:
+def _build_tokenizer_config(kind: str, fields: Fields) -> Mapping[str, JsonValue]:
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     tokens = fields["tokenizer.ggml.tokens"]
     ids = {k: fields.get(f"tokenizer.ggml.{v}_token_id") for k, v in names.items()}

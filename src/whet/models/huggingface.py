@@ -263,7 +263,7 @@ class LocalPolicy:
                 logger.warning("the layers of %r are trained row by row", config.model_type)
                 if probe.row_gap() > tolerance:  # the attention has more than sdpa computes
                     model.set_attn_implementation("eager")
-            lengths = [self.context_length, *_original_lengths(config.to_dict())]
+            lengths = [self.context_length, *_find_original_lengths(config.to_dict())]
             stable = [n for n in lengths if probe.length_gap(n) < tolerance]
         if not stable:
             raise ConfigError(
@@ -311,7 +311,7 @@ def _with_lora(model: PreTrainedModel, config: LocalTrainerConfig, seed: int) ->
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        target_modules=_target_modules(model, config.lora_layers, bool(experts)),
+        target_modules=_choose_modules(model, config.lora_layers, bool(experts)),
         target_parameters=experts if "mlp" in config.lora_layers else None,
         task_type="CAUSAL_LM",
     )
@@ -325,7 +325,7 @@ def find_experts(model: nn.Module) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.ndim == 3]
 
 
-def _target_modules(
+def _choose_modules(
     model: PreTrainedModel, layers: Sequence[str], has_experts: bool
 ) -> str | list[str]:
     # With experts "all-linear" has an adapter on the router, which changes the experts of a token.
@@ -333,7 +333,7 @@ def _target_modules(
         return "all-linear"
     head = cast(nn.Module, model.get_output_embeddings())
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
-    kinds = {name: _kind(name, m is head) for name, m in modules if isinstance(m, nn.Linear)}
+    kinds = {name: _name_kind(name, m is head) for name, m in modules if isinstance(m, nn.Linear)}
     return [name for name, kind in kinds.items() if kind in layers]
 
 
@@ -341,7 +341,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of linear layers that choose experts."""
 
 
-def _kind(name: str, is_head: bool) -> str:
+def _name_kind(name: str, is_head: bool) -> str:
     if is_head:
         return "head"
     if name.rpartition(".")[2] in ROUTERS:
@@ -444,10 +444,10 @@ def _find_partial_layers(config: PretrainedConfig) -> tuple[str, ...]:
     return tuple(sorted(kinds - {"full_attention"}))
 
 
-def _original_lengths(settings: Mapping[str, object]) -> Iterable[int]:
+def _find_original_lengths(settings: Mapping[str, object]) -> Iterable[int]:
     """Context lengths before an extension by scaled positions, anywhere in a config."""
     for key, value in settings.items():
         if key == "original_max_position_embeddings" and isinstance(value, int):
             yield value
         elif isinstance(value, dict):
-            yield from _original_lengths(cast(dict[str, object], value))
+            yield from _find_original_lengths(cast(dict[str, object], value))

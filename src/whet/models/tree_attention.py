@@ -218,14 +218,14 @@ class RowProbe:
         except (ValueError, RuntimeError):  # layers that take no such mask
             return math.inf
         return max(
-            _gap(hidden_LD[torch.from_numpy(row).to(self._device)][own], plain_TD[own])
+            _measure_gap(hidden_LD[torch.from_numpy(row).to(self._device)][own], plain_TD[own])
             for row, plain_TD in zip(self._rows, self._plain, strict=True)
         )
 
     def row_gap(self) -> float:
         """Gap of a row with this module's attention to one with the model's own."""
         try:
-            return _gap(self._run(self._ids_L[self._rows[0]]), self._plain[0])
+            return _measure_gap(self._run(self._ids_L[self._rows[0]]), self._plain[0])
         except ValueError:  # sdpa refuses what it does not compute
             return math.inf
 
@@ -236,13 +236,13 @@ class RowProbe:
         position_T[-1] = length - 1
         hidden_TD = self._run(self._ids_L[row], position_T)
         alone_TD = self._run(self._ids_L[row], torch.arange(len(row), device=self._device))
-        return _gap(hidden_TD[:-1], alone_TD[:-1])
+        return _measure_gap(hidden_TD[:-1], alone_TD[:-1])
 
     def rounding_gap(self) -> float:
         """Largest of some gaps of a row to itself with rounding errors."""
         with rounding_errors(self._body):
             runs = [self._run(self._ids_L[self._rows[0]]) for _ in range(self.DISTURBED_RUNS)]
-        return max(_gap(run_TD, self._plain[0]) for run_TD in runs)
+        return max(_measure_gap(run_TD, self._plain[0]) for run_TD in runs)
 
     @torch.inference_mode()
     def _run(self, ids_T: Tensor, position_T: Tensor | None = None, **settings: object) -> Tensor:
@@ -252,7 +252,7 @@ class RowProbe:
         return cast(Tensor, output.last_hidden_state)[0]
 
 
-def _gap(found_TD: Tensor, expected_TD: Tensor) -> float:
+def _measure_gap(found_TD: Tensor, expected_TD: Tensor) -> float:
     norms = cast(Callable[..., Tensor], torch.linalg.vector_norm)
     difference_T = norms((found_TD - expected_TD).float(), dim=-1)
     # The state of a padding token may be 0, and 0 / 0 is no gap.

@@ -31,7 +31,7 @@ def load_function(spec: str, kind: str = "agent") -> object:
             f"specify the {kind} as module:function or file.py:function; found {spec!r}{other}"
         )
     with boundary(ConfigError, f"cannot import the {kind} {spec!r}"):
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        module = import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     if name not in vars(module):
         raise ConfigError(f"{place!r} has no {name!r}")
     return vars(module)[name]
@@ -72,7 +72,8 @@ def _import_module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def _import_file(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
+    """Import a Python file, from whose folder it may import others."""
     sys.path.insert(0, str(file.parent))
     # Not under the file's own name: an agent in `json.py` must not replace the real module.
     spec = importlib.util.spec_from_file_location(FILE_PREFIX + file.stem, file)

@@ -1,13 +1,14 @@
 """The run that a tracker records, and a tracker's own state in its folder."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
+from whet.config import list_leaves
 from whet.io.files import atomic_file
 
 
@@ -21,7 +22,7 @@ class TrackedRun:
 
     def settings(self) -> dict[str, JsonValue]:
         """The config as flat keys, such as `adam.lr`."""
-        return dict(_leaves(self.config))
+        return dict(list_leaves(self.config))
 
 
 class TrackerState:
@@ -39,11 +40,3 @@ class TrackerState:
         self._file.parent.mkdir(exist_ok=True)
         with atomic_file(self._file) as partial:
             partial.write_text(json.dumps(values))
-
-
-def _leaves(values: Mapping[str, JsonValue], prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

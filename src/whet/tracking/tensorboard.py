@@ -26,17 +26,18 @@ class TensorBoardTracker(Tracker):
 
     def __init__(self, run: TrackedRun) -> None:
         folder = run.folder / "tensorboard"
-        self.last_step = max(map(_last_step, folder.glob("events.out.tfevents.*")), default=0)
+        self.last_step = max(map(_find_last_step, folder.glob("events.out.tfevents.*")), default=0)
         self._writer = EventFileWriter(str(folder))
         if not self.last_step:
-            self._write(0, _text("config", json.dumps(run.config, indent=2)))
+            self._write(0, _build_text("config", json.dumps(run.config, indent=2)))
 
     def step(self, step: int, metrics: Metrics) -> None:
-        self._write(step, *(_scalar(name, value) for name, value in metrics.items()))
+        self._write(step, *(_build_scalar(name, value) for name, value in metrics.items()))
 
     def finish(self, result: Metrics) -> None:
         self._write(
-            self.last_step, *(_scalar(f"result/{name}", value) for name, value in result.items())
+            self.last_step,
+            *(_build_scalar(f"result/{name}", value) for name, value in result.items()),
         )
 
     def close(self) -> None:
@@ -49,11 +50,11 @@ class TensorBoardTracker(Tracker):
         self.last_step = max(self.last_step, step)
 
 
-def _scalar(name: str, value: float) -> object:
+def _build_scalar(name: str, value: float) -> object:
     return Summary.Value(tag=name, simple_value=value)
 
 
-def _text(name: str, text: str) -> object:
+def _build_text(name: str, text: str) -> object:
     shown = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown for code
     tensor = TensorProto(
         dtype="DT_STRING",
@@ -64,7 +65,7 @@ def _text(name: str, text: str) -> object:
     return Summary.Value(tag=name, metadata=about, tensor=tensor)
 
 
-def _last_step(file: Path) -> int:
+def _find_last_step(file: Path) -> int:
     """The last step of a file, whose last record may be cut off by a kill."""
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     return max((int(event.step) for event in EventFileLoader(str(file)).Load()), default=0)

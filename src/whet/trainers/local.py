@@ -342,7 +342,7 @@ class MicroBatches:
                 raise TrainerError(
                     f"out of memory on a pass of {tree.size} tokens: set "
                     "trainer.gradient_checkpointing, or lower engine.kv_tokens or the longest "
-                    f"answer; nothing was changed ({_first_line(error)})"
+                    f"answer; nothing was changed ({_read_first_line(error)})"
                 ) from error
         # Outside the handler, whose traceback keeps the tensors alive that are to be freed.
         self._max_tokens = max(MIN_MICRO_BATCH_TOKENS, min(self._max_tokens, tree.size) // 2)
@@ -358,5 +358,5 @@ def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or message in str(error)
 
 
-def _first_line(error: BaseException) -> str:
+def _read_first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]

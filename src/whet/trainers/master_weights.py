@@ -154,8 +154,10 @@ class MasterWeights:
         """
         with boundary(TrainerError, f"cannot start from {str(folder)!r}"):
             self.check(folder)
-            file = _weights_file(folder)
-            weights = {_parameter(n, file): tensor for n, tensor in self._load_file(file).items()}
+            file = _find_weights_file(folder)
+            weights = {
+                _name_parameter(n, file): tensor for n, tensor in self._load_file(file).items()
+            }
         with self._policy.update(0), torch.no_grad():
             for name, weight in self._master.items():
                 weight.copy_(weights[name])
@@ -167,8 +169,8 @@ class MasterWeights:
         Raises:
             TrainerError: they do not. What reading a file raises is left to the caller.
         """
-        file = _weights_file(folder)
-        found = {_parameter(name, file): shape for name, shape in _read_shapes(file)}
+        file = _find_weights_file(folder)
+        found = {_name_parameter(name, file): shape for name, shape in _read_shapes(file)}
         if found == self._shapes:
             return
         odd = sorted({*found.items()} ^ {*self._shapes.items()})[0][0]
@@ -189,13 +191,13 @@ class MasterWeights:
                     parameter.copy_(self._master[name])
 
 
-def _weights_file(folder: Path) -> Path:
+def _find_weights_file(folder: Path) -> Path:
     """The weights of a checkpoint, or of a PEFT adapter."""
     file = folder / WEIGHTS
     return file if file.is_file() else folder / "adapter_model.safetensors"
 
 
-def _parameter(name: str, file: Path) -> str:
+def _name_parameter(name: str, file: Path) -> str:
     """The parameter that a tensor in a file is for."""
     return name if file.name == WEIGHTS else parameter_name(name)
 

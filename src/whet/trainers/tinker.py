@@ -38,8 +38,8 @@ class TinkerTrainer(TrainingBackend):
             _check_row(row)
         if not rows:
             return NOTHING
-        data = [_datum(row, loss) for row in rows]
-        logprobs, value = await self._policy.forward_backward(data, loss.name, _settings(loss))
+        data = [_build_datum(row, loss) for row in rows]
+        logprobs, value = await self._policy.forward_backward(data, loss.name, _read_settings(loss))
         for row, found in zip(rows, logprobs, strict=True):
             for segment in row.segments:
                 gap = found[segment.start - 1 : segment.end - 1] - np.array(segment.logprobs)
@@ -123,7 +123,7 @@ class TinkerTrainer(TrainingBackend):
         }
 
 
-def _datum(row: Row, loss: LossConfig) -> TinkerDatum:
+def _build_datum(row: Row, loss: LossConfig) -> TinkerDatum:
     length = len(row.tokens) - 1
     sampled, credit, counted = (np.zeros(length, np.float32) for _ in range(3))
     for segment in row.segments:
@@ -141,7 +141,7 @@ def _datum(row: Row, loss: LossConfig) -> TinkerDatum:
     return TinkerDatum(row.tokens[:-1], inputs)
 
 
-def _settings(loss: LossConfig) -> dict[str, float]:
+def _read_settings(loss: LossConfig) -> dict[str, float]:
     """Return the loss settings; thresholds are always sent, since servers' defaults differ."""
     if loss.name not in CLIPPED:
         return {}

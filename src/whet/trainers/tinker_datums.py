@@ -86,7 +86,7 @@ class DatumTrainer:
         Raises:
             RequestError: the data or the settings do not fit the loss.
         """
-        config = _config(loss, settings)
+        config = _build_config(loss, settings)
         for index, datum in enumerate(data):
             self._check_datum(datum, index, loss)
         return await self._micro_batches.run_in_thread(
@@ -124,7 +124,7 @@ class DatumTrainer:
         return DatumResult([scored[id(datum)] for datum in data], math.fsum(p.loss for p in found))
 
     def _one_tree(self, tree: PrefixTree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
-        batch = _batch(tree, config, self._policy.device)
+        batch = _build_batch(tree, config, self._policy.device)
         logp_N = self._score(tree, batch)
         loss_N = LOSSES[config.name](logp_N, compute_ratios(logp_N, batch, config), batch, config)
         value = loss_N.sum()
@@ -201,7 +201,7 @@ class _Part(NamedTuple):
     loss: float
 
 
-def _config(loss: str, settings: Mapping[str, float]) -> LossConfig:
+def _build_config(loss: str, settings: Mapping[str, float]) -> LossConfig:
     known = SETTINGS.get(loss)
     if known is None:
         raise RequestError(f"unknown loss {loss!r}: expected {', '.join(SETTINGS)}")
@@ -224,7 +224,7 @@ def _config(loss: str, settings: Mapping[str, float]) -> LossConfig:
         raise RequestError(f"settings of the loss {loss!r}: {explain(error)}") from error
 
 
-def _batch(tree: PrefixTree[Datum], config: LossConfig, device: torch.device) -> Batch:
+def _build_batch(tree: PrefixTree[Datum], config: LossConfig, device: torch.device) -> Batch:
     data = [datum for datum, _ in tree.rows]
     sizes = [datum.targets.size for datum in data]
 

@@ -53,12 +53,12 @@ async def train(
         while len(done) < config.steps and not stop_reason(done, config):
             step = len(done)
             watch = Stopwatch()
-            ahead = _window(plan, done, config)
+            ahead = _plan_window(plan, done, config)
             await collector.begin(ahead)
             batch = await collect_step(
                 plan, done, config, watch, collector=collector, algorithm=algorithm
             )
-            async with _measure_sampler_idle(collector, _not_in_batch(ahead, batch), watch):
+            async with _measure_sampler_idle(collector, _list_not_in_batch(ahead, batch), watch):
                 metrics = await (update or update_policy)(batch, done, config, watch, trainer)
                 with watch.phase("publish"):
                     version = await trainer.publish()
@@ -79,7 +79,7 @@ async def train(
         await writer.finish(done)
 
 
-def _window(plan: Plan, done: Sequence[StepRecord], config: RunConfig) -> list[Rollout]:
+def _plan_window(plan: Plan, done: Sequence[StepRecord], config: RunConfig) -> list[Rollout]:
     """Return the rollouts to enqueue before the next step: its own and those of later steps.
 
     Every step consumes at least `tasks_per_step` groups, so a window of `max_staleness + 1` steps
@@ -91,7 +91,7 @@ def _window(plan: Plan, done: Sequence[StepRecord], config: RunConfig) -> list[R
     return [rollout for group in groups for rollout in plan(group)]
 
 
-def _not_in_batch(ahead: Sequence[Rollout], batch: StepBatch) -> list[str]:
+def _list_not_in_batch(ahead: Sequence[Rollout], batch: StepBatch) -> list[str]:
     taken = {rollout.id for rollout in batch.rollouts}
     return [rollout.id for rollout in ahead if rollout.id not in taken]
 

@@ -49,7 +49,7 @@ def find_cause(group: Group, group_size: int) -> Cause:
         return Cause.NO_CALLS
     if (cause := find_equal_answers(group)) is not None:
         return cause
-    rewards = [_all_rewards(trajectory) for trajectory in group]
+    rewards = [_list_rewards(trajectory) for trajectory in group]
     if any(each != rewards[0] for each in rewards):
         return Cause.NO_CREDIT
     return Cause.SINGLE if len(group) == 1 < group_size else Cause.EQUAL_REWARDS
@@ -57,7 +57,7 @@ def find_cause(group: Group, group_size: int) -> Cause:
 
 def find_equal_answers(group: Group) -> Cause | None:
     """Return the likely cause why all rollouts of a group sampled the same tokens, if they did."""
-    sampled = [_generations(trajectory) for trajectory in group]
+    sampled = [_list_generations(trajectory) for trajectory in group]
     answers = {tuple(each.tokens for each in generations) for generations in sampled}
     if len(group) < 2 or len(answers) > 1 or not sampled[0]:
         return None
@@ -113,9 +113,9 @@ def explain_metrics(steps: Sequence[Metrics]) -> str:
     return "; ".join(lines) or "no generation with credit can be trained"
 
 
-def _generations(trajectory: Trajectory) -> list[Generation]:
+def _list_generations(trajectory: Trajectory) -> list[Generation]:
     return [generation for call in trajectory.calls for generation in call.generations]
 
 
-def _all_rewards(trajectory: Trajectory) -> tuple[object, ...]:
+def _list_rewards(trajectory: Trajectory) -> tuple[object, ...]:
     return trajectory.reward, *((r.key, r.value, str(r.target)) for r in trajectory.rewards)

@@ -43,11 +43,11 @@ def build_rows(credits: Sequence[Credit]) -> Rows:
     unproven: list[GenerationId] = []
     constrained: list[GenerationId] = []
     for credit in credits:
-        masked = _constrained(credit)
+        masked = _find_constrained(credit)
         constrained += masked
         trained: set[GenerationId] = set(masked)
-        for path in _paths(credit.trajectory.calls):
-            row, failed = _row(path, credit, trained)
+        for path in _find_paths(credit.trajectory.calls):
+            row, failed = _build_row(path, credit, trained)
             unproven += failed
             if row.trained_tokens:
                 rows.append(row)
@@ -84,23 +84,22 @@ def normalize(rows: Sequence[Row], loss: LossConfig, *, rollouts: float) -> list
     ]
 
 
-def _constrained(credit: Credit) -> list[GenerationId]:
+def _find_constrained(credit: Credit) -> list[GenerationId]:
     return [
-        call.generation_id(index)
+        id
         for call in credit.trajectory.calls
-        for index, generation in enumerate(call.generations)
-        if generation.sampling.grammar is not None
-        and call.generation_id(index) in credit.advantages
+        for id, generation in call.generations_by_id.items()
+        if generation.sampling.grammar is not None and id in credit.advantages
     ]
 
 
-def _paths(calls: Sequence[Call]) -> list[list[_Node]]:
+def _find_paths(calls: Sequence[Call]) -> list[list[_Node]]:
     """Return every path from a conversation's first generation to a leaf."""
     continued = {call.parent for call in calls if call.generations}
     turns: dict[GenerationId, _Node] = {}
     for call in calls:
-        for index, generation in enumerate(call.generations):
-            turns[call.generation_id(index)] = _Node(call.generation_id(index), call, generation)
+        for id, generation in call.generations_by_id.items():
+            turns[id] = _Node(id, call, generation)
     paths: list[list[_Node]] = []
     for id, turn in turns.items():
         if id in continued:
@@ -113,7 +112,7 @@ def _paths(calls: Sequence[Call]) -> list[list[_Node]]:
     return paths
 
 
-def _row(
+def _build_row(
     path: Sequence[_Node], credit: Credit, trained: set[GenerationId]
 ) -> tuple[Row, list[GenerationId]]:
     tokens: list[int] = []
@@ -128,7 +127,7 @@ def _row(
             trained.add(id)
             proven = (call.prompt_length, call.prompt_digest) == (len(tokens), digest.hexdigest())
             if proven:
-                segments.append(_segment(id, len(tokens), generation, advantage))
+                segments.append(_build_segment(id, len(tokens), generation, advantage))
             else:
                 failed.append(id)
         tokens += generation.tokens
@@ -138,7 +137,7 @@ def _row(
     return Row(tuple(tokens[:end]), tuple(segments), rollout.id, rollout.group), failed
 
 
-def _segment(
+def _build_segment(
     id: GenerationId, start: int, generation: Generation, advantage: float | tuple[float, ...]
 ) -> SampledSegment:
     per_token = isinstance(advantage, tuple)

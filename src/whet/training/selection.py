@@ -23,12 +23,12 @@ def select(credits: Sequence[Credit], config: SelectionConfig) -> list[Credit]:
 
 def explain_exclusions(calls: Sequence[Call], config: SelectionConfig) -> dict[GenerationId, str]:
     """Return the first reason for every generation that is not selected."""
-    first = _first_calls(calls)
+    first = _find_first_calls(calls)
     reasons: dict[GenerationId, str] = {}
     for call in calls:
-        reason = _reason(call, _system(first[call.id]), config)
+        reason = _explain(call, _read_system(first[call.id]), config)
         if reason:
-            reasons |= {call.generation_id(i): reason for i in range(len(call.generations))}
+            reasons |= dict.fromkeys(call.generations_by_id, reason)
     if not config.discarded:
         reasons = dict.fromkeys(find_discarded(calls), DISCARDED) | reasons
     return reasons
@@ -43,7 +43,7 @@ def find_discarded(calls: Sequence[Call]) -> list[GenerationId]:
     answers = defaultdict[tuple[str, str], list[GenerationId]](list)
     for call in calls:
         prompt = (call.prompt_digest, call.origin.agent)
-        answers[prompt] += (call.generation_id(i) for i in range(len(call.generations)))
+        answers[prompt] += call.generations_by_id
     return [
         id
         for ids in answers.values()
@@ -64,7 +64,7 @@ def _select(credit: Credit, config: SelectionConfig) -> Credit:
     return replace(credit, advantages=kept)
 
 
-def _reason(call: Call, system: str, config: SelectionConfig) -> str | None:
+def _explain(call: Call, system: str, config: SelectionConfig) -> str | None:
     origin = call.origin
     if config.agents and origin.agent not in config.agents:
         return f"agent {origin.agent!r} is not among selection.agents"
@@ -77,9 +77,9 @@ def _reason(call: Call, system: str, config: SelectionConfig) -> str | None:
     return None
 
 
-def _first_calls(calls: Sequence[Call]) -> dict[str, Call]:
+def _find_first_calls(calls: Sequence[Call]) -> dict[str, Call]:
     """Map each call id to the first call of its conversation."""
-    by_generation = {c.generation_id(i): c for c in calls for i in range(len(c.generations))}
+    by_generation = {id: call for call in calls for id in call.generations_by_id}
     first: dict[str, Call] = {}
     for call in calls:
         parent = by_generation.get(call.parent) if call.parent else None
@@ -87,6 +87,6 @@ def _first_calls(calls: Sequence[Call]) -> dict[str, Call]:
     return first
 
 
-def _system(call: Call) -> str:
+def _read_system(call: Call) -> str:
     texts = [str(m["content"]) for m in call.messages if m["role"] == "system"]
     return "\n".join(texts)

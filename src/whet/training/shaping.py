@@ -36,9 +36,9 @@ def mask_truncated(credits: Sequence[Credit], config: LengthConfig) -> list[Cred
 def find_truncated(trajectory: Trajectory) -> set[GenerationId]:
     """Return the generations that were cut off at `max_tokens` or the end of the context."""
     return {
-        call.generation_id(index)
+        id
         for call in trajectory.calls
-        for index, generation in enumerate(call.generations)
+        for id, generation in call.generations_by_id.items()
         if generation.stop == "length"
     }
 

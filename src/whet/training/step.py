@@ -279,9 +279,9 @@ async def credit_groups(
 
 def _check_credit(credit: Credit, name: str) -> None:
     lengths = {
-        call.generation_id(index): len(generation.tokens)
+        id: len(generation.tokens)
         for call in credit.trajectory.calls
-        for index, generation in enumerate(call.generations)
+        for id, generation in call.generations_by_id.items()
     }
     for id, advantage in credit.advantages.items():
         values = advantage if isinstance(advantage, tuple) else (advantage,)
@@ -320,7 +320,7 @@ def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
     known = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
     return {
         **known,
-        **{f"reward/{key}": _mean(_emitted(t, key) for t in trajectories) for key in keys},
+        **{f"reward/{key}": _mean(_read_emitted(t, key) for t in trajectories) for key in keys},
         "groups": len(batch.groups),
         "zero_signal_groups": len(batch.zero_signal) / len(batch.groups),
         "equal_answer_groups": _mean(find_equal_answers(g) is not None for g in batch.groups),
@@ -329,7 +329,7 @@ def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
         "rollouts_without_calls": len(without),
         "truncated_rollouts": _mean(truncated),
         "calls": sum(len(trajectory.calls) for trajectory in trajectories),
-        "sampled_tokens": sum(_sampled_tokens(trajectory) for trajectory in trajectories),
+        "sampled_tokens": sum(_count_sampled(trajectory) for trajectory in trajectories),
         **_judge_metrics(trajectories),
     }
 
@@ -361,12 +361,12 @@ def _row_metrics(built: Rows, version: int) -> dict[str, float]:
     }
 
 
-def _sampled_tokens(trajectory: Trajectory) -> int:
+def _count_sampled(trajectory: Trajectory) -> int:
     generations = [generation for call in trajectory.calls for generation in call.generations]
     return sum(len(generation.tokens) for generation in generations)
 
 
-def _emitted(trajectory: Trajectory, key: str) -> float:
+def _read_emitted(trajectory: Trajectory, key: str) -> float:
     return sum(r.value for r in trajectory.rewards if r.key == key)
 
 

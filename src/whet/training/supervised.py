@@ -144,7 +144,7 @@ async def fit(
         began = time.monotonic()
         metrics: dict[str, float] = {}
         if not done and held_out:
-            metrics |= _prefix("base_held_out_", await objective.measure(held_out))
+            metrics |= _prefix_names("base_held_out_", await objective.measure(held_out))
         block = range(updates, min(updates + config.supervised.checkpoint_every, config.steps))
         found: list[Metrics] = []
         for update in block:
@@ -156,7 +156,7 @@ async def fit(
             on_update()
         metrics |= _summarize(found)
         if held_out:
-            metrics |= _prefix("held_out_", await objective.measure(held_out))
+            metrics |= _prefix_names("held_out_", await objective.measure(held_out))
         updates = block.stop
         checkpoint = f"step-{updates - 1:06d}"
         await trainer.save(checkpoints / checkpoint)
@@ -218,5 +218,5 @@ def _summarize(found: Sequence[Metrics]) -> dict[str, float]:
     return summary | {"learning_rate": found[-1]["learning_rate"]}
 
 
-def _prefix(prefix: str, metrics: Metrics) -> dict[str, float]:
+def _prefix_names(prefix: str, metrics: Metrics) -> dict[str, float]:
     return {prefix + name: value for name, value in metrics.items()}

@@ -180,6 +180,11 @@ class Call(Value):
     def generation_id(self, index: int) -> GenerationId:
         return GenerationId(f"{self.id}.{index}")
 
+    @property
+    def generations_by_id(self) -> dict[GenerationId, Generation]:
+        """The generations in order, by their ids."""
+        return {self.generation_id(index): each for index, each in enumerate(self.generations)}
+
 
 _struct = lru_cache(1024)(Struct)
 

@@ -31,7 +31,7 @@ class Trajectory(Value):
     """Set if it failed."""
 
     def generation_ids(self) -> list[GenerationId]:
-        return [c.generation_id(i) for c in self.calls for i in range(len(c.generations))]
+        return [id for call in self.calls for id in call.generations_by_id]
 
 
 NO_ADVANTAGES: Mapping[GenerationId, float] = {}

@@ -307,7 +307,8 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert json.loads(again.stdout) | {"seconds": 0} == numbers | {"seconds": 0}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["config", "step", "step", "result"]
-    assert lines[1].keys() >= {
+    # A step whose answers happen to be all right or all wrong trains nothing.
+    assert lines[1].keys() | lines[2].keys() >= {
         *("reward", "mismatch_kl", "clip_fraction", "staleness", "zero_signal_groups", "entropy"),
         *("merge_ratio", "trained_tokens", "collect_seconds", "train_seconds"),
     }

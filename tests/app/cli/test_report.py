@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.display import ConsoleDisplay, report_stopped
-from whet.app.cli.report import build_picture, curve, draw_picture, print_report
+from whet.app.cli.display import Display, draw_curve, report_stopped
+from whet.app.cli.report import build_picture, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
 from whet.app.experiment import Result
@@ -90,7 +90,7 @@ def test_a_run_without_trained_tokens_is_said_to_have_trained_nothing(tmp_path: 
 
 def test_a_terminal_breaks_warnings_between_words_and_no_other_line() -> None:
     text = io.StringIO()
-    display = ConsoleDisplay(Console(file=text, width=20, force_terminal=True, color_system=None))
+    display = Display(Console(file=text, width=20, force_terminal=True, color_system=None))
     display.note("warning: one two three four five")
     display.note("next: whet show a-long-name --failed")
     assert [line.strip() for line in text.getvalue().splitlines()] == [
@@ -118,20 +118,26 @@ def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
 
 
 def test_a_curve_has_a_column_a_step_and_rises_with_the_values() -> None:
-    *body, axis = curve([0.0, 0.5, 1.0], height=4)
-    columns = ["".join(line[5 + 2 * i] for line in body) for i in range(3)]
-    assert columns == ["    ", "  ██", "████"]
-    assert axis.endswith("mean reward of steps 1 to 3")
-    assert curve([]) == []
+    *body, axis, title = draw_curve([0.0, 0.5, None, 1.0], 80)
+    columns = ["".join(line[6 + 2 * i] for line in body) for i in range(4)]
+    assert columns == ["      ", "   ███", "      ", "██████"]
+    assert axis.index("└") == body[0].index("┤")
+    assert title.endswith("mean reward of steps 1 to 4")
+    assert draw_curve([None], 80) == []
 
 
 def test_a_curve_is_scaled_to_values_outside_of_0_and_1() -> None:
-    *body, axis = curve([-3.0, 2.0, 7.0], height=4)
+    *body, _, _ = draw_curve([-3.0, 2.0, 7.0], 80)
     assert len({len(line) for line in body}) == 1
-    assert (body[0][:5], body[-1][:5]) == (" 7.0 ", "-3.0 ")
-    assert ["".join(line[6 + 2 * i] for line in body) for i in range(3)] == ["    ", "  ██", "████"]
-    assert axis.index("└") == body[0].index("┤")
-    assert [line[:4] for line in curve([26.0, 26.0])[::5]] == ["26.0", "26.0"]
+    assert (body[0][:6], body[-1][:6]) == (" 7.00 ", "-3.00 ")
+    columns = ["".join(line[7 + 2 * i] for line in body) for i in range(3)]
+    assert columns == ["      ", "   ███", "██████"]
+
+
+def test_a_curve_of_many_steps_fits_its_width() -> None:
+    *body, _, title = draw_curve([0.0, 1.0] * 200, 80)
+    assert {len(line) for line in body} == {80}
+    assert title.endswith("400")
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
@@ -179,7 +185,7 @@ def test_the_legend_of_the_picture_covers_nothing(tmp_path: Path, evaluated: boo
 
 def test_progress_without_a_terminal_is_a_line_a_step() -> None:
     text = io.StringIO()
-    with ConsoleDisplay(Console(file=text, width=100)) as display:
+    with Display(Console(file=text, width=100)) as display:
         display.phase("evaluate before", 4)
         display.step(record(0, 0.25), 2)
         display.phase("train", 8)
@@ -198,7 +204,7 @@ def test_the_line_of_a_step_fits_the_terminal(width: int) -> None:
     console = Console(file=text, width=width, force_terminal=True, color_system=None)
     more = {f"{EVALUATION}greedy": 0.5, "reward/length": 0.25, "reward/format": 1.0}
     step = record(9, 0.5)
-    display = ConsoleDisplay(console)
+    display = Display(console)
     for rewards in ({}, more):
         display.step(step.model_copy(update={"metrics": step.metrics | rewards}), 2000)
     names, first, *rest = (line.rstrip() for line in text.getvalue().splitlines())
@@ -212,7 +218,7 @@ def test_the_line_of_a_step_fits_the_terminal(width: int) -> None:
 
 def test_a_bar_is_of_rewards_between_0_and_1_and_tells_where_one_is_above() -> None:
     text = io.StringIO()
-    display = ConsoleDisplay(Console(file=text, width=100))
+    display = Display(Console(file=text, width=100))
     for step, reward in enumerate((-2.0, 1.0, 26.0)):
         display.step(record(step, reward), 3)
     _, *lines = text.getvalue().splitlines()
@@ -226,7 +232,7 @@ def test_a_terminal_has_colors_unless_the_user_wants_none(
     text = io.StringIO()
     terminal = {"TERM": "xterm-256color"} | environment
     console = Console(file=text, width=100, force_terminal=True, _environ=terminal)
-    with ConsoleDisplay(console) as display:
+    with Display(console) as display:
         display.phase("train", 8)
         display.step(record(0, 0.25), 2)
         console.print(Text("failed", "bold red"))
@@ -238,7 +244,7 @@ def test_a_terminal_has_colors_unless_the_user_wants_none(
 def test_a_file_has_no_colors(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, width=100, _environ={"TERM": "xterm-256color"})
-    with ConsoleDisplay(console) as display:
+    with Display(console) as display:
         display.step(record(0, 0.25), 2)
         console.print(Text("failed", "bold red"))
     print_report(console, result(tmp_path))
@@ -249,7 +255,7 @@ def test_a_file_has_no_colors(tmp_path: Path) -> None:
 def test_quiet_is_silent(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, quiet=True)
-    with ConsoleDisplay(console) as display:
+    with Display(console) as display:
         display.phase("train", 8)
         display.step(record(0, 0.25), 2)
     print_report(console, result(tmp_path))
@@ -260,7 +266,7 @@ def test_named_rewards_stand_in_the_line_of_a_step() -> None:
     written = io.StringIO()
     step = record(0, 0.5)
     step = step.model_copy(update={"metrics": step.metrics | {"reward/length": 0.25}})
-    with ConsoleDisplay(Console(file=written, width=120)) as display:
+    with Display(Console(file=written, width=120)) as display:
         display.step(step, 2)
     assert written.getvalue().rstrip().endswith("  length 0.25")
 

@@ -13,7 +13,7 @@ from whet.app.cli.main import main
 from whet.app.dashboard.pages.token_texts import split_text
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
-from whet.app.dashboard.terminal import clean, draw_curve
+from whet.app.dashboard.terminal import clean
 from whet.app.run_folder import RunFolder
 from whet.store.sqlite import SQLiteStore
 from whet.types import GenerationId
@@ -299,12 +299,6 @@ def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:
     assert clean("a\x1b[31m\x07b\u202e") == "a␛[31m b\ufffd"
-
-
-def test_a_curve_is_drawn_between_its_least_and_most() -> None:
-    lines = draw_curve([0.0, None, 1.0], 20)
-    assert lines[0].startswith("   1.00")
-    assert lines[-1].startswith("   0.00")
 
 
 def test_every_token_has_its_text_and_a_character_of_several_tokens_one() -> None:

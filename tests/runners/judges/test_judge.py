@@ -174,9 +174,9 @@ async def test_a_judge_that_lies_about_its_tokens_costs_nothing() -> None:
     [
         ([], {}, "needs a rubric"),
         ("  ", {}, "needs a rubric"),
-        ({"a": 0.0}, {}, "weight of a criterion"),
+        ({"a": 0.0}, {}, "expected a positive number"),
         ("a", {"base_url": "host/v1"}, "a judge has a URL"),
-        ("a", {"samples": 0}, "samples >= 1"),
+        ("a", {"samples": 0}, "found samples"),
     ],
 )
 async def test_a_judge_checks_its_arguments(

@@ -32,6 +32,7 @@ from whet.agl.types import (
     Unset,
     Worker,
 )
+from whet.io.threads import call_in_loop
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -289,8 +290,7 @@ class RolloutLifecycle(LightningStore):
         self._changed(rollout)
         if status in FINISHED:
             for event, loop in self._waiters.items():
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(event.set)
+                call_in_loop(loop, event.set)
 
     def _sync_worker(self, attempt: Attempt, *, is_dequeue: bool = False) -> None:
         assert attempt.worker_id is not None

@@ -3,7 +3,6 @@
 import asyncio
 import sqlite3
 import threading
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from whet.agl.spans import Span
 from whet.agl.store.memory import InMemoryLightningStore
 from whet.agl.types import QUEUING, RUNNING, Attempt, ResourcesUpdate, Rollout, Worker
 from whet.errors import StoreClosed, StoreError, boundary
+from whet.io.threads import resolve_all
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
@@ -106,9 +106,7 @@ class SqliteLightningStore(InMemoryLightningStore):
             is_open = None not in batches
             found = [batch for batch in batches if batch is not None]
             error = self._commit([change for batch in found for change in batch.changes])
-            for batch in found:
-                with suppress(RuntimeError):  # its loop is closed: nobody waits
-                    batch.done.get_loop().call_soon_threadsafe(_resolve, batch.done, error)
+            resolve_all((batch.done, error) for batch in found)
 
     def _commit(self, changes: list[_Change]) -> StoreError | None:
         if not changes:
@@ -174,12 +172,3 @@ def _key(record: BaseModel) -> str:
             return record.worker_id
         case _:
             raise TypeError(f"no record: {type(record).__name__}")
-
-
-def _resolve(done: "asyncio.Future[None]", error: StoreError | None) -> None:
-    if done.cancelled():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)

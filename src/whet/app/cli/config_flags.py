@@ -187,7 +187,7 @@ def config_help(fields: Mapping[str, FieldInfo]) -> str:
         if section != last:
             last = section
             lines += ["", f"[{section}]"]
-        default = "" if field.default is None else f", default {show_default(field)}"
+        default = "" if field.default in (None, "") else f", default {show_default(field)}"
         lines.append(f"  --{key.replace('_', '-')}  {_type_name(field)}{default}")
         about = " ".join((field.description or "").split())
         wrapped = textwrap.wrap(about, WIDTH - 6, break_on_hyphens=False)

@@ -1,9 +1,10 @@
-"""Progress of a run in the terminal, and in a notebook its learning curve."""
+"""Progress of a run in the terminal, and its learning curve there and in a notebook."""
 
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,6 +20,9 @@ MAX_BAR = 20
 """Characters of the bar of a step's reward."""
 COLUMNS = 46
 """Characters of the line of a step without its bar."""
+BLOCKS = " ▁▂▃▄▅▆▇█"
+CURVE_LINES = 6
+"""Lines of the curve in a terminal."""
 
 
 def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
@@ -29,28 +33,8 @@ def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
 
 
-class Display(Protocol):
-    """Receives the progress of a run."""
-
-    def note(self, text: str) -> None:
-        """Show one line."""
-        ...
-
-    def phase(self, name: str, rollouts: int) -> None:
-        """Begin a phase of this many rollouts."""
-        ...
-
-    def ended(self, count: int) -> None:
-        """Count this many more ended attempts."""
-        ...
-
-    def step(self, record: StepRecord, steps: int) -> None:
-        """Show a training step that is recorded."""
-        ...
-
-
-class ConsoleDisplay(Display):
-    """One line a step; in a terminal a progress bar below them, in a notebook a curve."""
+class Display:
+    """Progress of a run: one line a step, and below in a terminal a bar, in a notebook a curve."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -70,7 +54,7 @@ class ConsoleDisplay(Display):
             self._bar_width = max(0, min(MAX_BAR, console.width - COLUMNS))
         self._curve = NotebookCurve() if console.is_jupyter and not console.quiet else None
 
-    def __enter__(self) -> "ConsoleDisplay":
+    def __enter__(self) -> "Display":
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -80,6 +64,7 @@ class ConsoleDisplay(Display):
             self._live.stop()
 
     def note(self, text: str) -> None:
+        """Show one line."""
         # A terminal shows warnings, which are long, broken between words; other lines stay whole.
         is_broken = self._console.is_terminal and text.startswith("warning")
         self._console.print(
@@ -87,14 +72,17 @@ class ConsoleDisplay(Display):
         )
 
     def phase(self, name: str, rollouts: int) -> None:
+        """Begin a phase of this many rollouts."""
         self._bar.reset(self._task, description=name, total=rollouts, left=self._left)
         if name.startswith("evaluate") and not self._console.is_terminal:
             self.note(f"{name}: {rollouts} rollouts")
 
     def ended(self, count: int) -> None:
+        """Count this many more ended attempts."""
         self._bar.advance(self._task, count)
 
     def step(self, record: StepRecord, steps: int) -> None:
+        """Show a training step that is recorded."""
         if not self._header:
             self._header = True
             names = f"{'step':>9} {'reward':>7} {self._draw_scale()}"
@@ -130,6 +118,49 @@ class ConsoleDisplay(Display):
                 line = " " * 8
             line += f"  {text}"
         self.note(line)
+
+
+def draw_curve(rewards: Sequence[float | None], width: int) -> list[str]:
+    """Draw the mean rewards of steps as lines of blocks, from 0 to 1 or from least to most.
+
+    Of more steps than columns, neighbors are averaged; a step without a reward is a gap.
+    """
+    known = [reward for reward in rewards if reward is not None]
+    if not known:
+        return []
+    low, high = min(known), max(known)
+    if low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    labels = [f"{high:.2f}", *[""] * (CURVE_LINES - 2), f"{low:.2f}"]
+    margin = max(map(len, labels))
+    most = max(10, width - margin - 2)
+    columns = _average(rewards, most)
+    wide = 2 if 2 * len(columns) <= most else 1
+    scale = CURVE_LINES / ((high - low) or 1.0)
+    heights = [0.0 if value is None else (value - low) * scale for value in columns]
+    lines: list[str] = []
+    for level, label in zip(reversed(range(CURVE_LINES)), labels, strict=True):
+        cells = "".join(_block(height - level) * wide for height in heights)
+        lines.append(f"{label:>{margin}} ┤{cells}")
+    axis = f"{'':>{margin}} └{'─' * (wide * len(columns))}"
+    return [*lines, axis, f"{'':>{margin}}  mean reward of steps 1 to {len(rewards)}"]
+
+
+def _block(part: float) -> str:
+    """The block of a line that is filled up to this part."""
+    return BLOCKS[round(max(0.0, min(1.0, part)) * (len(BLOCKS) - 1))]
+
+
+def _average(values: Sequence[float | None], most: int) -> list[float | None]:
+    """Return at most so many values: the mean of neighbors where there are more."""
+    if len(values) <= most:
+        return list(values)
+    columns: list[float | None] = []
+    for index in range(most):
+        part = values[index * len(values) // most : (index + 1) * len(values) // most]
+        known = [value for value in part if value is not None]
+        columns.append(sum(known) / len(known) if known else None)
+    return columns
 
 
 class NotebookCurve:

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from whet.app.cli.flags import CommandParser
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.inspection.exactness import exactness_report
-from whet.app.inspection.template_page import describe_template, template_report
+from whet.app.inspection.template_report import describe_template, template_report
 from whet.app.inspection.traffic import traffic_report
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError

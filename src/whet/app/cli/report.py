@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.app.cli.display import two_columns
+from whet.app.cli.display import draw_curve, two_columns
 from whet.app.evaluation.comparison import print_comparison
 from whet.app.evaluation.statistics import Estimate
 from whet.app.experiment import Result
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # slow import
 NO_MEASURES: Mapping[str, Mapping[str, Estimate | None]] = {}
 MAX_REASONS = 8
 MAX_REASON_CHARS = 300
-BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def print_report(console: Console, result: Result) -> None:
@@ -29,8 +28,7 @@ def print_report(console: Console, result: Result) -> None:
     if result.comparison:
         print_comparison(console, result.comparison, "mean reward of held-out tasks")
     _print_steps(console, result)
-    if any(reward is not None for reward in result.rewards):
-        lines = curve([reward or 0.0 for reward in result.rewards])
+    if lines := draw_curve(result.rewards, console.width):
         console.print("\n".join(lines), highlight=False, soft_wrap=True)  # one output in notebooks
     trained = result.total("trained_rollouts")
     per_rollout = result.total("rows") / trained if trained else 0.0
@@ -83,24 +81,6 @@ def _print_steps(console: Console, result: Result) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def curve(values: Sequence[float], height: int = 6) -> list[str]:
-    """Draw values as lines of text, one column a value, from 0 to 1 or from least to most."""
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    if low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
-    span = high - low or 1.0
-    labels = [f"{high:.1f}", *[""] * (height - 2), f"{low:.1f}"]
-    width = max(map(len, labels))
-    lines: list[str] = []
-    for level, label in zip(reversed(range(height)), labels, strict=True):
-        cells = "".join(_block((v - low) / span * height - level) * 2 for v in values)
-        lines.append(f"{label:>{width}} ┤{cells}")
-    axis = f"└{'─' * (2 * len(values))}  mean reward of steps 1 to {len(values)}"
-    return [*lines, f"{'':>{width}} {axis}"]
-
-
 def draw_picture(result: Result, file: Path) -> None:
     """Write a PNG of the learning curve, with the measures on held-out tasks beside it."""
     build_picture(result).savefig(file)
@@ -146,7 +126,3 @@ def _read_model(run: Path) -> str:
     """The model that a run trains; empty if its folder has no config."""
     folder = RunFolder(run)
     return folder.config().model if folder.config_file.is_file() else ""
-
-
-def _block(part: float) -> str:
-    return BLOCKS[round(max(0.0, min(1.0, part)) * (len(BLOCKS) - 1))]

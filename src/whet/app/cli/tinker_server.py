@@ -23,7 +23,7 @@ from whet.store.http.token import make_token
 from whet.store.sqlite import SQLiteStore
 
 if TYPE_CHECKING:
-    from whet.app.tinker_server.local_backend import ModelNames
+    from whet.app.tinker_server.backend import ModelNames
 
 FOLDER = "tinker"
 """Folder of checkpoints, in `--dir`."""
@@ -92,7 +92,7 @@ def read_models(values: Sequence[str]) -> dict[str, list[str]]:
 
 def _find_folders(models: Mapping[str, Sequence[str]]) -> "list[ModelNames]":
     """Find the folders of models; what leads to one folder is one model, with all its names."""
-    from whet.app.tinker_server.local_backend import ModelNames  # noqa: PLC0415 - imports torch
+    from whet.app.tinker_server.backend import ModelNames  # noqa: PLC0415 - imports torch
 
     found: dict[Path, ModelNames] = {}
     for source, names in models.items():
@@ -118,8 +118,8 @@ async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
         )
     with requires_extra("`whet tinker-server`", "local,tinker"):
         from whet.app.tinker_server.app import build_server  # noqa: PLC0415 - imports torch
+        from whet.app.tinker_server.backend import open_models  # noqa: PLC0415
         from whet.app.tinker_server.inference import OPENAI_PREFIX  # noqa: PLC0415
-        from whet.app.tinker_server.local_backend import open_models  # noqa: PLC0415
         from whet.app.tinker_server.storage import Storage  # noqa: PLC0415
     storage = Storage(Path(config.dir) / FOLDER)
     async with AsyncExitStack() as stack:

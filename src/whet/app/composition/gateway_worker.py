@@ -5,14 +5,10 @@ lines of JSON on stdout.
 """
 
 import gc
-import json
 import logging
 import os
 import socket
 import sys
-import threading
-from contextlib import suppress
-from typing import TextIO
 
 import anyio
 
@@ -22,7 +18,7 @@ from whet.app.composition.gateway_server import serve_gateway
 from whet.app.composition.samplers import TextEngine, build_renderer
 from whet.engines.socket_engine import SocketEngine
 from whet.errors import ConfigError
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import MessageWriter, follow_supervisor, stoppable
 from whet.io.threads import run_async
 from whet.store.sqlite import SQLiteStore
 
@@ -32,20 +28,19 @@ PARENT_POLL_S = 1.0
 
 def main() -> None:
     """Serve until the process that started this one is gone, or closes stdin."""
-    messages = PipeWriter(os.fdopen(os.dup(1), "w", encoding="utf-8"))
-    os.dup2(2, 1)
+    messages = MessageWriter()
     settings = GatewaySettings.model_validate_json(_read_line())
-    logging.basicConfig(level=logging.WARNING, handlers=[messages])
+    logging.basicConfig(level=logging.WARNING, handlers=[LogSender(messages)])
     logging.getLogger("whet").setLevel(settings.log_level)
     raise_file_limit()
     follow_supervisor()
     try:
         run_async(_serve, settings, messages)
     except ConfigError as error:
-        messages.send(error=str(error))
+        messages.send({"error": str(error)})
 
 
-async def _serve(settings: GatewaySettings, messages: "PipeWriter") -> None:
+async def _serve(settings: GatewaySettings, messages: MessageWriter) -> None:
     parent = os.getppid()
     engine = SocketEngine(socket.socket(fileno=settings.engine))
     renderer = build_renderer(settings.model, settings.config)
@@ -63,11 +58,11 @@ async def _serve(settings: GatewaySettings, messages: "PipeWriter") -> None:
                     algorithms=lambda: [algorithm],
                     judge=settings.judge,
                     listener=socket.socket(fileno=settings.listener),
-                    progress=lambda text: messages.send(note=text),
+                    progress=lambda text: messages.send({"note": text}),
                 ),
             ):
                 gc.freeze()  # what is loaded by now stays
-                messages.send(ready=True)
+                messages.send({"ready": True})
                 while os.getppid() == parent:  # noqa: ASYNC110 - no event tells of its death
                     await anyio.sleep(PARENT_POLL_S)
 
@@ -82,22 +77,15 @@ def _read_line() -> bytes:
     return line
 
 
-class PipeWriter(logging.Handler):
-    """Writes messages to the process that started this one, from any thread; also log records."""
+class LogSender(logging.Handler):
+    """Sends log records to the process that started this one."""
 
-    def __init__(self, out: TextIO) -> None:
+    def __init__(self, messages: MessageWriter) -> None:
         super().__init__()
-        self._out = out
-        self._writing = threading.Lock()
-
-    def send(self, **message: object) -> None:
-        """Write one line; ignored if the reader has closed the pipe."""
-        with self._writing, suppress(BrokenPipeError):
-            self._out.write(json.dumps(message) + "\n")
-            self._out.flush()
+        self._messages = messages
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.send(log=[record.name, record.levelno, self.format(record)])
+        self._messages.send({"log": [record.name, record.levelno, self.format(record)]})
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ async def run_agents_on_ray(
     """
     assert config.ray is not None
     settings = PoolSettings(config.ray, config.ray_runners, config.ray_cpus)
-    arguments = [*_runner_arguments(config), get_spec(agent)]
+    arguments = [*_list_arguments(config), get_spec(agent)]
     async with _open_pool(settings, address, arguments, gateway, report) as pool:
         await set_runners(store, settings.name, settings.num)
         async with create_task_group() as tasks, watch_workers(store, report):
@@ -112,9 +112,9 @@ async def _open_pool(
     report: Callable[[str], None],
 ) -> AsyncGenerator[RunnerPool]:
     async with connect_ray(settings.ray):
-        place = ["--run", address.run, "--store", _reachable(address.url)]
+        place = ["--run", address.run, "--store", _make_reachable(address.url)]
         if gateway is not None:
-            place += ["--gateway", _reachable(gateway)]
+            place += ["--gateway", _make_reachable(gateway)]
         async with open_pool(
             [*place, *arguments],
             {token.VARIABLE: address.token},
@@ -126,7 +126,7 @@ async def _open_pool(
             yield pool
 
 
-def _reachable(address: str) -> str:
+def _make_reachable(address: str) -> str:
     """An address as the cluster's nodes reach it.
 
     Raises:
@@ -170,7 +170,7 @@ async def _read_size(store: Resources, name: str) -> int | None:
         return None
 
 
-def _runner_arguments(config: RunnerConfig) -> list[str]:
+def _list_arguments(config: RunnerConfig) -> list[str]:
     return [
         f"--concurrency={max(1, config.concurrency // max(1, config.ray_runners))}",
         f"--processes={config.processes or 0}",

@@ -135,13 +135,13 @@ async def open_run(
         epoch = lease and lease.epoch
         publication = None
         if not shares_weights:
-            weights = _weights_folder(config, model, folder, has_agent=agent is not None)
+            weights = _choose_weights_folder(config, model, folder, has_agent=agent is not None)
             publication = Publication(store, weights, epoch)
         opening = _open_learning(config, model, algorithm, publication, stack, progress)
         policy, learned_by, trainer, update = await opening
         serving = serve_judge(config if agent else None, progress)
         judge = await stack.enter_async_context(serving)
-        versions = await _resource_versions(store, context, config, publication)
+        versions = await _publish_versions(store, context, config, publication)
         collector = open_collector(config, store, versions, context.judge, judge, on_ended)
         scorer = LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
         parts = collector, learned_by, trainer, update, scorer
@@ -151,7 +151,7 @@ async def open_run(
         await trainer.publish()
         if agent is not None:
             shared = policy if shares_weights else None
-            secret = _store_address(folder, "").secret if config.runner.ray else folder.secret()
+            secret = _describe_store(folder, "").secret if config.runner.ray else folder.secret()
             serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
             placed = agent, folder, store, gateway, endpoints
@@ -301,7 +301,9 @@ async def _open_learning(
     return _Learning(policy, algorithm, trainer)
 
 
-def _weights_folder(config: RunConfig, model: Path, folder: RunFolder, *, has_agent: bool) -> Path:
+def _choose_weights_folder(
+    config: RunConfig, model: Path, folder: RunFolder, *, has_agent: bool
+) -> Path:
     """The folder of published weights: in memory, if all that read them are of this machine."""
     starts_servers = has_agent and config.engine.kind == "vllm" and not config.engine.urls
     weights = config.trained_weights
@@ -329,7 +331,7 @@ async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> Tra
     return await TrainerLease.acquire(store, folder.path, progress)
 
 
-async def _resource_versions(
+async def _publish_versions(
     store: Store, context: AgentContext, config: RunConfig, publication: Publication | None
 ) -> dict[str, int | Literal["latest"]]:
     """Publish the resources of attempts, which also wait for the newest policies."""
@@ -470,7 +472,7 @@ async def _run_on_ray(
 ) -> AsyncGenerator[None]:
     """Serve the run's own store to runners on a Ray cluster, and run the agent there."""
     assert isinstance(store, SQLStore)
-    config, place = folder.config(), _store_address(folder, "")
+    config, place = folder.config(), _describe_store(folder, "")
     server = StoreServer(store, token=place.token, host=config.gateway.host)
     try:
         async with run_agents_on_ray(
@@ -486,6 +488,6 @@ async def _run_on_ray(
         await to_thread.run_sync(server.close)
 
 
-def _store_address(folder: RunFolder, url: str) -> StoreAddress:
+def _describe_store(folder: RunFolder, url: str) -> StoreAddress:
     """The run in its own store as other processes see it; runners derive their keys from this."""
     return StoreAddress(url, DEFAULT_RUN, folder.secret().hex())

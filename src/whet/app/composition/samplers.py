@@ -320,7 +320,7 @@ async def server_samplers(
     async with AsyncExitStack() as stack:
         urls, launched, place = settings.urls, list["VLLMProcess"](), folder
         if settings.kind == "vllm" and not urls:
-            memory = weights_in_memory(folder, model, _transferred(list(published.values())))
+            memory = weights_in_memory(folder, model, _choose_transfer(list(published.values())))
             launched = stack.enter_context(
                 _start_servers(
                     model, list(published.values()), config, folder, memory, training_gpus, progress
@@ -350,13 +350,13 @@ async def server_samplers(
         yield samplers
 
 
-def _transferred(published: Sequence[PublishedPolicy]) -> Literal["lora", "full"]:
+def _choose_transfer(published: Sequence[PublishedPolicy]) -> Literal["lora", "full"]:
     """Kind of the weights that servers load while they run."""
     trainers = [policy.trainer for policy in published if policy.trainer.kind == "local"]
     return "full" if any(trainer.weights == "full" for trainer in trainers) else "lora"
 
 
-def _server_flags(published: Sequence[PublishedPolicy], settings: VLLMConfig) -> list[str]:
+def _list_server_flags(published: Sequence[PublishedPolicy], settings: VLLMConfig) -> list[str]:
     """Flags of a server that has the adapters of all policies, old versions included."""
     from whet.engines.remote.launch import required_flags  # noqa: PLC0415 - only if needed
 
@@ -382,7 +382,7 @@ def _start_servers(
 
     settings = config.engine
     assert settings.kind == "vllm"
-    flags = _server_flags(published, settings)
+    flags = _list_server_flags(published, settings)
     placed = place_servers(
         visible_gpus(), training=training_gpus, flags=settings.flags, replicas=settings.replicas
     )

@@ -178,7 +178,7 @@ def load_loss(name: str) -> LossFunction | None:
         return None
     found = load_function(name, "loss")
     if not callable(found):
-        raise ConfigError(f"the loss {name!r} is not a function")
+        raise ConfigError(f"the loss {name!r} is not a function: found {type(found).__name__}")
     try:
         inspect.signature(found).bind(None, None, None, None)
     except TypeError as error:

@@ -141,7 +141,7 @@ class Guard:
         return self._sessions.is_open(value)
 
     def _is_known(self, host: str) -> bool:
-        name = _host_name(host)
+        name = _parse_host(host)
         if name in self._hosts:
             return True
         # An address cannot be rebound to another one, as a name can.
@@ -159,7 +159,7 @@ def refuse(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status_code=status)
 
 
-def _host_name(host: str) -> str:
+def _parse_host(host: str) -> str:
     try:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:

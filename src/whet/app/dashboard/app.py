@@ -83,22 +83,22 @@ class DashboardApp:
         """Return the application for a server that listens on `host`."""
         pages: dict[str, Page] = {
             "": lambda run, request: overview.read_run(run),
-            "/steps": _steps,
-            "/rollouts": _rollouts,
-            "/groups": _groups,
-            "/rollouts/{id}": lambda run, r: self._attempts.read_rollout(run, _id(r)),
-            "/attempts/{id}": lambda run, r: self._attempts.read_attempt(run, _id(r)),
-            "/attempts/{id}/credit": lambda run, r: self._attempts.read_credit(run, _id(r)),
+            "/steps": _read_steps,
+            "/rollouts": _read_rollouts,
+            "/groups": _read_groups,
+            "/rollouts/{id}": lambda run, r: self._attempts.read_rollout(run, _read_id(r)),
+            "/attempts/{id}": lambda run, r: self._attempts.read_attempt(run, _read_id(r)),
+            "/attempts/{id}/credit": lambda run, r: self._attempts.read_credit(run, _read_id(r)),
             "/queue": lambda run, request: overview.read_queue(run),
             "/resources": lambda run, request: overview.read_resources(run),
-            "/resources/{id}": lambda run, r: overview.read_resource(run, _id(r)),
+            "/resources/{id}": lambda run, r: overview.read_resource(run, _read_id(r)),
             "/checkpoints": lambda run, request: overview.read_checkpoints(run),
             "/evaluations": lambda run, request: scores.read_evaluations(run),
             "/rewards": lambda run, request: scores.read_reward_health(run),
             "/doctor": lambda run, request: read_doctor(run, self._attempts.vocabularies),
         }
         routes = [
-            Route(f"/api/runs/{{run}}{path}", _guarded(functools.partial(self._page, page)))
+            Route(f"/api/runs/{{run}}{path}", _guard(functools.partial(self._page, page)))
             for path, page in pages.items()
         ]
         files = [Route(f"/{name}", _serve_file(name)) for name in FILES]
@@ -106,17 +106,17 @@ class DashboardApp:
             routes=[
                 Route("/", _serve_file("index.html")),
                 *files,
-                Route(SESSION_PATH, _guarded(self._open_session), methods=["POST"]),
-                Route(CODE_PATH, _guarded(self._issue_code), methods=["POST"]),
-                Route("/api/runs", _guarded(self._runs)),
-                Route("/api/runs/{run}/events", _guarded(self._events)),
+                Route(SESSION_PATH, _guard(self._open_session), methods=["POST"]),
+                Route(CODE_PATH, _guard(self._issue_code), methods=["POST"]),
+                Route("/api/runs", _guard(self._runs)),
+                Route("/api/runs/{run}/events", _guard(self._events)),
                 *routes,
             ],
             middleware=[
                 Middleware(Guard, sessions=self._sessions, host=host, allowed=allowed),
                 Middleware(GZipMiddleware, minimum_size=1024, compresslevel=5),
             ],
-            exception_handlers={404: _not_found},
+            exception_handlers={404: _refuse_path},
         )
 
     async def _page(self, page: Page, request: Request) -> Response:
@@ -182,17 +182,17 @@ class DashboardApp:
                 await asyncio.sleep(PULSE_S / CHECKS)
 
 
-async def _steps(run: OpenedRun, request: Request) -> object:
+async def _read_steps(run: OpenedRun, request: Request) -> object:
     query = _parse_query(StepQuery, request)
     return await overview.read_steps(run, query.after - 1)
 
 
-async def _rollouts(run: OpenedRun, request: Request) -> object:
+async def _read_rollouts(run: OpenedRun, request: Request) -> object:
     query = _parse_query(rollout_list.RolloutQuery, request)
     return await rollout_list.read_rollouts(run, query)
 
 
-async def _groups(run: OpenedRun, request: Request) -> object:
+async def _read_groups(run: OpenedRun, request: Request) -> object:
     query = _parse_query(rollout_list.GroupQuery, request)
     return await rollout_list.read_groups(run, query)
 
@@ -207,7 +207,7 @@ def _parse_query(model: type[Query], request: Request) -> Query:
         raise InvalidQuery(f"parameter {name!r}: {fault['msg'].lower()}") from error
 
 
-def _id(request: Request) -> str:
+def _read_id(request: Request) -> str:
     return request.path_params["id"]
 
 
@@ -220,7 +220,7 @@ async def _read_small(request: Request) -> bytes:
     return body
 
 
-def _guarded(
+def _guard(
     handle: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
     """Wrap a handler: errors become responses in one line."""
@@ -257,5 +257,5 @@ def _serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
     return serve
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
+async def _refuse_path(request: Request, error: Exception) -> Response:
     return refuse(404, f"there is no page {request.url.path[:200]!r}")

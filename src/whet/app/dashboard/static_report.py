@@ -45,7 +45,7 @@ async def _collect(run: OpenedRun) -> dict[str, object]:
     pages = AttemptPages()
     details = await overview.read_run(run)
     data: dict[str, object] = {
-        "/api/runs": {"runs": [_card(details)], "now": details["now"]},
+        "/api/runs": {"runs": [_format_card(details)], "now": details["now"]},
         base: details,
         f"{base}/steps": await overview.read_steps(run, -1),
         f"{base}/queue": await overview.read_queue(run),
@@ -74,7 +74,7 @@ async def _collect(run: OpenedRun) -> dict[str, object]:
     return data
 
 
-def _card(details: dict[str, object]) -> dict[str, object]:
+def _format_card(details: dict[str, object]) -> dict[str, object]:
     names = ("name", "kind", "state", "model", "gain", "changed", "steps")
     shown = {name: details[name] for name in names}
     return {**shown, "rewards": (), "reward": None, "bytes": 0}
@@ -87,7 +87,7 @@ def build_page(data: dict[str, object]) -> bytes:
     # A `<` inside the data could end its element; as an escape it is the same JSON.
     embedded = to_browser_json(data).decode().replace("<", "\\u003c")
     policy = (
-        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+        f"default-src 'none'; script-src {_hash_source(script)}; style-src {_hash_source(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     return (
@@ -101,6 +101,6 @@ def build_page(data: dict[str, object]) -> bytes:
     ).encode(errors="replace")
 
 
-def _source(text: str) -> str:
+def _hash_source(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"

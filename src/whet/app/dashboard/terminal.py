@@ -2,7 +2,6 @@
 
 import re
 import unicodedata
-from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -11,13 +10,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from whet.app.cli.display import draw_curve
 from whet.app.dashboard.pages import overview
 from whet.app.dashboard.run_catalog import OpenedRun
 
 REFRESH_S = 1.0
-BLOCKS = " ▁▂▃▄▅▆▇█"
-HEIGHT = 6
-"""Lines of the curve."""
 FAILURES = 5
 METRICS = (
     ("reward", "reward"),
@@ -59,8 +56,8 @@ def draw_frame(frame: Frame, width: int) -> RenderableType:
     head.append(f"{run['steps']} steps", "not bold")
     rewards: list[float | None] = steps["metrics"].get("reward", [])
     parts: list[RenderableType] = [head, Text()]
-    parts += [Text(line, "cyan") for line in draw_curve(rewards, width - 10)]
-    parts += [_latest(steps["metrics"]), Text(), _queue_line(queue)]
+    parts += [Text(line, "cyan") for line in draw_curve(rewards, width) or ["no steps yet"]]
+    parts += [_format_latest(steps["metrics"]), Text(), _format_queue(queue)]
     parts += [
         Text(f"! {each['message']} ({each['metric']} {each['value']:.3g}, step {each['step']})")
         for each in run["alarms"]
@@ -76,38 +73,7 @@ def draw_frame(frame: Frame, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def draw_curve(values: Sequence[float | None], width: int) -> list[str]:
-    """Draw values as columns of blocks, with the highest and the lowest at the side."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return ["no steps yet"]
-    low, high = min(known), max(known)
-    columns = _columns(values, max(10, width))
-    scale = (high - low) or 1.0
-    eighths = [
-        None if v is None else 1 + round((v - low) / scale * (8 * HEIGHT - 1)) for v in columns
-    ]
-    lines: list[str] = []
-    for row in reversed(range(HEIGHT)):
-        label = {HEIGHT - 1: f"{high:.2f}", 0: f"{low:.2f}"}.get(row, "")
-        cells = "".join(BLOCKS[max(0, min(8, (n or 0) - 8 * row))] for n in eighths)
-        lines.append(f"{label:>7} {cells}")
-    return lines
-
-
-def _columns(values: Sequence[float | None], width: int) -> list[float | None]:
-    """Return at most `width` values: the mean of neighbors where there are more."""
-    if len(values) <= width:
-        return list(values)
-    columns: list[float | None] = []
-    for index in range(width):
-        part = values[index * len(values) // width : (index + 1) * len(values) // width]
-        known = [value for value in part if value is not None]
-        columns.append(sum(known) / len(known) if known else None)
-    return columns
-
-
-def _latest(metrics: dict[str, list[float | None]]) -> Text:
+def _format_latest(metrics: dict[str, list[float | None]]) -> Text:
     shown = [
         f"{title} {values[-1]:.4g}"
         for name, title in METRICS
@@ -116,7 +82,7 @@ def _latest(metrics: dict[str, list[float | None]]) -> Text:
     return Text("   ".join(shown))
 
 
-def _queue_line(queue: Frame) -> Text:
+def _format_queue(queue: Frame) -> Text:
     counts = dict.fromkeys(("queued", "running", "succeeded", "failed"), 0)
     for statuses in queue["statuses"].values():
         for status, count in statuses.items():

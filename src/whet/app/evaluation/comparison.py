@@ -54,9 +54,9 @@ class Comparison:
 
     def _model(self, name: str) -> dict[str, object]:
         values: dict[str, object] = {
-            measure: _estimate_json(by_model[name]) for measure, by_model in self.measures.items()
+            measure: _format_estimate(by_model[name]) for measure, by_model in self.measures.items()
         }
-        gains = {m: _estimate_json(each[name]) for m, each in self.gains.items() if name in each}
+        gains = {m: _format_estimate(each[name]) for m, each in self.gains.items() if name in each}
         if gains:
             values["gain"] = gains
         return values
@@ -154,7 +154,11 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
             found = [by_model[name] for by_model in comparison.measures.values()]
             at = [x + (place - (len(comparison.scores) - 1) / 2) * width for x in range(len(found))]
             axes.bar(
-                at, [e.mean if e else 0.0 for e in found], width, label=name, color=_color(place)
+                at,
+                [e.mean if e else 0.0 for e in found],
+                width,
+                label=name,
+                color=_choose_color(place),
             )
             for x, each in zip(at, found, strict=True):
                 if each and each.ci95:
@@ -167,10 +171,14 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         axes.grid(axis="y", alpha=0.3)
 
     def draw_changes(axes: Axes, measure: str) -> None:
-        for place, (name, changes) in enumerate(_changes(comparison, measure).items(), start=1):
-            axes.step(range(len(changes)), changes, where="mid", label=name, color=_color(place))
+        for place, (name, changes) in enumerate(
+            _list_changes(comparison, measure).items(), start=1
+        ):
+            axes.step(
+                range(len(changes)), changes, where="mid", label=name, color=_choose_color(place)
+            )
             axes.fill_between(
-                range(len(changes)), changes, step="mid", alpha=0.25, color=_color(place)
+                range(len(changes)), changes, step="mid", alpha=0.25, color=_choose_color(place)
             )
         axes.axhline(0, color="#222222", linewidth=0.8)
         base = next(iter(comparison.scores))
@@ -195,7 +203,7 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
     figure.savefig(file)
 
 
-def _changes(comparison: Comparison, measure: str) -> dict[str, list[float]]:
+def _list_changes(comparison: Comparison, measure: str) -> dict[str, list[float]]:
     """Change of each task against the baseline, the most improved first."""
     base, *others = comparison.scores
     per_task = comparison.per_task[measure]
@@ -213,16 +221,7 @@ def format_value(found: Estimate | None, share: bool, *, alone: bool) -> str:
     if found is None:
         return "n/a"
     text = f"{found.mean:.1%}" if share else f"{found.mean:.3f}"
-    if not alone:
-        return text
-    if found.ci95 is None:
-        return f"{text}  [n/a]"
-    low, high = found.ci95
-    return (
-        f"{text}  [{100 * low:.0f}, {100 * high:.0f}]"
-        if share
-        else f"{text}  [{low:.3f}, {high:.3f}]"
-    )
+    return f"{text}  {_format_interval(found, share)}" if alone else text
 
 
 def format_gain(found: Estimate | None, share: bool) -> str:
@@ -230,22 +229,22 @@ def format_gain(found: Estimate | None, share: bool) -> str:
     if found is None:
         return "n/a"
     text = f"{100 * found.mean:+.1f} points" if share else f"{found.mean:+.3f}"
+    return f"{text}  {_format_interval(found, share, sign='+')}"
+
+
+def _format_interval(found: Estimate, share: bool, *, sign: str = "") -> str:
     if found.ci95 is None:
-        return f"{text}  [n/a]"
-    low, high = found.ci95
-    return (
-        f"{text}  [{100 * low:+.0f}, {100 * high:+.0f}]"
-        if share
-        else f"{text}  [{low:+.3f}, {high:+.3f}]"
-    )
+        return "[n/a]"
+    scale, form = (100, f"{sign}.0f") if share else (1, f"{sign}.3f")
+    return f"[{', '.join(f'{scale * bound:{form}}' for bound in found.ci95)}]"
 
 
-def _estimate_json(found: Estimate | None) -> dict[str, object] | None:
+def _format_estimate(found: Estimate | None) -> dict[str, object] | None:
     if found is None:
         return None
     interval = [round(bound, 6) for bound in found.ci95] if found.ci95 else None
     return {"mean": round(found.mean, 6), "ci95": interval, "tasks": found.tasks}
 
 
-def _color(place: int) -> str:
+def _choose_color(place: int) -> str:
     return COLORS[place % len(COLORS)]

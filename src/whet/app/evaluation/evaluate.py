@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.cli.display import ConsoleDisplay, Display, open_console
+from whet.app.cli.display import Display, open_console
 from whet.app.composition.gateway_server import Gateway, build_judge, run_agents
 from whet.app.evaluation.by_policy import (
     PolicyResult,
@@ -211,7 +211,7 @@ def run_evaluation(
     """Run the rollouts that are left, and report."""
     folder = prepared.folder
     file = Path(results) if results else folder.path / "results.jsonl"
-    with ConsoleDisplay(console) as display:
+    with Display(console) as display:
         evaluation = run_async(_evaluate_models, agent, tasks, prepared, file, display)
     draw_comparison(evaluation.comparison, evaluation.picture)
     print_comparison(console, evaluation.comparison, f"whet eval: {folder.path.name}")

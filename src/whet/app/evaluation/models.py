@@ -166,8 +166,8 @@ def resolve_start(
     if start is None:
         return {**values, "model": str(found.folder.absolute())}
     run = find_run(start)
-    base = _run_config(start, run).model if run else _base_model(start, None)
-    shape = _read_shape(start, found.trainer or _trainer_of(start, run))
+    base = _read_config(start, run).model if run else _find_base_model(start, None)
+    shape = _read_shape(start, found.trainer or _read_trainer(start, run))
     requested = values.get("trainer", {})
     assert isinstance(requested, dict)
     for key, value in shape.items():
@@ -203,7 +203,7 @@ def _is_checkpoint(path: Path, run: RunFolder) -> bool:
     return whole.parent == run.checkpoints
 
 
-def _several_policies(path: Path, run: RunFolder) -> ConfigError:
+def _explain_several(path: Path, run: RunFolder) -> ConfigError:
     names = run.config().trained_policies
     return ConfigError(
         f"{str(path)!r} has several policies: name one of them, such as {str(path / names[0])!r}"
@@ -220,7 +220,7 @@ def _find_all(
         return _find(name, source, progress)
     several, place = run.config().policies, path
     if path == run.path:  # the trained policies, or those of the newest checkpoint while it runs
-        place = run.model if run.model.is_dir() else _newest_checkpoint(source, run)
+        place = run.model if run.model.is_dir() else _find_newest_checkpoint(source, run)
     models: dict[str, LocalModel] = {}
     for policy, section in several.items():
         own = run.config().for_policy(policy)
@@ -236,7 +236,7 @@ def _has_several(path: Path, run: RunFolder) -> bool:
     return bool(run.config().policies) and path in places
 
 
-def _newest_checkpoint(source: str, run: RunFolder) -> Path:
+def _find_newest_checkpoint(source: str, run: RunFolder) -> Path:
     if checkpoints := _list_checkpoints(run):
         return checkpoints[-1]
     raise ConfigError(f"run {source!r} has no model and no checkpoint yet: let it finish a step")
@@ -246,12 +246,12 @@ def _list_checkpoints(run: RunFolder) -> list[Path]:
     return sorted(path for path in run.checkpoints.glob("*") if path.name[0] != ".")
 
 
-def _trainer_of(path: Path, run: RunFolder | None) -> LocalTrainerConfig | None:
-    trainer = _run_config(path, run).trainer if run else None
+def _read_trainer(path: Path, run: RunFolder | None) -> LocalTrainerConfig | None:
+    trainer = _read_config(path, run).trainer if run else None
     return trainer if isinstance(trainer, LocalTrainerConfig) else None
 
 
-def _run_config(path: Path, run: RunFolder) -> RunConfig:
+def _read_config(path: Path, run: RunFolder) -> RunConfig:
     """The config that wrote a model or checkpoint of a run: that of its policy, if of several."""
     config = run.config()
     return config.for_policy(path.name) if path.name in config.policies else config
@@ -270,38 +270,44 @@ def _find(name: str | None, source: str, progress: Callable[[str], None]) -> Loc
     path = Path(source).expanduser()
     run = find_run(path)
     if run is not None and _has_several(path, run):
-        raise _several_policies(run.model if path == run.path else path, run)
+        raise _explain_several(run.model if path == run.path else path, run)
     if run is not None and path == run.path:
-        return _trained(name, source, run, progress)
+        return _find_trained(name, source, run, progress)
     if (path / "adapter_config.json").is_file():
-        folder = resolve_model(_base_model(path, run), progress=progress)
-        return LocalModel(name or _default_name(path, run), source, folder, adapter=path)
+        folder = resolve_model(_find_base_model(path, run), progress=progress)
+        return LocalModel(name or _choose_name(path, run), source, folder, adapter=path)
     if run is not None and _is_checkpoint(path, run):
-        return _at_checkpoint(name, source, path, run, progress)
+        return _find_at_checkpoint(name, source, path, run, progress)
     return LocalModel(
-        name or _default_name(path, run), source, resolve_model(source, progress=progress)
+        name or _choose_name(path, run), source, resolve_model(source, progress=progress)
     )
 
 
-def _trained(
+def _find_trained(
     name: str | None, source: str, run: RunFolder, progress: Callable[[str], None]
 ) -> LocalModel:
     """The trained model of a run, or its newest checkpoint while it runs."""
     if run.model.is_dir():
         found = _find(name or run.path.name, str(run.model), progress)
         return LocalModel(found.name, source, found.folder, found.adapter)
-    newest = _newest_checkpoint(source, run)
-    return _at_checkpoint(name or run.path.name, source, newest, run, progress)
+    newest = _find_newest_checkpoint(source, run)
+    return _find_at_checkpoint(name or run.path.name, source, newest, run, progress)
 
 
-def _at_checkpoint(
+def _find_at_checkpoint(
     name: str | None, source: str, path: Path, run: RunFolder, progress: Callable[[str], None]
 ) -> LocalModel:
-    config = _run_config(path, run)
+    config = _read_config(path, run)
     if isinstance(config.trainer, TinkerConfig):
-        raise ConfigError(f"the weights of {source!r} are at a Tinker service, not on this machine")
+        raise ConfigError(
+            f"the weights of {source!r} are at a Tinker service: export them there, and name the "
+            "folder"
+        )
     if not isinstance(config.trainer, LocalTrainerConfig):
-        raise ConfigError(f"the weights of {source!r} are a checkpoint of {config.trainer.kind}")
+        raise ConfigError(
+            f"the weights of {source!r} are a checkpoint of {config.trainer.kind}: convert them to "
+            "a Hugging Face folder, and name that"
+        )
     return LocalModel(
         name or f"{run.path.name}-{path.name}",
         source,
@@ -320,20 +326,21 @@ def find_run(path: Path) -> RunFolder | None:
     return None
 
 
-def _base_model(adapter: Path, run: RunFolder | None) -> str:
+def _find_base_model(adapter: Path, run: RunFolder | None) -> str:
     """The base model of an adapter: that of its run, else of its adapter_config.json."""
     if run is not None:
-        return _run_config(adapter, run).model
+        return _read_config(adapter, run).model
     try:
         base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"adapter {str(adapter)!r} has no base_model_name_or_path in its adapter_config.json"
+            f"adapter {str(adapter)!r} has no base_model_name_or_path in its adapter_config.json: "
+            "add the folder or the name of its base model"
         ) from error
     return str(base)
 
 
-def _default_name(path: Path, run: RunFolder | None) -> str:
+def _choose_name(path: Path, run: RunFolder | None) -> str:
     return run.path.name if run is not None and path == run.model else _as_name(path.name)
 
 

@@ -79,12 +79,12 @@ def compute_measures(
     measure."""
     found: dict[str, list[float]] = {}
     if scores.greedy:
-        found["greedy"] = _known([scores.greedy[task] for task in tasks])
+        found["greedy"] = _drop_unknown([scores.greedy[task] for task in tasks])
     samples = max(map(len, scores.sampled), default=0)
-    sampled = [_known(scores.sampled[task]) for task in tasks] if samples else []
+    sampled = [_drop_unknown(scores.sampled[task]) for task in tasks] if samples else []
     if samples:
         found["sampled"] = [math.fsum(each) / samples for each in sampled]
-    for k in _powers_of_two(samples):
+    for k in _list_powers_of_two(samples):
         found[f"pass@{k}"] = [pass_at_k(each, k, pass_threshold) for each in sampled]
     return found
 
@@ -139,7 +139,7 @@ def _estimate(
         if count == 1:
             return Estimate(mean, None, count)
         variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-        reach = _student(count - 1) * math.sqrt(variance / count)
+        reach = _compute_student(count - 1) * math.sqrt(variance / count)
         return Estimate(mean, Interval(mean - reach, mean + reach), count)
     weighed = [*((value, 1.0) for value in values), *pseudo]
     weight = math.fsum(w for _, w in weighed)
@@ -156,7 +156,7 @@ def correlate(left: Sequence[float], right: Sequence[float]) -> float | None:
     return correlation(left, right) if varies else None
 
 
-def _student(freedom: int) -> float:
+def _compute_student(freedom: int) -> float:
     """The 97.5 % quantile of Student's t, to 1 %: Cornish and Fisher's series in 1 / freedom."""
     if freedom <= 2:
         return (12.7062, 4.3027)[freedom - 1]
@@ -168,11 +168,11 @@ def _student(freedom: int) -> float:
     return Z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def _known(values: Sequence[float | None]) -> list[float]:
+def _drop_unknown(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _powers_of_two(samples: int) -> list[int]:
+def _list_powers_of_two(samples: int) -> list[int]:
     """The k of pass@k: powers of two below the number of samples, and that number."""
     if samples < 2:
         return []  # pass@1 of one sample is its reward

@@ -43,12 +43,12 @@ def plan_trials(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> lis
     if settings.greedy:
         for number, task in enumerate(tasks):
             id = f"{when}-greedy-{number:05d}"
-            trials.append(Trial(_rollout(id, id, task, 0.0, config), number, "greedy", 0))
+            trials.append(Trial(_build_rollout(id, id, task, 0.0, config), number, "greedy", 0))
     for sample in range(settings.samples):
         for number, task in enumerate(tasks):
             group = f"{when}-sampled-{number:05d}"
             id = f"{group}-{sample:03d}"
-            rollout = _rollout(id, group, task, settings.temperature, config)
+            rollout = _build_rollout(id, group, task, settings.temperature, config)
             trials.append(Trial(rollout, number, "sampled", sample))
     return trials
 
@@ -65,7 +65,7 @@ async def ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
     """The evaluation rollouts that have ended, by id."""
     return {
         record.rollout.id: record
-        async for record in _evaluated(directory)
+        async for record in _list_evaluated(directory)
         if record.status in TERMINAL
     }
 
@@ -75,7 +75,7 @@ def read_scores(trials: Sequence[Trial], ended: dict[str, RolloutRecord]) -> Sco
     greedy: dict[int, float | None] = {}
     sampled: dict[int, list[float | None]] = {}
     for trial in trials:
-        reward = _reward(ended[trial.rollout.id])
+        reward = _read_reward(ended[trial.rollout.id])
         if trial.way == "greedy":
             greedy[trial.task] = reward
         else:
@@ -88,14 +88,14 @@ def read_scores(trials: Sequence[Trial], ended: dict[str, RolloutRecord]) -> Sco
     )
 
 
-def _reward(record: RolloutRecord) -> float | None:
+def _read_reward(record: RolloutRecord) -> float | None:
     """Reward of an ended rollout; None if it failed by no fault of its agent."""
     if record.failure is not None and record.failure.kind in AGENT_FAILURES:
         return 0.0
     return record.reward
 
 
-async def _evaluated(directory: Directory) -> AsyncGenerator[RolloutRecord]:
+async def _list_evaluated(directory: Directory) -> AsyncGenerator[RolloutRecord]:
     page = await directory.rollouts(mode=Mode.VAL, limit=PAGE)
     while page:
         for record in page:
@@ -103,7 +103,7 @@ async def _evaluated(directory: Directory) -> AsyncGenerator[RolloutRecord]:
         page = await directory.rollouts(mode=Mode.VAL, after=page[-1].rollout.id, limit=PAGE)
 
 
-def _rollout(
+def _build_rollout(
     id: str, group: str, task: JsonValue, temperature: float, config: RunConfig
 ) -> Rollout:
     return Rollout(

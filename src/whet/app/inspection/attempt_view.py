@@ -59,7 +59,7 @@ class AttemptView:
     @property
     def generation_ids(self) -> list[GenerationId]:
         """Ids of all generations, in the order of their calls."""
-        return [c.generation_id(i) for c in self.calls for i in range(len(c.generations))]
+        return [id for call in self.calls for id in call.generations_by_id]
 
     @property
     def links(self) -> dict[str, SpanLink]:
@@ -77,10 +77,10 @@ class AttemptView:
             "failure": failure.model_dump(mode="json") if failure else None,
             "prompt_tokens": self.prompt_tokens,
             "sampled_tokens": self.sampled_tokens,
-            "calls": [_call_json(call) for call in self.calls],
+            "calls": [_dump_call(call) for call in self.calls],
             "rewards": [reward.model_dump(mode="json") for reward in self.rewards],
             "spans": [
-                span.model_dump(mode="json") | _link_json(links.get(span.span_id))
+                span.model_dump(mode="json") | _dump_link(links.get(span.span_id))
                 for span in self.spans
             ],
         }
@@ -99,11 +99,11 @@ async def read_attempt(store: Store, rollout: Rollout) -> AttemptView:
     )
 
 
-def _link_json(link: SpanLink | None) -> dict[str, str | None]:
+def _dump_link(link: SpanLink | None) -> dict[str, str | None]:
     return {"call": link and link.call, "call_by": link and link.by}
 
 
-def _call_json(call: Call) -> dict[str, JsonValue]:
+def _dump_call(call: Call) -> dict[str, JsonValue]:
     return {
         "id": call.id,
         "parent": call.parent,
@@ -133,14 +133,14 @@ def _call_json(call: Call) -> dict[str, JsonValue]:
 
 def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> Tree:
     """Draw an attempt as a tree: its task, calls with advantages, spans and rewards."""
-    tree = Tree(_head(view))
-    tree.add(Text(f"task  {_short(view.rollout.task)}"))
+    tree = Tree(_format_head(view))
+    tree.add(Text(f"task  {_shorten(view.rollout.task)}"))
     for number, call in enumerate(view.calls, start=1):
-        branch = tree.add(_call_line(number, call))
+        branch = tree.add(_format_call(number, call))
         for message in call.messages:
-            branch.add(Text(f"{message.get('role')}  {_short(message.get('content'))}", "dim"))
+            branch.add(Text(f"{message.get('role')}  {_shorten(message.get('content'))}", "dim"))
         for index, generation in enumerate(call.generations):
-            for line in _generation_lines(generation):
+            for line in _format_generation(generation):
                 branch.add(line)
             advantage = advantages.get(call.generation_id(index))
             if advantage is not None:
@@ -151,7 +151,7 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
     links = {span: f"call {numbers[link.call]} by {link.by}" for span, link in view.links.items()}
     below: dict[str | None, Tree] = {}
     for span in view.spans:
-        shown = _span_line(span, links.get(span.span_id, ""))
+        shown = _format_span(span, links.get(span.span_id, ""))
         below[span.span_id] = below.get(span.parent_id, tree).add(shown)
     if view.record.failure and view.record.failure.traceback:
         tree.add(Text(view.record.failure.traceback.rstrip(), "red"))
@@ -161,7 +161,7 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
     return tree
 
 
-def _head(view: AttemptView) -> Text:
+def _format_head(view: AttemptView) -> Text:
     head = Text(f"{view.record.id}  ", "bold")
     if view.record.failure:
         failure = view.record.failure
@@ -190,7 +190,7 @@ def _explain_missing_calls(view: AttemptView) -> str:
     )
 
 
-def _call_line(number: int, call: Call) -> Text:
+def _format_call(number: int, call: Call) -> Text:
     sampled = sum(len(generation.tokens) for generation in call.generations)
     line = Text(f"call {number}  ", "bold")
     policy, agent = call.origin.policy, call.origin.agent
@@ -208,16 +208,18 @@ def _call_line(number: int, call: Call) -> Text:
     return line
 
 
-def _generation_lines(generation: Generation) -> Iterator[Text]:
+def _format_generation(generation: Generation) -> Iterator[Text]:
     message = generation.message
     if message.get("reasoning"):
-        yield Text(f"reasoning  {_short(message['reasoning'])}", "cyan")
+        yield Text(f"reasoning  {_shorten(message['reasoning'])}", "cyan")
     if message.get("content"):
-        yield Text(f"reply  {_short(message['content'])}", "cyan")
+        yield Text(f"reply  {_shorten(message['content'])}", "cyan")
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         if isinstance(call, dict):
-            yield Text(f"tool call  {call.get('name')}({_short(call.get('arguments'))})", "magenta")
+            yield Text(
+                f"tool call  {call.get('name')}({_shorten(call.get('arguments'))})", "magenta"
+            )
     if generation.stop == "length":
         yield Text("cut off at the token limit", "yellow")
     if generation.sampling.grammar is not None:
@@ -226,19 +228,19 @@ def _generation_lines(generation: Generation) -> Iterator[Text]:
         yield Text("sampled at temperature 0: the rollouts of a group would be equal", "yellow")
 
 
-def _span_line(span: Span, link: str) -> Text:
+def _format_span(span: Span, link: str) -> Text:
     line = Text(f"span  {span.name}  {(span.end - span.start) / 1e6:.1f} ms")
     if link:
         line.append(f"  {link}", "bold")
     if span.status == "error":
-        line.append(f"  {_short(span.message)}", "red")
+        line.append(f"  {_shorten(span.message)}", "red")
     shown = {k: v for k, v in span.attributes.items() if not k.startswith("code.")}
     if shown and span.status != "error":
-        line.append(f"  {_short(shown)}", "dim")
+        line.append(f"  {_shorten(shown)}", "dim")
     return line
 
 
-def _short(value: JsonValue) -> str:
+def _shorten(value: JsonValue) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     line = " ".join(text.split())
     return line if len(line) <= WIDTH else f"{line[:WIDTH]}…"

@@ -85,13 +85,13 @@ async def _run(
         console.print(text, highlight=False)
 
     async with open_run(folder, agent=agent, context=context, progress=progress) as run:
-        rollouts = _rollouts(tasks, folder)
+        rollouts = _plan_rollouts(tasks, folder)
         await run.collector.begin(rollouts)
         await run.collector.wait([rollout.id for rollout in rollouts])
         return [await read_attempt(run.store, rollout) for rollout in rollouts]
 
 
-def _rollouts(tasks: Sequence[JsonValue], folder: RunFolder) -> list[Rollout]:
+def _plan_rollouts(tasks: Sequence[JsonValue], folder: RunFolder) -> list[Rollout]:
     """One rollout for each task, in order, without retries: failures are to be seen."""
     config = folder.config()
     [example] = plan_rollouts(tasks[:1], config.model_copy(update={"group_size": 1}))(0)

@@ -48,7 +48,7 @@ class ExactnessCounts:
     def add(self, trajectory: Trajectory, selection: SelectionConfig) -> None:
         """Count one trajectory as if every generation had credit."""
         self.rollouts += 1
-        ids = [c.generation_id(i) for c in trajectory.calls for i in range(len(c.generations))]
+        ids = trajectory.generation_ids()
         reasons = explain_exclusions(trajectory.calls, selection)
         self.left_out.update(count_reasons(reasons))
         built = build_rows([Credit(trajectory, {id: 1.0 for id in ids if id not in reasons})])

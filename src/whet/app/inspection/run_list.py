@@ -123,7 +123,7 @@ def run_list(args: argparse.Namespace) -> int:
     if not runs:
         console.print(f"no runs in {args.dir}: `whet demo` or `whet train` makes one")
         return 0
-    console.print(_table(runs))
+    console.print(_build_table(runs))
     console.print(
         "`whet view RUN` opens its dashboard, `whet show RUN` prints its rollouts, `whet clean` "
         "deletes runs of `whet dev`"
@@ -155,7 +155,7 @@ def run_clean(args: argparse.Namespace) -> int:
     if not chosen:
         console.print("nothing to delete")
         return 0
-    console.print(_table(chosen))
+    console.print(_build_table(chosen))
     if not args.yes:
         console.print(f"nothing was deleted: `--yes` deletes these {len(chosen)} runs")
         return 0
@@ -172,7 +172,7 @@ def narrow_table(first: str) -> Table:
     return table
 
 
-def _table(runs: list[RunSummary]) -> Table:
+def _build_table(runs: list[RunSummary]) -> Table:
     table = narrow_table("run")
     table.add_column("kind", no_wrap=True)
     table.add_column("model", overflow="fold")

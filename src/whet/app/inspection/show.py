@@ -151,8 +151,8 @@ class Shown:
         """The policies that an attempt called, in a run of several, with their mean advantages."""
         found: dict[str, list[float]] = {}
         for call in view.calls:
-            ids = [call.generation_id(index) for index in range(len(call.generations))]
             own = found.setdefault(call.origin.policy, [])
+            ids = call.generations_by_id
             own += [self.advantages[id] for id in ids if id in self.advantages]
         return [f"{name} {fmean(own):+.3f}" if own else name for name, own in found.items() if name]
 
@@ -200,7 +200,7 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
             f"the run has no rollout {id!r}: `whet rollouts RUN` lists them"
         ) from error
     if not attempts:
-        raise ConfigError(f"the rollout {id!r} has not begun yet")
+        raise ConfigError(f"the rollout {id!r} has not begun yet: show it once it runs")
     if attempts[-1].status is Status.RUNNING:
         return (await store.attempt(attempts[-1].id)).rollout
     [trajectory] = await store.trajectories([id], failed=True)

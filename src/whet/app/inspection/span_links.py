@@ -29,7 +29,7 @@ def link_spans(spans: Sequence[Span], calls: Sequence[Call]) -> dict[str, SpanLi
     model_spans = [span for span in spans if is_model_call(span)]
     links: dict[str, SpanLink] = {}
     known = {call.id for call in calls}
-    tools = {id: call.id for call in calls for id in _tool_calls(call)}
+    tools = {id: call.id for call in calls for id in _list_tool_calls(call)}
     for span in model_spans:
         replied = parse_response_id(str(span.attributes.get("gen_ai.response.id") or ""))
         by_tool = {
@@ -48,7 +48,7 @@ def link_spans(spans: Sequence[Span], calls: Sequence[Call]) -> dict[str, SpanLi
     return links
 
 
-def _tool_calls(call: Call) -> Iterator[str]:
+def _list_tool_calls(call: Call) -> Iterator[str]:
     for generation in call.generations:
         listed = generation.message.get("tool_calls")
         for each in listed if isinstance(listed, list) else []:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
+from whet.app.inputs import read_jsonl
 from whet.errors import ConfigError, RequestError
 from whet.gateway.dialects.chat import ChatDialect
 from whet.gateway.graph import Graph
@@ -31,7 +32,7 @@ def traffic_report(file: Path, template: ChatTemplate) -> dict[str, JsonValue]:
     """Count the turns that were sent back, and those whose tokens a new rendering changes."""
     replies: dict[str, list[_Reply]] = {}
     counts: Counter[str] = Counter()
-    for record in _records(file):
+    for record in _read_records(file):
         body = record.get("body")
         if not isinstance(body, dict) or "messages" not in body or "reply" not in record:
             counts["skipped"] += 1
@@ -65,7 +66,7 @@ def _compare(
     if match is None:
         counts["unmatched"] += 1
         return
-    mine, theirs = _ids(match.message, template), _ids(echo, template)
+    mine, theirs = _encode(match.message, template), _encode(echo, template)
     counts["matched"] += 1
     counts["same_bytes"] += match.wire == wire
     counts["turns_drifted"] += mine != theirs
@@ -74,7 +75,7 @@ def _compare(
     counts["tokens_drifted"] += abs(len(mine) - len(theirs))
 
 
-def _ids(message: Message, template: ChatTemplate) -> list[int]:
+def _encode(message: Message, template: ChatTemplate) -> list[int]:
     """The tokens of a message as a re-tokenizing trainer would encode it, arguments unchanged."""
     calls = "".join(
         f'\n<tool_call>\n{{"name": "{c.name}", "arguments": {c.arguments}}}\n</tool_call>'
@@ -172,20 +173,10 @@ def _report(counts: Counter[str]) -> dict[str, JsonValue]:
     return {name: counts[name] for name in (*names, *more)}
 
 
-def _records(file: Path) -> list[dict[str, JsonValue]]:
+def _read_records(file: Path) -> list[dict[str, JsonValue]]:
     records: list[dict[str, JsonValue]] = []
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the traffic file {str(file)!r}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{str(file)!r} line {number} is not JSON: {error}") from error
+    for number, value in read_jsonl(file, "recorded calls"):
         if not isinstance(value, dict):
             raise ConfigError(f"{str(file)!r} line {number}: expected a JSON object")
-        records.append(cast(dict[str, JsonValue], value))
+        records.append(value)
     return records

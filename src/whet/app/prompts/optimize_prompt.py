@@ -36,7 +36,12 @@ def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet optimize-prompt`."""
     parser.usage = "whet optimize-prompt AGENT --tasks FILE --prompt FILE [options]"
     add_agent_flags(parser)
-    add_tasks_flags(parser, held_out=True)
+    add_tasks_flags(parser, held_out=False)
+    parser.group("agent and tasks").add_argument(
+        "--held-out",
+        metavar="FILE",
+        help="tasks whose rewards decide between prompts (default: those of --tasks)",
+    )
     group = parser.group("search")
     group.add_argument(
         "--prompt",

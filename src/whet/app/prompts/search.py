@@ -17,6 +17,7 @@ from whet.app.prompts.saved import BEST_FILE, find_prompts
 from whet.app.prompts.study import Candidate, Prompts, Study
 from whet.config import RunConfig, merge
 from whet.errors import ConfigError, EngineError
+from whet.io.chat_completion import complete
 from whet.io.files import atomic_file
 from whet.io.http_client import HttpClient, TransportError
 from whet.protocols import Store
@@ -153,21 +154,17 @@ class PromptSearch(Driver):
 
 async def ask_model(http: HttpClient, endpoint: Endpoint, text: str) -> str:
     """Return a chat model's reply to one message. Raises EngineError if there is none."""
-    url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
-    body = {"model": endpoint.model, "messages": [{"role": "user", "content": text}]}
+    body: dict[str, JsonValue] = {
+        "model": endpoint.model,
+        "messages": [{"role": "user", "content": text}],
+    }
     try:
-        response = await http.request("POST", url, json=body, timeout_s=REFLECTION_TIMEOUT_S)
+        reply = await complete(http, endpoint.base_url, body, timeout_s=REFLECTION_TIMEOUT_S)
     except TransportError as error:
-        raise EngineError(f"the reflection model at {url} did not reply: {error}") from error
-    if response.status != 200:
         raise EngineError(
-            f"the reflection model at {url} replied with status {response.status}: "
-            f"{response.body[:200].decode(errors='replace')}"
-        )
-    try:
-        return str(response.json()["choices"][0]["message"]["content"] or "")
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise EngineError(f"the reply of {url} is not a chat completion") from error
+            f"no reply of the reflection model at {endpoint.base_url}: {error}"
+        ) from error
+    return reply.text
 
 
 def read_reflection(url: str | None, model: str | None, variable: str) -> Endpoint | None:

@@ -29,7 +29,7 @@ async def read_best(
         least = min_reward if min_reward is not None else fmean(t.reward for t in group)
         ranked = sorted(group, key=lambda trajectory: -trajectory.reward)
         chosen = [t for t in ranked if t.reward > least or t.reward == min_reward]
-        found = [(t, _rows(t, selection)) for t in chosen[:best]]
+        found = [(t, _build_rows(t, selection)) for t in chosen[:best]]
         return [SupervisedExample(t.attempt.rollout.id, rows) for t, rows in found if rows]
 
     return await _read(store, choose)
@@ -49,7 +49,7 @@ async def read_pairs(
         margin = best.reward - worst.reward
         if margin <= 0 or margin < min_margin:
             return []
-        rows, rejected = _rows(best, selection), _rows(worst, selection)
+        rows, rejected = _build_rows(best, selection), _build_rows(worst, selection)
         return (
             [SupervisedExample(best.attempt.rollout.group, rows, rejected)]
             if rows and rejected
@@ -64,7 +64,7 @@ async def _read(
 ) -> list[SupervisedExample]:
     groups = 0
     examples: list[SupervisedExample] = []
-    async for group in _groups(store):
+    async for group in _read_groups(store):
         groups += 1
         examples += choose(group)
     if not examples:
@@ -75,7 +75,7 @@ async def _read(
     return examples
 
 
-async def _groups(store: Store) -> AsyncGenerator[list[Trajectory]]:
+async def _read_groups(store: Store) -> AsyncGenerator[list[Trajectory]]:
     """Yield the succeeded training rollouts of each group; evaluations are not trained on."""
     ids: dict[str, list[str]] = {}
     after: str | None = None
@@ -90,7 +90,7 @@ async def _groups(store: Store) -> AsyncGenerator[list[Trajectory]]:
             yield trajectories
 
 
-def _rows(trajectory: Trajectory, selection: SelectionConfig) -> tuple[Row, ...]:
+def _build_rows(trajectory: Trajectory, selection: SelectionConfig) -> tuple[Row, ...]:
     """The rows of a trajectory as they were sampled, to be trained at temperature 1."""
     built = build_rows(select([Credit.even(trajectory, 1.0)], selection))
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}

@@ -85,7 +85,7 @@ def render_dialogue(dialogue: Dialogue, renderer: Renderer) -> tuple[Row, ...]:
         if prompt[: len(tokens)] != tokens:
             end_row()
             segments = []
-        segments.append(_segment(f"{dialogue.name}.{index}", len(prompt), len(sampled)))
+        segments.append(_build_segment(f"{dialogue.name}.{index}", len(prompt), len(sampled)))
         tokens = [*prompt, *sampled]
     end_row()
     return tuple(rows)
@@ -104,7 +104,7 @@ def prefer(pair: tuple[Dialogue, Dialogue], renderer: Renderer) -> SupervisedExa
     return SupervisedExample(pair[0].name, chosen, rejected)
 
 
-def _segment(id: str, start: int, length: int) -> SampledSegment:
+def _build_segment(id: str, start: int, length: int) -> SampledSegment:
     return SampledSegment(
         generation=GenerationId(id),
         start=start,
@@ -122,13 +122,13 @@ def _segment(id: str, start: int, length: int) -> SampledSegment:
 
 
 def _load(source: Dialogues, what: str, read: Callable[[Object, str], T]) -> list[T]:
-    values = list(_named_values(source, what))
+    values = list(_read_values(source, what))
     if not values:
         raise ConfigError(f"there are no {what}s: give at least one")
     return [read(_as_object(value, name), name) for name, value in values]
 
 
-def _named_values(source: Dialogues, what: str) -> Iterator[tuple[str, JsonValue]]:
+def _read_values(source: Dialogues, what: str) -> Iterator[tuple[str, JsonValue]]:
     if isinstance(source, (str, Path)):
         for number, value in read_jsonl(Path(source), f"{what}s"):
             yield f"{str(source)!r} line {number}", value
@@ -147,7 +147,7 @@ def _read_dialogue(value: Object, name: str) -> Dialogue:
     if "completion" in value:
         return _complete(value, value.get("prompt"), "completion", name)
     expected = "'messages', or 'prompt' and 'completion'"
-    raise ConfigError(f"{name}: expected {expected}, found {_keys(value)}")
+    raise ConfigError(f"{name}: expected {expected}, found {_list_keys(value)}")
 
 
 def _read_pair(value: Object, name: str) -> tuple[Dialogue, Dialogue]:
@@ -160,7 +160,7 @@ def _read_pair(value: Object, name: str) -> tuple[Dialogue, Dialogue]:
     missing = [key for key in keys if key not in value]
     if missing:
         raise ConfigError(
-            f"{name}: expected 'prompt', 'chosen' and 'rejected', found {_keys(value)}"
+            f"{name}: expected 'prompt', 'chosen' and 'rejected', found {_list_keys(value)}"
         )
     chosen, rejected = (_complete(value, prompt, key, name) for key in keys)
     return chosen, rejected
@@ -260,5 +260,5 @@ def _as_object(value: JsonValue, where: str) -> Object:
     return value
 
 
-def _keys(value: Object) -> str:
+def _list_keys(value: Object) -> str:
     return ", ".join(map(repr, value)) or "an empty object"

@@ -18,11 +18,11 @@ from whet.app.cli.display import open_console
 from whet.app.composition.samplers import build_renderer
 from whet.app.composition.trainers import open_trainer, read_vocabulary
 from whet.app.experiment import open_trackers
-from whet.app.run_folder import RunFolder, list_leaves
+from whet.app.run_folder import RunFolder
 from whet.app.supervised.best_rollouts import read_best, read_pairs
 from whet.app.supervised.cli import KEYS
 from whet.app.supervised.dialogues import Dialogues, imitate, load_dialogues, load_pairs, prefer
-from whet.config import RunConfig, resolve
+from whet.config import RunConfig, list_leaves, resolve
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
 from whet.gateway.templates.renderer import Renderer
@@ -295,7 +295,10 @@ def _fit_context(
             "--supervised.skip-long true"
         )
     if len(long) == len(examples):
-        raise ConfigError(f"no example fits into the model's context of {limit:,} tokens")
+        raise ConfigError(
+            f"no example fits into the model's context of {limit:,} tokens: shorten them, or "
+            "choose another model"
+        )
     if long:
         console.print(f"left out {len(long)} examples of more than {limit:,} tokens")
     return [example for example in examples if length(example) <= limit]
@@ -388,16 +391,16 @@ def _report(record: StepRecord, config: RunConfig, tracking: Tracking, console: 
     tracking.step(record.version, record.metrics)
     metrics = record.metrics
     if record.step == 0:
-        names = [name.replace("held_out_", "held-out ") for name in _shown(metrics)]
+        names = [name.replace("held_out_", "held-out ") for name in _select_shown(metrics)]
         header = " ".join(f"{name:>{max(9, len(name))}}" for name in [*names, "tokens/s"])
         console.print(f"{'step':>11} {header}", highlight=False)
-    values = [f"{value:>{max(9, len(name))}.4f}" for name, value in _shown(metrics).items()]
+    values = [f"{value:>{max(9, len(name))}.4f}" for name, value in _select_shown(metrics).items()]
     rate = metrics["trained_tokens"] / metrics["seconds"]
     line = " ".join([f"{record.version:>5}/{config.steps:<5}", *values, f"{rate:>9,.0f}"])
     console.print(line, highlight=False)
 
 
-def _shown(metrics: Metrics) -> dict[str, float]:
+def _select_shown(metrics: Metrics) -> dict[str, float]:
     names = ("loss", "held_out_loss", "margin", "accuracy", "held_out_accuracy")
     return {name: metrics[name] for name in names if name in metrics}
 

@@ -47,10 +47,10 @@ def build_server(models: Sequence[ServedModel], storage: Storage, log: Log, key:
     server = Starlette(
         routes=[Mount(ROOT, routes=routes), *inference_mounts(state, log)],
         exception_handlers={
-            TooLarge: _error_handler(413),
-            RequestError: _error_handler(400),
-            NotFound: _error_handler(404),
-            HTTPException: _unknown,
+            TooLarge: _build_handler(413),
+            RequestError: _build_handler(400),
+            NotFound: _build_handler(404),
+            HTTPException: _refuse_path,
         },
     )
 
@@ -65,11 +65,11 @@ def build_server(models: Sequence[ServedModel], storage: Storage, log: Log, key:
     return guarded
 
 
-def _error_handler(status: int) -> Callable[[Request, Exception], Response]:
+def _build_handler(status: int) -> Callable[[Request, Exception], Response]:
     return lambda request, error: JSONResponse({"detail": str(error)}, status)
 
 
-def _unknown(request: Request, error: Exception) -> Response:
+def _refuse_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = f"unknown endpoint {request.method} {request.scope['path']}"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)

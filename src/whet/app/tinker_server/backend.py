@@ -1,18 +1,38 @@
-"""Protocols of the server's backend: training runs and samplers of each model."""
+"""Backend of the Tinker server: training runs and samplers of models in this process.
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+The base model is in memory once. Every training run has its own LoRA adapters on it, and so has
+every engine; an idle engine loads other adapters of the same shape, so a loop that publishes after
+each step keeps one engine with its KV cache, buffers and CUDA graphs.
+"""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from anyio import CancelScope, to_thread
 
-from whet.config import AdamStep
+from whet.app.composition.samplers import build_renderer, sampler_threads
+from whet.config import AdamStep, LocalTrainerConfig, RunConfig
+from whet.engines.local.engine import LocalEngine
+from whet.engines.local.forward import check_sampling
+from whet.engines.local.grammar import Grammars
+from whet.engines.scorer import LocalScorer, ScoreRequest, TokenScores
+from whet.errors import ConfigError, NotFound, RequestError
+from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
+from whet.models.huggingface import LocalPolicy, load_base
+from whet.trainers.tinker_datums import Datum, DatumResult, DatumTrainer
 from whet.types import Sampling, StopReason, TokenChunk, Value
 
-Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
+ALPHA = 32
+"""LoRA alpha, as at the hosted service: adapters are scaled by `ALPHA / rank`."""
+WEIGHTS = "weights.safetensors"
 
 
 class Lora(Value):
@@ -22,21 +42,6 @@ class Lora(Value):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
-
-
-class Example(NamedTuple):
-    """A training datum: tokens and named arrays of one shape."""
-
-    tokens: tuple[int, ...]
-    targets: Ids
-    inputs: Mapping[str, Floats]
-
-
-class PassResult(NamedTuple):
-    """Result of a forward or forward-backward pass."""
-
-    logprobs: Sequence[Floats]
-    loss: float
 
 
 class Weights(NamedTuple):
@@ -55,25 +60,6 @@ class Sampled(NamedTuple):
     top: Sequence[Sequence[tuple[int, float]]]
     """Most likely tokens at each position, if requested."""
     stop: StopReason
-
-
-class PromptScoreRequest(NamedTuple):
-    """Scores requested for the tokens of a prompt."""
-
-    top: int = 0
-    targets: Ids | None = None
-    """(T - 1, K)."""
-    draws: int = 0
-    temperature: float = 1.0
-
-
-class PromptScores(NamedTuple):
-    """Scores of every prompt token but the first."""
-
-    chosen: Floats
-    top: tuple[Ids, Floats]
-    targets: Floats
-    drawn: tuple[Ids, Floats]
 
 
 class BaseModelInfo(NamedTuple):
@@ -100,59 +86,228 @@ class BaseModelInfo(NamedTuple):
         return (self.name, *self.aliases)
 
 
-class TrainingRuns(Protocol):
-    """Training runs in memory, by id."""
+class ModelNames(NamedTuple):
+    """A model on this machine, as the user named it."""
+
+    folder: Path
+    sources: tuple[str, ...]
+    """What it was found by, such as `tiny`."""
+    names: tuple[str, ...]
+    """Names for clients; that of the folder if there are none."""
+
+
+class ServedModel(NamedTuple):
+    """A base model with what is trained on it and sampled from it."""
+
+    runs: "TrainingRuns"
+    samplers: "Samplers"
+
+
+@asynccontextmanager
+async def open_models(
+    named: Sequence[ModelNames], config: RunConfig, *, engines: int
+) -> AsyncGenerator[list[ServedModel]]:
+    """Load models.
+
+    Raises:
+        ConfigError: one cannot be loaded or found by its name, or two have the same.
+    """
+    busy, taken = asyncio.Lock(), set[str]()
+    models: list[ServedModel] = []
+    for folder, sources, names in named:
+        place = str(folder.absolute())
+        name, *aliases = names or [name_folder(place)]
+        also = (*sources, place, f"{place}/")
+        if shared := taken & {name, *aliases, *also}:
+            raise ConfigError(
+                f"two models have the name {min(shared)!r}: give each its own, --model NAME=MODEL"
+            )
+        taken |= {name, *aliases, *also}
+        base = BaseModel(folder, config)
+        samplers = Samplers(base, name, also, engines=engines, aliases=tuple(aliases))
+        models.append(ServedModel(TrainingRuns(base, busy), samplers))
+    try:
+        yield models
+    finally:
+        with CancelScope(shield=True):
+            for model in models:
+                await model.samplers.close()
+
+
+def name_folder(folder: str) -> str:
+    """The name by which clients load the tokenizer of a folder.
+
+    They read a name with two slashes as that of a variant, `org/model/variant`, and what follows
+    a colon as another.
+    """
+    if ":" in folder:
+        raise ConfigError(
+            f"clients cut the model folder {folder!r} at its colon: rename it, or name the model, "
+            "--model NAME=FOLDER"
+        )
+    return f"{folder}/" if folder.count("/") == 2 else folder
+
+
+class BaseModel:
+    """The base model, on which adapters are built."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder = folder
+        self.config = config
+        assert config.trainer.kind == "local"
+        assert config.engine.kind == "local"
+        if config.trainer.gpus > 1:
+            raise ConfigError("the Tinker server trains on one GPU: leave out trainer.gpus")
+        self._trainer, self.engine = config.trainer, config.engine
+        self.policy = load_base(folder, self._trainer, device=self.engine.device)
+        check_sampling(self.policy)
+
+    def build_adapters(self, lora: Lora, *, seed: int = 0, trained: bool = False) -> LocalPolicy:
+        """Build adapters that are the identity until they are trained or loaded."""
+        layers = {"head": lora.train_unembed, "mlp": lora.train_mlp, "attention": lora.train_attn}
+        config = LocalTrainerConfig.model_validate(
+            {
+                **self._trainer.model_dump(),
+                "weights": "lora",
+                "lora_rank": lora.rank,
+                "lora_alpha": ALPHA,
+                "lora_layers": [layer for layer, requested in layers.items() if requested],
+                **({} if trained else {"gradient_checkpointing": False, "compile": False}),
+            }
+        )
+        return LocalPolicy(
+            self.folder, config, device=self.engine.device, seed=seed, base=self.policy
+        )
+
+
+class TrainingRuns:
+    """Training runs of a model, by id. One pass runs at a time, also of other models."""
+
+    def __init__(self, base: BaseModel, busy: asyncio.Lock | None = None) -> None:
+        self._base = base
+        self._runs: dict[str, tuple[LocalPolicy, DatumTrainer]] = {}
+        self._busy = busy or asyncio.Lock()
 
     async def create(self, run: str, lora: Lora, seed: int | None) -> None:
-        """Create adapters. Raises RequestError if they are not supported."""
-        ...
+        """Create adapters."""
+        seed = secrets.randbits(31) if seed is None else seed % 2**63
+        policy = await to_thread.run_sync(
+            lambda: self._base.build_adapters(lora, seed=seed, trained=True)
+        )
+        self._runs[run] = policy, DatumTrainer(policy, threads=sampler_threads(policy))
 
     def drop(self, run: str) -> None:
         """Release a run, if it is in memory."""
-        ...
+        self._runs.pop(run, None)
 
     async def forward_backward(
         self,
         run: str,
-        data: Sequence[Example],
+        data: Sequence[Datum],
         loss: str,
         settings: Mapping[str, float],
         *,
         forward_only: bool,
-    ) -> PassResult:
+    ) -> DatumResult:
         """Accumulate the gradient of a loss, unless `forward_only`. Raises RequestError."""
-        ...
+        async with self._busy:
+            trainer = self._get(run)[1]
+            return await trainer.forward_backward(data, loss, settings, forward_only=forward_only)
 
     async def optim_step(self, run: str, adam: AdamStep) -> dict[str, float]:
         """Apply the gradient and clear it."""
-        ...
+        async with self._busy:
+            return {"grad_norm:mean": await self._get(run)[1].optim_step(adam)}
 
     async def save(self, run: str, folder: Path, kind: str) -> None:
         """Write `weights`, with the optimizer, `sampler_weights` or `external_weights`."""
-        ...
+        policy, trainer = self._get(run)
+        async with self._busy:
+            match kind:
+                case "weights":
+                    await trainer.save(folder)
+                case "sampler_weights":
+                    await to_thread.run_sync(policy.write_weights, folder / WEIGHTS)
+                case _:
+                    await to_thread.run_sync(policy.write_model, folder)
 
     async def load(self, run: str, folder: Path, *, optimizer: bool) -> None:
         """Load a checkpoint of kind `weights`."""
-        ...
+        async with self._busy:
+            await self._get(run)[1].restore(folder, optimizer=optimizer)
+
+    def _get(self, run: str) -> tuple[LocalPolicy, DatumTrainer]:
+        if run not in self._runs:
+            raise NotFound(f"the training run {run!r} has ended")
+        return self._runs[run]
 
 
-class Samplers(Protocol):
-    """Samples from the base model, or from saved adapters."""
+@dataclass(eq=False)
+class _EngineSlot:
+    """An engine with the adapters it has loaded."""
 
-    served: BaseModelInfo
+    policy: LocalPolicy
+    engine: LocalEngine
+    scorer: LocalScorer
+    lora: Lora | None
+    weights: Weights | None
+    busy: int = 0
+    used: int = 0
+    loaded: int = 0
+    """When it loaded its weights, as `used` counts."""
+    reserved: tuple[Weights | None] | None = None
+    """Weights that a request waits for: until they are loaded, no other request is admitted."""
 
-    @property
+    def admits(self, weights: Weights | None) -> bool:
+        return self.reserved is None or self.reserved[0] == weights
+
+
+class Samplers:
+    """Samples from the base model, or from saved adapters, by engines that share the base."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        name: str,
+        also: tuple[str, ...],
+        *,
+        engines: int,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        self._base = base
+        template = ChatTemplate(base.folder)
+        self._decode: Callable[[Sequence[int]], str] = template.decode_all
+        self._grammars = Grammars(base.folder, sorted(template.eos_ids))
+        self._most = engines
+        self._slots: list[_EngineSlot] = []
+        self._slot_free = asyncio.Condition()
+        self._uses = 0
+        self._waiting = Counter[Weights | None]()
+        """Requests that wait for an engine, by the weights they need."""
+        self.served = BaseModelInfo(
+            name=name,
+            also=(*also, *aliases),
+            aliases=aliases,
+            context_length=base.policy.context_length,
+            vocabulary=base.policy.vocabulary,
+            eos_ids=tuple(sorted(template.eos_ids)),
+        )
+
+    @cached_property
     def renderer(self) -> Renderer:
         """Renderer of the model's chat template. Raises ConfigError if it has none."""
-        ...
+        return build_renderer(self._base.folder, self._base.config)
 
     async def sample(
         self, weights: Weights | None, prompt: Sequence[int], sampling: Sampling
     ) -> Sampled:
         """Sample one sequence; concurrent requests are batched."""
-        ...
+        async with aclosing(self.generate(weights, prompt, sampling, stream=False)) as chunks:
+            chunk = await anext(chunks)
+        assert chunk.stop is not None  # without streaming there is one chunk
+        return Sampled(chunk.tokens, chunk.logprobs, chunk.top, chunk.stop)
 
-    def generate(
+    async def generate(
         self,
         weights: Weights | None,
         prompt: Sequence[int],
@@ -161,17 +316,112 @@ class Samplers(Protocol):
         stream: bool,
     ) -> AsyncGenerator[TokenChunk]:
         """Sample one sequence in chunks, as an engine does."""
-        ...
+        async with (
+            self._acquire_slot(weights) as slot,
+            aclosing(slot.engine.generate(prompt, sampling, stream=stream)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield chunk
 
     async def score(
-        self, weights: Weights | None, prompt: Sequence[int], request: PromptScoreRequest
-    ) -> PromptScores:
-        """Score the tokens of a prompt."""
-        ...
+        self, weights: Weights | None, prompt: Sequence[int], request: ScoreRequest
+    ) -> TokenScores:
+        """Score the tokens of a prompt. Raises RequestError if it does not fit the model."""
+        most = self.served.context_length
+        if not 1 <= len(prompt) <= most:
+            raise RequestError(f"the prompt has {len(prompt)} tokens; this model takes 1 to {most}")
+        if min(prompt) < 0 or max(prompt) >= self.served.vocabulary:
+            raise RequestError(f"the prompt has ids outside 0 to {self.served.vocabulary - 1}")
+        async with self._acquire_slot(weights) as slot:
+            return await slot.scorer.score(prompt, request)
 
+    async def close(self) -> None:
+        """Close all engines."""
+        for slot in self._slots:
+            await slot.engine.close()
 
-class ServedModel(NamedTuple):
-    """A base model with what is trained on it and sampled from it."""
+    @asynccontextmanager
+    async def _acquire_slot(self, weights: Weights | None) -> AsyncGenerator[_EngineSlot]:
+        slot = await self._claim_slot(weights)
+        try:
+            yield slot
+        finally:
+            async with self._slot_free:
+                slot.busy -= 1
+                self._slot_free.notify_all()
 
-    runs: TrainingRuns
-    samplers: Samplers
+    async def _claim_slot(self, weights: Weights | None) -> _EngineSlot:
+        """Return an engine with these weights: one that has them, else an idle or a new one.
+
+        If all are busy with others, one of them is reserved: it takes no more work until it has
+        loaded these weights, so that no set of weights is starved by the load on others.
+        """
+        async with self._slot_free:
+            self._waiting[weights] += 1
+            try:
+                while (slot := await self._get(weights)) is None:
+                    await self._slot_free.wait()
+            finally:
+                self._waiting[weights] -= 1
+                if not self._waiting[weights]:
+                    del self._waiting[weights]
+                    self._release(weights)
+            self._uses += 1
+            slot.busy, slot.used = slot.busy + 1, self._uses
+            return slot
+
+    def _reserve(self, weights: Weights | None) -> None:
+        if not any(slot.reserved == (weights,) for slot in self._slots):
+            free = [slot for slot in self._slots if slot.reserved is None]
+            if free:
+                min(free, key=lambda slot: slot.loaded).reserved = (weights,)
+
+    def _release(self, weights: Weights | None) -> None:
+        """Remove a reservation that was met, or that nobody waits for any more."""
+        for slot in self._slots:
+            if slot.reserved == (weights,):
+                slot.reserved = None
+                self._slot_free.notify_all()
+
+    async def _get(self, weights: Weights | None) -> _EngineSlot | None:
+        lora = weights.lora if weights else None
+        for slot in self._slots:
+            if (slot.weights, slot.lora) == (weights, lora) and slot.admits(weights):
+                return slot
+        idle = [slot for slot in self._slots if not slot.busy and slot.admits(weights)]
+        idle.sort(key=lambda slot: slot.used)
+        alike = [slot for slot in idle if slot.lora == lora]
+        # The most recently used, so that the other engines keep their KV caches.
+        if weights is not None and alike:
+            await self._load(alike[-1], weights)
+            alike[-1].loaded = self._uses
+            return alike[-1]
+        if len(self._slots) >= self._most:
+            if not idle:
+                self._reserve(weights)
+                return None
+            self._slots.remove(idle[0])
+            await idle[0].engine.close()
+        slot = await to_thread.run_sync(self._open_slot, lora)
+        if weights is not None:
+            await self._load(slot, weights)
+        slot.loaded = self._uses
+        self._slots.append(slot)
+        return slot
+
+    async def _load(self, slot: _EngineSlot, weights: Weights) -> None:
+        file, version = weights.folder / WEIGHTS, slot.policy.version + 1
+        slot.weights = None
+        await to_thread.run_sync(slot.policy.load_weights, file, version)
+        slot.weights = weights
+
+    def _open_slot(self, lora: Lora | None) -> _EngineSlot:
+        policy = self._base.build_adapters(lora) if lora else self._base.policy
+        engine = LocalEngine(
+            policy,
+            self._base.engine,
+            self._decode,
+            grammars=self._grammars,
+            threads=sampler_threads(policy),
+        )
+        return _EngineSlot(policy, engine, LocalScorer(policy), lora, None)

@@ -36,8 +36,8 @@ def session_routes(state: ServerState) -> list[Route]:
     return [
         Route("/healthz", endpoints.health),
         Route("/client/config", endpoints.config, methods=["POST"]),
-        Route("/client/dynamic_config", _constant(DYNAMIC_CONFIG), methods=["POST"]),
-        Route("/telemetry", _constant({"status": "accepted"}), methods=["POST"]),
+        Route("/client/dynamic_config", _reply_always(DYNAMIC_CONFIG), methods=["POST"]),
+        Route("/telemetry", _reply_always({"status": "accepted"}), methods=["POST"]),
         Route("/get_server_capabilities", endpoints.capabilities),
         Route("/create_session", endpoints.create_session, methods=["POST"]),
         Route("/session_heartbeat", endpoints.heartbeat, methods=["POST"]),
@@ -47,7 +47,7 @@ def session_routes(state: ServerState) -> list[Route]:
     ]
 
 
-def _constant(reply: Mapping[str, str | bool]) -> Callable[[Request], Response]:
+def _reply_always(reply: Mapping[str, str | bool]) -> Callable[[Request], Response]:
     def endpoint(request: Request) -> Response:
         return JSONResponse({**reply})
 
@@ -63,7 +63,7 @@ class _Sessions:
 
     async def config(self, request: Request) -> Response:
         body = await read_json(request, ClientConfig)
-        if _version(body.sdk_version) < OLDEST_CLIENT:
+        if _parse_version(body.sdk_version) < OLDEST_CLIENT:
             raise RequestError(
                 f"this server supports tinker {CLIENT_VERSION}; found {body.sdk_version}: "
                 f"pip install 'tinker=={CLIENT_VERSION}.*'"
@@ -132,6 +132,6 @@ class _Sessions:
         return JSONResponse({})
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _parse_version(text: str) -> tuple[int, ...]:
     numbers = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", text)
     return tuple(map(int, numbers.groups())) if numbers else OLDEST_CLIENT

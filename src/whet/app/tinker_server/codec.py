@@ -10,9 +10,13 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
-from whet.app.tinker_server.backend import Example, Floats, Ids, PassResult, PromptScores, Sampled
+from whet.app.tinker_server.backend import Sampled
 from whet.app.tinker_server.schemas import LARGEST_BODY, too_large
+from whet.engines.scorer import TokenScores
 from whet.errors import RequestError
+from whet.trainers.tinker_datums import Datum, DatumResult, Floats
+
+Ids = NDArray[np.int64]
 
 MEDIA_TYPE = "application/x-protobuf"
 MASKED = -99999.0
@@ -47,12 +51,12 @@ def _decompress(body: bytes, encoding: str) -> bytes:
     return zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_BODY)
 
 
-def examples(message: pb.ForwardBackwardRequest) -> list[Example]:
+def decode_data(message: pb.ForwardBackwardRequest) -> list[Datum]:
     """Decode the data of a request. Raises RequestError if it is invalid."""
-    return [_example(datum, index) for index, datum in enumerate(message.data)]
+    return [_decode_datum(datum, index) for index, datum in enumerate(message.data)]
 
 
-def settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+def decode_settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     """Decode the settings of the loss. Raises RequestError for a text value."""
     found = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -62,7 +66,7 @@ def settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     return found
 
 
-def encode_pass(passed: PassResult) -> bytes:
+def encode_pass(passed: DatumResult) -> bytes:
     """Encode the result of a pass, grouping arrays of one trailing shape."""
     output = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     output.metrics["loss:sum"] = passed.loss
@@ -88,7 +92,7 @@ def encode_pass(passed: PassResult) -> bytes:
 class PromptReply(NamedTuple):
     """Scores of a prompt, and which of them go into the reply."""
 
-    scores: PromptScores
+    scores: TokenScores
     logprobs: bool
     last: int | None
     """Number of tokens at the end that get log-probabilities; all if None."""
@@ -108,7 +112,7 @@ def encode_sample(sampled: Sequence[Sampled], top: int, prompt: PromptReply | No
             logprobs=np.asarray(one.logprobs, np.float32).tobytes(),
         )
         if top:
-            sequence.topk_sampled_logprobs.CopyFrom(_top_of_lists(one.top, top))
+            sequence.topk_sampled_logprobs.CopyFrom(_encode_top_lists(one.top, top))
     if prompt is not None:
         _add_prompt(output, prompt)
     return output.SerializeToString()
@@ -126,30 +130,30 @@ def _add_prompt(output: pb.SampleResponse, prompt: PromptReply) -> None:
         ids = np.pad(ids, ((1, 0), (0, 0)))
         values = np.pad(values, ((1, 0), (0, 0)))
         ids[:hidden], values[:hidden] = 0, MASKED
-        output.topk_prompt_logprobs.CopyFrom(_top(ids, values))
+        output.topk_prompt_logprobs.CopyFrom(_encode_top(ids, values))
     if prompt.wanted is not None:
         found = np.where(prompt.wanted, scores.targets, np.float32(0))
         if prompt.is_sparse:
-            tensor = _sparse_tensor(found, prompt.wanted)
+            tensor = _encode_sparse(found, prompt.wanted)
         else:
-            tensor = _tensor(found, pb.DTYPE_FLOAT32)
+            tensor = _encode_tensor(found, pb.DTYPE_FLOAT32)
         output.target_prompt_logprobs.CopyFrom(tensor)
-    drawn, logprobs = scores.drawn
+    drawn, logprobs = scores.sampled
     if drawn.shape[1]:
-        output.prompt_alt_tokens.tokens.CopyFrom(_tensor(drawn, pb.DTYPE_INT64))
-        output.prompt_alt_tokens.logprobs.CopyFrom(_tensor(logprobs, pb.DTYPE_FLOAT32))
+        output.prompt_alt_tokens.tokens.CopyFrom(_encode_tensor(drawn, pb.DTYPE_INT64))
+        output.prompt_alt_tokens.logprobs.CopyFrom(_encode_tensor(logprobs, pb.DTYPE_FLOAT32))
 
 
-def _top_of_lists(tops: Sequence[Sequence[tuple[int, float]]], k: int) -> pb.TopkLogprobs:
+def _encode_top_lists(tops: Sequence[Sequence[tuple[int, float]]], k: int) -> pb.TopkLogprobs:
     ids = np.zeros((len(tops), k), np.int64)
     values = np.full((len(tops), k), MASKED, np.float32)
     for place, top in enumerate(tops):
         for rank, (token, logprob) in enumerate(top[:k]):
             ids[place, rank], values[place, rank] = token, logprob
-    return _top(ids, values)
+    return _encode_top(ids, values)
 
 
-def _top(ids: Ids, values: Floats) -> pb.TopkLogprobs:
+def _encode_top(ids: Ids, values: Floats) -> pb.TopkLogprobs:
     return pb.TopkLogprobs(
         token_ids=ids.astype(np.int32).tobytes(),
         logprobs=values.astype(np.float32).tobytes(),
@@ -158,11 +162,11 @@ def _top(ids: Ids, values: Floats) -> pb.TopkLogprobs:
     )
 
 
-def _tensor(values: Floats | Ids, dtype: pb.DType.ValueType) -> pb.Tensor:
+def _encode_tensor(values: Floats | Ids, dtype: pb.DType.ValueType) -> pb.Tensor:
     return pb.Tensor(dense=values.tobytes(), dtype=dtype, shape=values.shape)
 
 
-def _sparse_tensor(values: Floats, listed: NDArray[np.bool_]) -> pb.Tensor:
+def _encode_sparse(values: Floats, listed: NDArray[np.bool_]) -> pb.Tensor:
     """Encode the listed cells as CSR."""
     ends = np.concatenate([[0], np.cumsum(listed.sum(1))]).astype(np.int64)
     csr = pb.SparseCsr(
@@ -173,7 +177,7 @@ def _sparse_tensor(values: Floats, listed: NDArray[np.bool_]) -> pb.Tensor:
     return pb.Tensor(sparse_csr=csr, dtype=pb.DTYPE_FLOAT32, shape=values.shape)
 
 
-def _example(datum: pb.Datum, index: int) -> Example:
+def _decode_datum(datum: pb.Datum, index: int) -> Datum:
     tokens: list[int] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
@@ -181,42 +185,42 @@ def _example(datum: pb.Datum, index: int) -> Example:
         packed = chunk.encoded_text.tokens
         if len(packed) % 4:
             raise RequestError(f"datum {index} has invalid tokens: {len(packed)} bytes")
-        tokens += _array(packed, pb.DTYPE_INT32).tolist()
-    inputs = {name: _decoded(tensor, index) for name, tensor in datum.loss_fn_inputs.items()}
+        tokens += _decode_array(packed, pb.DTYPE_INT32).tolist()
+    inputs = {name: _decode_tensor(tensor, index) for name, tensor in datum.loss_fn_inputs.items()}
     if TARGETS not in inputs:
         raise RequestError(f"datum {index} has no {TARGETS}")
     targets = inputs.pop(TARGETS)
     if not np.issubdtype(targets.dtype, np.integer):
         raise RequestError(f"datum {index} has {TARGETS} of {targets.dtype}; expected int64")
-    return Example(
+    return Datum(
         tuple(tokens),
         targets.astype(np.int64),
         {name: one.astype(np.float32) for name, one in inputs.items()},
     )
 
 
-def _decoded(tensor: pb.Tensor, index: int) -> NDArray[np.generic]:
+def _decode_tensor(tensor: pb.Tensor, index: int) -> NDArray[np.generic]:
     shape = tuple(tensor.shape)
     try:
         if tensor.WhichOneof("encoding") == "sparse_csr":
-            return _from_sparse(tensor, shape)
-        values = _array(tensor.dense, tensor.dtype)
+            return _decode_sparse(tensor, shape)
+        values = _decode_array(tensor.dense, tensor.dtype)
         return values.reshape(shape) if shape else values
     except (ValueError, IndexError, KeyError) as error:
         raise RequestError(f"datum {index} has an invalid tensor: {error}") from error
 
 
-def _from_sparse(tensor: pb.Tensor, shape: tuple[int, ...]) -> NDArray[np.generic]:
+def _decode_sparse(tensor: pb.Tensor, shape: tuple[int, ...]) -> NDArray[np.generic]:
     rows, columns = shape
     if rows * columns > LARGEST_SPARSE:
         raise ValueError(f"{rows} by {columns} entries are more than {LARGEST_SPARSE}")
-    values = _array(tensor.sparse_csr.values, tensor.dtype)
-    ends = _array(tensor.sparse_csr.crow_indices, pb.DTYPE_INT64).astype(np.int64)
-    places = _array(tensor.sparse_csr.col_indices, pb.DTYPE_INT64).astype(np.int64)
+    values = _decode_array(tensor.sparse_csr.values, tensor.dtype)
+    ends = _decode_array(tensor.sparse_csr.crow_indices, pb.DTYPE_INT64).astype(np.int64)
+    places = _decode_array(tensor.sparse_csr.col_indices, pb.DTYPE_INT64).astype(np.int64)
     dense = np.zeros((rows, columns), values.dtype)
     dense[np.repeat(np.arange(rows), np.diff(ends)), places] = values
     return dense
 
 
-def _array(data: bytes, dtype: pb.DType.ValueType) -> NDArray[np.generic]:
+def _decode_array(data: bytes, dtype: pb.DType.ValueType) -> NDArray[np.generic]:
     return np.frombuffer(data, _DTYPES[dtype])

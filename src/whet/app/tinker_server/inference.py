@@ -84,7 +84,9 @@ class _Inference:
     async def _list_models(self, request: GatewayRequest) -> JsonResponse:
         """List base models and the named checkpoints that can be sampled from, newest first."""
         bases = [name for model in self._state.models for name in model.samplers.served.listed]
-        saved = [one for one in self._state.storage.checkpoints() if one.kind == "sampler_weights"]
+        saved = [
+            one for one in self._state.storage.list_checkpoints() if one.kind == "sampler_weights"
+        ]
         found = [(name, 0) for name in bases] + [(one.path, int(one.created)) for one in saved]
         return JsonResponse(
             {

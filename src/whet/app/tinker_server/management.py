@@ -28,7 +28,7 @@ def management_routes(state: ServerState, signer: Signer) -> list[Route]:
         Route("/weights_info", endpoints.weights_info, methods=["POST"]),
         Route("/training_runs", endpoints.runs),
         Route("/training_runs/{run}", endpoints.run),
-        Route("/training_runs/{run}/checkpoints", endpoints.checkpoints_of),
+        Route("/training_runs/{run}/checkpoints", endpoints.run_checkpoints),
         Route("/checkpoints", endpoints.checkpoints),
         Route(OF_CHECKPOINT, endpoints.delete, methods=["DELETE"]),
         Route("/training_runs/{run}/checkpoints/{name}", _require_kind, methods=["DELETE"]),
@@ -55,7 +55,9 @@ class _Management:
         self._signer = signer
 
     async def weights_info(self, request: Request) -> Response:
-        saved = self._storage.checkpoint((await read_json(request, CheckpointRequest)).tinker_path)
+        saved = self._storage.read_checkpoint(
+            (await read_json(request, CheckpointRequest)).tinker_path
+        )
         return JSONResponse(
             {
                 "base_model": saved.base_model,
@@ -66,48 +68,48 @@ class _Management:
         )
 
     async def runs(self, request: Request) -> Response:
-        runs, cursor = _page(request, self._storage.runs(), 20)
+        runs, cursor = _select_page(request, self._storage.list_runs(), 20)
         return JSONResponse({"training_runs": [self._shown(run) for run in runs], "cursor": cursor})
 
     async def run(self, request: Request) -> Response:
-        return JSONResponse(self._shown(self._storage.run(request.path_params["run"])))
+        return JSONResponse(self._shown(self._storage.read_run(request.path_params["run"])))
 
-    async def checkpoints_of(self, request: Request) -> Response:
-        run = self._storage.run(request.path_params["run"])
-        saved = self._storage.checkpoints(run.id)
+    async def run_checkpoints(self, request: Request) -> Response:
+        run = self._storage.read_run(request.path_params["run"])
+        saved = self._storage.list_checkpoints(run.id)
         return JSONResponse({"checkpoints": [self._shown_checkpoint(one) for one in saved]})
 
     async def checkpoints(self, request: Request) -> Response:
-        saved, cursor = _page(request, self._storage.checkpoints(), 100)
+        saved, cursor = _select_page(request, self._storage.list_checkpoints(), 100)
         shown: list[JsonValue] = [self._shown_checkpoint(one) for one in saved]
         return JSONResponse({"checkpoints": shown, "cursor": cursor})
 
     async def delete(self, request: Request) -> Response:
-        self._storage.delete(_path(request))
+        self._storage.delete(_read_path(request))
         return JSONResponse({})
 
     async def lifetime(self, request: Request) -> Response:
         seconds = (await read_json(request, Lifetime)).ttl_seconds
-        saved = self._storage.checkpoint(_path(request))
+        saved = self._storage.read_checkpoint(_read_path(request))
         expires = time.time() + seconds if seconds else None
         self._storage.change(saved.model_copy(update={"expires": expires}))
         return JSONResponse({})
 
     async def publish(self, request: Request) -> Response:
-        saved = self._storage.checkpoint(_path(request))
+        saved = self._storage.read_checkpoint(_read_path(request))
         public = request.method == "POST"
         self._storage.change(saved.model_copy(update={"public": public}))
         return JSONResponse({})
 
     async def urls(self, request: Request) -> Response:
-        path = _path(request)
-        saved = self._storage.checkpoint(path)
+        path = _read_path(request)
+        saved = self._storage.read_checkpoint(path)
         if saved.kind != "external_weights":
             raise RequestError(f"{path!r} holds no exported weights: use save_weights_external")
-        folder = self._storage.folder(path)
+        folder = self._storage.find_folder(path)
         token = self._signer.sign(path)
         base = f"{request.base_url}api/v1/files/{token}/{saved.run}/{saved.name}"
-        urls = {name: f"{base}/{name}" for name in _files(folder)}
+        urls = {name: f"{base}/{name}" for name in _list_files(folder)}
         expires = datetime.now(UTC) + timedelta(seconds=self._signer.lifetime_s)
         return JSONResponse({"urls": urls, "expires": expires.isoformat()})
 
@@ -115,18 +117,18 @@ class _Management:
         place = request.path_params
         path = f"{SCHEME}{place['run']}/external_weights/{place['name']}"
         self._signer.check(place["token"], path)
-        folder = self._storage.folder(path)
-        if place["file"] not in _files(folder):
+        folder = self._storage.find_folder(path)
+        if place["file"] not in _list_files(folder):
             raise NotFound(f"unknown file {place['file']!r} of {path!r}")
         return FileResponse(folder / place["file"])
 
     async def sessions(self, request: Request) -> Response:
-        sessions, _ = _page(request, self._storage.sessions(), 20)
+        sessions, _ = _select_page(request, self._storage.list_sessions(), 20)
         return JSONResponse({"sessions": [session.id for session in sessions]})
 
     async def session(self, request: Request) -> Response:
-        session = self._storage.session(request.path_params["session"])
-        runs = [run.id for run in self._storage.runs() if run.session == session.id]
+        session = self._storage.read_session(request.path_params["session"])
+        runs = [run.id for run in self._storage.list_runs() if run.session == session.id]
         return JSONResponse(
             {
                 "training_run_ids": runs,
@@ -137,7 +139,7 @@ class _Management:
         )
 
     def _shown(self, run: TrainingRun) -> dict[str, JsonValue]:
-        saved = self._storage.checkpoints(run.id)
+        saved = self._storage.list_checkpoints(run.id)
         newest = {kind: next((s for s in saved if s.kind == kind), None) for kind in KINDS}
         state, sampler = newest["weights"], newest["sampler_weights"]
         last = max([run.created, *(one.created for one in saved)])
@@ -147,7 +149,7 @@ class _Management:
             "model_owner": "local",
             "is_lora": True,
             "lora_rank": run.lora.rank,
-            "last_request_time": _when(last),
+            "last_request_time": _format_time(last),
             "last_checkpoint": self._shown_checkpoint(state) if state else None,
             "last_sampler_checkpoint": self._shown_checkpoint(sampler) if sampler else None,
             "user_metadata": run.metadata,
@@ -157,16 +159,18 @@ class _Management:
         return {
             "checkpoint_id": f"{saved.kind}/{saved.name}",
             "checkpoint_type": KINDS[saved.kind],
-            "time": _when(saved.created),
+            "time": _format_time(saved.created),
             "tinker_path": saved.path,
-            "size_bytes": self._storage.size(saved.path),
+            "size_bytes": self._storage.measure(saved.path),
             "public": saved.public,
             "user_metadata": {**saved.metadata} if saved.metadata else None,
-            "expires_at": _when(saved.expires) if saved.expires else None,
+            "expires_at": _format_time(saved.expires) if saved.expires else None,
         }
 
 
-def _page(request: Request, found: list[T], limit: int) -> tuple[list[T], dict[str, JsonValue]]:
+def _select_page(
+    request: Request, found: list[T], limit: int
+) -> tuple[list[T], dict[str, JsonValue]]:
     try:
         limit = int(request.query_params.get("limit", limit))
         offset = int(request.query_params.get("offset", 0))
@@ -178,15 +182,15 @@ def _page(request: Request, found: list[T], limit: int) -> tuple[list[T], dict[s
     return found[offset : offset + limit], cursor
 
 
-def _path(request: Request) -> str:
+def _read_path(request: Request) -> str:
     place = request.path_params
     return f"{SCHEME}{place['run']}/{place['kind']}/{place['name']}"
 
 
-def _files(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     files = [file.relative_to(folder) for file in folder.rglob("*") if file.is_file()]
     return sorted(str(file) for file in files if file.name != "checkpoint.json")
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()

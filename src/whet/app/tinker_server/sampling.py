@@ -11,19 +11,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from whet.app.tinker_server import codec
-from whet.app.tinker_server.backend import (
-    BaseModelInfo,
-    Ids,
-    PromptScoreRequest,
-    Sampled,
-    Samplers,
-    Weights,
-)
+from whet.app.tinker_server.backend import BaseModelInfo, Sampled, Samplers, Weights
 from whet.app.tinker_server.futures import Reply
 from whet.app.tinker_server.schemas import CreateSampler, Sample, Tensor, read_json
 from whet.app.tinker_server.state import ServerState
 from whet.app.tinker_server.storage import SamplingSession
 from whet.config import explain
+from whet.engines.scorer import ScoreRequest
 from whet.errors import RequestError
 from whet.types import Sampling
 
@@ -58,7 +52,7 @@ class _Sampling:
         return JSONResponse(reply)
 
     async def sampler(self, request: Request) -> Response:
-        sampler = self._state.storage.sampler(request.path_params["sampler"])
+        sampler = self._state.storage.read_sampler(request.path_params["sampler"])
         return JSONResponse(
             {
                 "sampler_id": sampler.id,
@@ -69,7 +63,7 @@ class _Sampling:
 
     async def sample(self, request: Request) -> Response:
         body = await read_json(request, Sample)
-        sampler = self._state.storage.sampler(body.sampling_session_id)
+        sampler = self._state.storage.read_sampler(body.sampling_session_id)
         id = f"{sampler.id}:{body.seq_id}"
         self._state.futures.start(id, lambda: self._sample(body, sampler), cancellable=True)
         ids = [f"{id}:{index}" for index in range(body.num_samples)]
@@ -80,14 +74,14 @@ class _Sampling:
             raise RequestError("record_stability_info is not supported: leave it out")
         samplers = self._state.model(sampler.base_model).samplers
         weights = self._state.weights(sampler.model_path)
-        prompt = _tokens(body)
+        prompt = _read_tokens(body)
         prompt_reply = await _score(samplers, body, weights, prompt)
-        if prompt_reply is not None and _only_scores(body, prompt, samplers.served):
+        if prompt_reply is not None and _is_scoring(body, prompt, samplers.served):
             nothing = Sampled((), (), (), "length")
             return codec.encode_sample([nothing] * body.num_samples, 0, prompt_reply)
         sampled = await asyncio.gather(
             *(
-                samplers.sample(weights, prompt, _sampling(body, samplers.served, index))
+                samplers.sample(weights, prompt, _read_sampling(body, samplers.served, index))
                 for index in range(body.num_samples)
             )
         )
@@ -97,14 +91,14 @@ class _Sampling:
 async def _score(
     samplers: Samplers, body: Sample, weights: Weights | None, prompt: Sequence[int]
 ) -> codec.PromptReply | None:
-    targets = _targets(body.target_prompt_logprobs, prompt)
-    wanted = PromptScoreRequest(
+    targets = _read_targets(body.target_prompt_logprobs, prompt)
+    wanted = ScoreRequest(
         top=body.topk_prompt_logprobs,
         targets=None if targets is None else targets.clip(min=0),
-        draws=body.prompt_alt_tokens_k,
+        samples=body.prompt_alt_tokens_k,
         temperature=body.sampling_params.temperature,
     )
-    if not (body.prompt_logprobs or wanted.top or wanted.draws or targets is not None):
+    if not (body.prompt_logprobs or wanted.top or wanted.samples or targets is not None):
         return None
     vocabulary = samplers.served.vocabulary
     if targets is not None and targets.size and targets.max() >= vocabulary:
@@ -119,7 +113,7 @@ async def _score(
     return codec.PromptReply(scores, bool(body.prompt_logprobs), last, requested, is_sparse)
 
 
-def _sampling(body: Sample, served: BaseModelInfo, index: int) -> Sampling:
+def _read_sampling(body: Sample, served: BaseModelInfo, index: int) -> Sampling:
     params = body.sampling_params
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     if stop is not None and "" in stop:
@@ -147,18 +141,18 @@ def _mix_seed(seed: int, index: int) -> int:
     return int.from_bytes(mixed[:8], "big") >> 1
 
 
-def _tokens(body: Sample) -> list[int]:
+def _read_tokens(body: Sample) -> list[int]:
     if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
         raise RequestError("the prompt has images or audio: only text is supported")
     return [token for chunk in body.prompt.chunks for token in chunk.tokens]
 
 
-def _only_scores(body: Sample, prompt: Sequence[int], served: BaseModelInfo) -> bool:
+def _is_scoring(body: Sample, prompt: Sequence[int], served: BaseModelInfo) -> bool:
     """Whether the prompt fills the context: the client scores it by a request for one token."""
     return len(prompt) == served.context_length and body.sampling_params.max_tokens == 1
 
 
-def _targets(tensor: Tensor | None, prompt: Sequence[int]) -> Ids | None:
+def _read_targets(tensor: Tensor | None, prompt: Sequence[int]) -> codec.Ids | None:
     if tensor is None:
         return None
     if len(tensor.shape) != 2 or tensor.shape[0] != len(prompt) - 1:

@@ -43,7 +43,7 @@ class ServerState:
         self._last_used: dict[str, float] = {}
         """Time at which unnamed weights were last sampled from."""
         self._started = self._clock()
-        for session in storage.sessions():  # what was open before a restart may come back
+        for session in storage.list_sessions():  # what was open before a restart may come back
             if not session.finished:
                 self._last_seen[session.id] = self._started
 
@@ -53,7 +53,7 @@ class ServerState:
 
     def touch(self, id: str) -> bool:
         """Mark a session as alive; return whether it is still open. Raises NotFound."""
-        if self.storage.session(id).finished:
+        if self.storage.read_session(id).finished:
             return False
         self._last_seen[id] = self._clock()
         return True
@@ -65,7 +65,7 @@ class ServerState:
 
     def finish(self, id: str) -> None:
         """Release the runs of a session and delete its unnamed checkpoints."""
-        session = self.storage.session(id)
+        session = self.storage.read_session(id)
         self.storage.save_session(session.model_copy(update={"finished": True}))
         self._drop(id)
 
@@ -86,7 +86,7 @@ class ServerState:
     def drop_unnamed(self, run: str) -> None:
         """Delete old unnamed weights of a run that nothing samples from."""
         before = self._clock() - UNNAMED_IDLE_S
-        for saved in self.storage.unnamed(run)[UNNAMED_KEPT:]:
+        for saved in self.storage.list_unnamed(run)[UNNAMED_KEPT:]:
             if self._last_used.get(saved.path, self._started) < before:
                 self._last_used.pop(saved.path, None)
                 self.storage.delete_unnamed(saved)
@@ -103,7 +103,7 @@ class ServerState:
                 f"session has ended, or was silent for {SESSION_TIMEOUT_S / 60:.0f} minutes; "
                 "continue with create_training_client_from_state_with_optimizer"
             )
-        return self.storage.run(id)
+        return self.storage.read_run(id)
 
     def run_in_order(
         self, run: str, number: int, work: Callable[[], Awaitable[Reply]]
@@ -143,7 +143,7 @@ class ServerState:
             if named is None:
                 raise RequestError("missing base_model or model_path")
             return named
-        saved = self.storage.checkpoint(path)
+        saved = self.storage.read_checkpoint(path)
         if saved.kind == "external_weights":
             raise RequestError(f"{path!r} holds exported weights, which cannot be sampled from")
         model = self.model(saved.base_model)
@@ -159,9 +159,9 @@ class ServerState:
         """
         if path is None:
             return None
-        saved = self.storage.checkpoint(path)
+        saved = self.storage.read_checkpoint(path)
         self.mark_used(saved)
-        return Weights(self.storage.folder(path), saved.lora, saved.created)
+        return Weights(self.storage.find_folder(path), saved.lora, saved.created)
 
     def _drop(self, session: str) -> None:
         self._last_seen.pop(session, None)
@@ -170,7 +170,7 @@ class ServerState:
             for model in self.models:
                 model.runs.drop(run)
         self.futures.cancel_all(f"{session}:sample:")
-        for saved in self.storage.unnamed_of_session(session):
+        for saved in self.storage.list_unnamed_in_session(session):
             self.storage.delete_unnamed(saved)
 
 

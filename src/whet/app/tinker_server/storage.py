@@ -97,11 +97,11 @@ class Storage:
 
     # ----------------------------------------------------------------- sessions and samplers
 
-    def session(self, id: str) -> Session:
+    def read_session(self, id: str) -> Session:
         """Return a session. Raises NotFound."""
-        return _read(self._folder / "sessions" / f"{_safe(id)}.json", Session, "session")
+        return _read(self._folder / "sessions" / f"{_check_name(id)}.json", Session, "session")
 
-    def sessions(self) -> list[Session]:
+    def list_sessions(self) -> list[Session]:
         """List all, newest first."""
         found = [_read(f, Session, "session") for f in (self._folder / "sessions").glob("*.json")]
         return sorted(found, key=lambda session: -session.created)
@@ -109,12 +109,14 @@ class Storage:
     def save_session(self, session: Session) -> None:
         _write(self._folder / "sessions" / f"{session.id}.json", session)
 
-    def sampler(self, id: str) -> SamplingSession:
+    def read_sampler(self, id: str) -> SamplingSession:
         """Return a sampler. Raises NotFound."""
-        return _read(self._folder / "samplers" / f"{_safe(id)}.json", SamplingSession, "sampler")
+        return _read(
+            self._folder / "samplers" / f"{_check_name(id)}.json", SamplingSession, "sampler"
+        )
 
     def list_samplers(self, session: str) -> list[SamplingSession]:
-        files = (self._folder / "samplers").glob(f"{_safe(session)}:*.json")
+        files = (self._folder / "samplers").glob(f"{_check_name(session)}:*.json")
         return [_read(file, SamplingSession, "sampler") for file in sorted(files)]
 
     def save_sampler(self, sampler: SamplingSession) -> None:
@@ -122,11 +124,13 @@ class Storage:
 
     # ----------------------------------------------------------------- runs
 
-    def run(self, id: str) -> TrainingRun:
+    def read_run(self, id: str) -> TrainingRun:
         """Return a run. Raises NotFound."""
-        return _read(self._folder / "runs" / _safe(id) / "run.json", TrainingRun, "training run")
+        return _read(
+            self._folder / "runs" / _check_name(id) / "run.json", TrainingRun, "training run"
+        )
 
-    def runs(self) -> list[TrainingRun]:
+    def list_runs(self) -> list[TrainingRun]:
         """List all, newest first."""
         found = [
             _read(f, TrainingRun, "training run") for f in self._folder.glob("runs/*/run.json")
@@ -140,25 +144,25 @@ class Storage:
 
     # ----------------------------------------------------------------- checkpoints
 
-    def folder(self, path: str) -> Path:
+    def find_folder(self, path: str) -> Path:
         """Return the folder of a checkpoint path. Raises RequestError if the path is invalid."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise RequestError(
                 f"invalid checkpoint path {path!r}: expected tinker://RUN/weights/NAME"
             )
-        return self._folder / "runs" / _safe(parts[0]) / parts[1] / _safe(parts[2])
+        return self._folder / "runs" / _check_name(parts[0]) / parts[1] / _check_name(parts[2])
 
-    def checkpoint(self, path: str) -> Checkpoint:
+    def read_checkpoint(self, path: str) -> Checkpoint:
         """Return a checkpoint. Raises NotFound if it does not exist or has expired."""
-        found = _read(self.folder(path) / METADATA_FILE, Checkpoint, "checkpoint", path)
+        found = _read(self.find_folder(path) / METADATA_FILE, Checkpoint, "checkpoint", path)
         if found.expires is not None and found.expires < time.time():
             raise NotFound(f"the checkpoint {path!r} has expired")
         return found
 
-    def checkpoints(self, run: str | None = None) -> list[Checkpoint]:
+    def list_checkpoints(self, run: str | None = None) -> list[Checkpoint]:
         """List named checkpoints, newest first; expired ones are deleted."""
-        pattern = f"runs/{_safe(run) if run else '*'}/*/*/checkpoint.json"
+        pattern = f"runs/{_check_name(run) if run else '*'}/*/*/checkpoint.json"
         found: list[Checkpoint] = []
         for file in self._folder.glob(pattern):
             if file.parent.name.startswith("."):  # still being written
@@ -170,50 +174,52 @@ class Storage:
                 found.append(one)
         return sorted(found, key=lambda checkpoint: -checkpoint.created)
 
-    def size(self, path: str) -> int:
+    def measure(self, path: str) -> int:
         """Return the size of a checkpoint in bytes."""
-        return sum(file.stat().st_size for file in self.folder(path).rglob("*") if file.is_file())
+        return sum(
+            file.stat().st_size for file in self.find_folder(path).rglob("*") if file.is_file()
+        )
 
     @contextmanager
-    def writing(self, checkpoint: Checkpoint) -> Generator[Path]:
+    def write(self, checkpoint: Checkpoint) -> Generator[Path]:
         """Yield an empty folder to write a checkpoint to; it appears atomically."""
-        with atomic_folder(self.folder(checkpoint.path)) as folder:
+        with atomic_folder(self.find_folder(checkpoint.path)) as folder:
             yield folder
             (folder / METADATA_FILE).write_text(checkpoint.model_dump_json())
 
     def change(self, checkpoint: Checkpoint) -> None:
         """Rewrite the metadata of a checkpoint."""
-        _write(self.folder(checkpoint.path) / METADATA_FILE, checkpoint)
+        _write(self.find_folder(checkpoint.path) / METADATA_FILE, checkpoint)
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint. Raises NotFound."""
-        self.checkpoint(path)
-        shutil.rmtree(self.folder(path), ignore_errors=True)
+        self.read_checkpoint(path)
+        shutil.rmtree(self.find_folder(path), ignore_errors=True)
 
-    def unnamed(self, run: str) -> list[Checkpoint]:
+    def list_unnamed(self, run: str) -> list[Checkpoint]:
         """List the unnamed checkpoints of a run, newest first."""
         files = self._folder.glob(f"runs/{run}/sampler_weights/*/{METADATA_FILE}")
         found = [_read(file, Checkpoint, "checkpoint") for file in files]
         return sorted((one for one in found if one.ephemeral), key=lambda one: -one.created)
 
-    def unnamed_of_session(self, session: str) -> list[Checkpoint]:
+    def list_unnamed_in_session(self, session: str) -> list[Checkpoint]:
         """List the unnamed checkpoints of a session's runs."""
-        runs = [run.id for run in self.runs() if run.session == session]
-        return [saved for run in runs for saved in self.unnamed(run)]
+        runs = [run.id for run in self.list_runs() if run.session == session]
+        return [saved for run in runs for saved in self.list_unnamed(run)]
 
     def delete_unnamed(self, saved: Checkpoint) -> None:
         """Delete an unnamed checkpoint with its samplers."""
-        for sampler in self.list_samplers(self.run(saved.run).session):
+        for sampler in self.list_samplers(self.read_run(saved.run).session):
             if sampler.model_path == saved.path:
                 (self._folder / "samplers" / f"{sampler.id}.json").unlink(missing_ok=True)
-        shutil.rmtree(self.folder(saved.path), ignore_errors=True)
+        shutil.rmtree(self.find_folder(saved.path), ignore_errors=True)
 
     def _drop_unfinished(self) -> None:
         for folder in self._folder.glob(f"runs/*/*/{PARTIAL.format('*')}"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _safe(name: str) -> str:
+def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise RequestError(f"invalid name {name!r:.80}: expected letters, digits and _ . : -")
     return name

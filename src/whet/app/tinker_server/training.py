@@ -104,7 +104,7 @@ class _Training:
         run = self._state.run(message.model_id)
 
         async def work() -> Reply:
-            data, settings = codec.examples(message), codec.settings(message)
+            data, settings = codec.decode_data(message), codec.decode_settings(message)
             passed = await self._runs(run).forward_backward(
                 run.id, data, message.loss_fn, settings, forward_only=message.forward_only
             )
@@ -169,10 +169,10 @@ class _Training:
         recipients = parse_recipients(body.age_encryption_recipients or ())
         if recipients and kind != "external_weights":
             raise RequestError("only exported weights can be encrypted: use save_weights_external")
-        if storage.folder(saved.path).exists() and not body.overwrite:
+        if storage.find_folder(saved.path).exists() and not body.overwrite:
             again = "pass overwrite=True or " if kind == "weights" else ""
             raise RequestError(f"the checkpoint {saved.path!r} exists: {again}choose another name")
-        with storage.writing(saved) as folder:
+        with storage.write(saved) as folder:
             await self._runs(run).save(run.id, folder, kind)
             if recipients:
                 await to_thread.run_sync(encrypt_files, folder, recipients)
@@ -182,7 +182,7 @@ class _Training:
         return await self._numbered(request, Load, self._load)
 
     async def _load(self, run: TrainingRun, body: Load) -> Reply:
-        saved = self._state.storage.checkpoint(body.path)
+        saved = self._state.storage.read_checkpoint(body.path)
         if saved.kind != "weights":
             raise RequestError(
                 f"{body.path!r} holds sampler weights: training needs a path of save_state, "
@@ -198,7 +198,7 @@ class _Training:
                 f"{body.path!r} has adapters of rank {saved.lora.rank}, "
                 f"this run {run.lora.rank}, or on other layers"
             )
-        folder = self._state.storage.folder(body.path)
+        folder = self._state.storage.find_folder(body.path)
         await self._runs(run).load(run.id, folder, optimizer=body.optimizer)
         return {"path": body.path, "type": "load_weights"}
 

@@ -160,14 +160,14 @@ def write_settings(
         tasks=files["tasks"],
         held_out=files["held_out"] if held_out else None,
     )
-    overrides |= _own_section({"model": str(model), "config": config.model_dump_json()})
-    overrides |= _own_section({"cpus": BRIDGE_CPUS})
+    overrides |= _build_own_section({"model": str(model), "config": config.model_dump_json()})
+    overrides |= _build_own_section({"cpus": BRIDGE_CPUS})
     settings = path / "verl.json"
     settings.write_text(json.dumps(overrides, indent=2))
     return settings
 
 
-def _own_section(values: Overrides) -> Overrides:
+def _build_own_section(values: Overrides) -> Overrides:
     return {f"{SECTION}.{key}": value for key, value in values.items()}
 
 
@@ -177,7 +177,7 @@ def _write_address(
     """Add the store: its token stays in a file, since verl prints its config."""
     directory = folder.path if store_url is None else folder.path.parent.parent
     overrides = json.loads(settings.read_text())
-    overrides |= _own_section(
+    overrides |= _build_own_section(
         {
             "store": address.url,
             "run": address.run,
@@ -194,7 +194,7 @@ async def _check_settings(config: RunConfig, settings: Path) -> None:
         ConfigError: what it found, in one line.
     """
     done = await anyio.run_process(
-        _command(config, settings, "--check"), check=False, stderr=subprocess.STDOUT
+        _build_command(config, settings, "--check"), check=False, stderr=subprocess.STDOUT
     )
     if done.returncode:
         lines = done.stdout.decode(errors="replace").strip().splitlines()
@@ -202,7 +202,7 @@ async def _check_settings(config: RunConfig, settings: Path) -> None:
         raise ConfigError(reason)
 
 
-def _command(config: RunConfig, settings: Path, *flags: str) -> list[str]:
+def _build_command(config: RunConfig, settings: Path, *flags: str) -> list[str]:
     assert isinstance(config.trainer, VerlConfig)
     python = config.trainer.python or sys.executable
     return [python, "-m", "whet.app.verl.entrypoint", str(settings), *flags]
@@ -215,7 +215,7 @@ async def _run_verl(config: RunConfig, settings: Path, again: str) -> None:
     """Run verl to its end; `again` is how its user continues after a failure."""
     environment = {**os.environ, SUPERVISED: "1", "PYTHONUNBUFFERED": "1"}
     async with await anyio.open_process(
-        _command(config, settings),
+        _build_command(config, settings),
         stdin=subprocess.PIPE,
         stdout=None,
         stderr=None,

@@ -101,7 +101,7 @@ class KVCache(Cache):
         pool_PHD.index_copy_(0, self.write_index_N, new_BHTD.transpose(1, 2).flatten(0, 1))
         if self.read_rows is None:
             return pool_PHD
-        rows_SLHD = _by_row(pool_PHD, self.rows, self.capacity)
+        rows_SLHD = _shape_by_row(pool_PHD, self.rows, self.capacity)
         return rows_SLHD[self.read_rows, : self.read_length].transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -147,8 +147,8 @@ class KVCache(Cache):
         """Copy the first columns of slots all at once: sources and targets may overlap."""
         if not columns or not len(sources):
             return
-        olds = _by_row(old_XPHD, *old_shape)
-        news = _by_row(new_XPHD, self.rows, self.capacity)
+        olds = _shape_by_row(old_XPHD, *old_shape)
+        news = _shape_by_row(new_XPHD, self.rows, self.capacity)
         source_M, target_M = (torch.tensor(i, device=news.device) for i in (sources, targets))
         size = len(sources) * columns * olds.shape[-1] * olds.shape[-2]
         layers = max(1, COPY_ELEMENTS // size)
@@ -196,7 +196,7 @@ class KVCache(Cache):
         """Make row `target` hold the first `length` positions of `source`, and nothing else."""
         if source != target:
             for block_XPHD in self._blocks:
-                rows_XSLHD = _by_row(block_XPHD, self.rows, self.capacity)
+                rows_XSLHD = _shape_by_row(block_XPHD, self.rows, self.capacity)
                 into, out_of = self.slot_S[[target, source]]
                 rows_XSLHD[:, into, :length] = rows_XSLHD[:, out_of, :length]
             self.tokens_SL[target, :length] = self.tokens_SL[source, :length]
@@ -222,7 +222,7 @@ class KVCache(Cache):
             self._blocks, self._pools = [], []
 
 
-def _by_row(pool: Tensor, rows: int, capacity: int) -> Tensor:
+def _shape_by_row(pool: Tensor, rows: int, capacity: int) -> Tensor:
     """View one or more pools by row: (..., S, L, H, D)."""
     used = pool[..., : rows * capacity, :, :]
     return used.view(*pool.shape[:-3], rows, capacity, *pool.shape[-2:])

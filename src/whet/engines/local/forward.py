@@ -35,7 +35,7 @@ MIN_PREFILL_TOKENS = 512
 """Padded tokens of the smallest prefill: fewer take a GPU as long, and each shape is captured."""
 MAX_LOGIT_GAP = 0.5
 """Mean difference in logits up to which two implementations agree; far above bf16 rounding in most
-models, see `_max_gap`."""
+models, see `_measure_max_gap`."""
 MAX_LOGIT_GAP_FP32 = 0.01
 """The same in fp32, where rounding moves no model far."""
 DISTURBED_RUNS = 4
@@ -251,8 +251,8 @@ def check_sampling(policy: LocalPolicy) -> None:
             f"{name!r} has {', '.join(policy.partial_layers)}: {advice}"
         )
     with boundary(ConfigError, f"the local engine cannot serve {name!r}, {advice}"):
-        gap = _sampling_gap(EagerForward(policy), policy, positions=0)
-    if gap > (limit := _max_gap(policy)):
+        gap = _measure_sampling_gap(EagerForward(policy), policy, positions=0)
+    if gap > (limit := _measure_max_gap(policy)):
         raise ConfigError(
             f"the local engine cannot serve {name!r}: its logits with a KV cache differ by "
             f"{gap:.2f} from a plain pass, which rounding does not explain (up to {limit:.2f}); "
@@ -272,7 +272,10 @@ def agrees_with_model(graphs: CudaGraphForward, policy: LocalPolicy) -> bool:
     """Whether CUDA-graph passes compute what the model computes; a warning says why not."""
     slower = "sampling without CUDA graphs, several times slower"
     try:
-        gap, limit = _sampling_gap(graphs, policy, graphs.cache.positions), _max_gap(policy)
+        gap, limit = (
+            _measure_sampling_gap(graphs, policy, graphs.cache.positions),
+            _measure_max_gap(policy),
+        )
     except EngineError as error:
         logger.warning("%s: %s", error, slower)
         return False
@@ -284,30 +287,33 @@ def agrees_with_model(graphs: CudaGraphForward, policy: LocalPolicy) -> bool:
 
 
 @torch.inference_mode()
-def _sampling_gap(forward: Forward, policy: LocalPolicy, positions: int) -> float:
+def _measure_sampling_gap(forward: Forward, policy: LocalPolicy, positions: int) -> float:
     """Mean difference of the highest logits after a prefill and a step to those of a plain pass."""
     ids = _probe_ids(policy)
     cache = forward.cache
     with policy.lock:
-        plain = _plain_logits(policy)
+        plain = _compute_plain_logits(policy)
         cache.resize(1, positions or len(ids))
         cache.active = 1
         forward.prefill([0], [ids[:-1].tolist()])
         own = forward.step(ids[-1:])[0]
         cache.active = 0
         cache.clear()
-    return _logit_gap(own, plain)
+    return _measure_logit_gap(own, plain)
 
 
 @torch.inference_mode()
-def _max_gap(policy: LocalPolicy) -> float:
+def _measure_max_gap(policy: LocalPolicy) -> float:
     """Gap up to which rounding explains it: large where rounding moves the model far."""
     if policy.dtype == torch.float32:
         return MAX_LOGIT_GAP_FP32
     with policy.lock:
-        plain = _plain_logits(policy)
+        plain = _compute_plain_logits(policy)
         with rounding_errors(policy.model):
-            moved = [_logit_gap(_plain_logits(policy), plain) for _ in range(DISTURBED_RUNS)]
+            moved = [
+                _measure_logit_gap(_compute_plain_logits(policy), plain)
+                for _ in range(DISTURBED_RUNS)
+            ]
     return max(MAX_LOGIT_GAP, 3 * max(moved))
 
 
@@ -316,12 +322,12 @@ def _probe_ids(policy: LocalPolicy) -> Ids:
     return (7 * np.arange(8) + 3) % min(policy.vocabulary, 256)
 
 
-def _plain_logits(policy: LocalPolicy) -> Tensor:
+def _compute_plain_logits(policy: LocalPolicy) -> Tensor:
     ids_1T = torch.tensor(_probe_ids(policy)[None], device=policy.device)
     return policy.model(input_ids=ids_1T).logits[0, -1]
 
 
-def _logit_gap(found_V: Tensor, expected_V: Tensor) -> float:
+def _measure_logit_gap(found_V: Tensor, expected_V: Tensor) -> float:
     """Mean difference of the logits that are expected to be highest."""
     top = expected_V.topk(min(COMPARED_LOGITS, len(expected_V))).indices
     return (found_V[top] - expected_V[top]).abs().mean().item()
@@ -333,15 +339,15 @@ def prefill_shape(rows: int, width: int) -> tuple[int, int]:
     A shape takes a tenth of a second to capture, and requests that arrive one by one would need
     many.
     """
-    width = max(MIN_PREFILL_WIDTH, _power_of_two(width))
-    return max(_power_of_two(rows), MIN_PREFILL_TOKENS // width), width
+    width = max(MIN_PREFILL_WIDTH, _round_to_power(width))
+    return max(_round_to_power(rows), MIN_PREFILL_TOKENS // width), width
 
 
 def round_rows(rows: int) -> int:
     """Round up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a third of the rows is padding."""
-    power = _power_of_two(rows)
+    power = _round_to_power(rows)
     return 3 * power // 4 if rows <= 3 * power // 4 and power > 2 else power
 
 
-def _power_of_two(least: int) -> int:
+def _round_to_power(least: int) -> int:
     return 1 << (least - 1).bit_length()

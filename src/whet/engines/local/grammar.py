@@ -1,6 +1,6 @@
 """Grammar-constrained sampling: which tokens may come next, and when the text may end.
 
-Grammars are Lark text in llguidance's dialect; see docs/decisions/0011-constrained-decoding.md.
+Grammars are Lark text in llguidance's dialect; see docs/decisions/0005-logprobs.md.
 """
 
 import json
@@ -47,7 +47,7 @@ class Matcher:
         allowed_V = np.unpackbits(packed, bitorder="little").astype(np.bool_)
         complete = self._matcher.is_accepting()
         if self._matcher.is_error():
-            raise RequestError(f"the grammar has no continuation: {_reason(self._matcher)}")
+            raise RequestError(f"the grammar has no continuation: {_explain(self._matcher)}")
         allowed_V[self._end_ids] = False
         allowed_V[[id for id in self._stop_ids if id < len(allowed_V)]] = complete
         if not allowed_V.any():
@@ -77,7 +77,7 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
-            raise RequestError(f"the grammar cannot be compiled: {_reason(matcher)}")
+            raise RequestError(f"the grammar cannot be compiled: {_explain(matcher)}")
         return matcher
 
     @cached_property
@@ -105,7 +105,7 @@ def mask_logits(logits_BV: Tensor, matchers: Sequence[Matcher | None]) -> Tensor
     return logits_BV.masked_fill(~mask_BV, float("-inf"))
 
 
-def _reason(matcher: LLMatcher) -> str:
+def _explain(matcher: LLMatcher) -> str:
     """The first line of llguidance's error, without its position in the grammar's text."""
     first = matcher.get_error().split("\n", 1)[0]
     position, colon, rest = first.partition("): ")

@@ -48,7 +48,7 @@ def sample_tokens(
     if not np.isfinite(logprob_B).all():
         raise EngineError("the model's logits are not finite")
     most = min(max(tops, default=0), logp_BV.shape[1])
-    top_logprobs = _top_logprobs(logp_BV, tops, most) if most else None
+    top_logprobs = _list_top_logprobs(logp_BV, tops, most) if most else None
     return NextTokens(token_and_logprob[0].astype(np.int64), logprob_B, top_logprobs)
 
 
@@ -84,7 +84,7 @@ def _invert_cdf(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return index_B1[:, 0].clamp(max=logp_BV.shape[1] - 1)
 
 
-def _top_logprobs(logp_BV: Tensor, tops: Sequence[int], most: int) -> list[TopLogprobs]:
+def _list_top_logprobs(logp_BV: Tensor, tops: Sequence[int], most: int) -> list[TopLogprobs]:
     value_BK, id_BK = logp_BV.topk(most, dim=-1)
     ids = cast(list[list[int]], id_BK.tolist())
     values = cast(list[list[float]], value_BK.tolist())

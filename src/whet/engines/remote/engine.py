@@ -196,9 +196,9 @@ class RemoteEngine(Engine):
             if not streamed:
                 reply = from_json(await response.read())
                 sampled = _cut_at_stop_id(self._server.parse_reply(reply, request), request)
-                yield _whole_chunk(request, sampled, weights.version, self._decode)
+                yield _join_chunk(request, sampled, weights.version, self._decode)
                 return
-            async for events in _events(response):
+            async for events in _read_events(response):
                 chunks, ended = self._append_events(events, request, weights.version)
                 if chunks:
                     yield join_chunks(chunks)
@@ -215,7 +215,7 @@ class RemoteEngine(Engine):
         chunks: list[TokenChunk] = []
         for event in events:
             sampled = _cut_at_stop_id(self._server.parse_reply(event, request), request)
-            for part in _one_by_one(sampled) if request.sampling.stop else (sampled,):
+            for part in _split_tokens(sampled) if request.sampling.stop else (sampled,):
                 chunk = request.append(part, version, self._decode)
                 if chunk is not None:
                     chunks.append(chunk)
@@ -438,7 +438,7 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _whole_chunk(
+def _join_chunk(
     request: SampleRequest, sampled: SampledTokens, version: int, decode: Decode
 ) -> TokenChunk:
     chunk = request.append(sampled, version, decode)
@@ -458,7 +458,7 @@ def _cut_at_stop_id(sampled: SampledTokens, request: SampleRequest) -> SampledTo
     return sampled
 
 
-def _one_by_one(sampled: SampledTokens) -> list[SampledTokens]:
+def _split_tokens(sampled: SampledTokens) -> list[SampledTokens]:
     """Split tokens into single ones: any of them may complete a stop string."""
     last = len(sampled.tokens) - 1
     return [
@@ -472,7 +472,7 @@ def _one_by_one(sampled: SampledTokens) -> list[SampledTokens]:
     ] or [sampled]
 
 
-async def _events(response: "aiohttp.ClientResponse") -> AsyncGenerator[list[Json]]:
+async def _read_events(response: "aiohttp.ClientResponse") -> AsyncGenerator[list[Json]]:
     """Parse server-sent events up to the end of the stream; yields those that arrived together."""
     rest = b""
     async for data in response.content.iter_any():

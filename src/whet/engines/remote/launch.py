@@ -50,14 +50,14 @@ class VLLMProcess:
                 "own and name its program with --engine.command, or use running servers with "
                 "--engine.urls"
             )
-        host, port = _address(config.flags)
+        host, port = _parse_address(config.flags)
         self.url = f"http://{host}:{port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._deaths: list[str] = []
         self._ready = False
-        command = [program, "serve", str(model), *_without(flags, config.flags)]
-        command += _without(["--host", host, "--port", str(port)], config.flags)
+        command = [program, "serve", str(model), *_drop_flags(flags, config.flags)]
+        command += _drop_flags(["--host", host, "--port", str(port)], config.flags)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         self._watchdog = subprocess.Popen(
             [
@@ -109,7 +109,7 @@ def required_flags(
     trainer: LocalTrainerConfig, *, max_context: int | None, max_versions: int
 ) -> list[str]:
     """Flags of `vllm serve` for a run: exact log-probabilities, llguidance grammars, adapters."""
-    flags = ["--logprobs-mode", "processed_logprobs", "--dtype", _dtype(trainer.precision)]
+    flags = ["--logprobs-mode", "processed_logprobs", "--dtype", _read_dtype(trainer.precision)]
     flags += ["--structured-outputs-config", '{"backend": "guidance"}']
     if max_context is not None:
         flags += ["--max-model-len", str(max_context)]
@@ -119,7 +119,7 @@ def required_flags(
     return flags
 
 
-def _dtype(precision: Literal["auto", "fp32", "bf16"]) -> str:
+def _read_dtype(precision: Literal["auto", "fp32", "bf16"]) -> str:
     """The trainer's precision; `auto` is resolved as the trainer does."""
     if precision == "auto":
         precision = "bf16" if GPU.exists() else "fp32"
@@ -131,7 +131,7 @@ def _rank(rank: int) -> int:
     return next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
-def _without(flags: Sequence[str], user_flags: Sequence[str]) -> list[str]:
+def _drop_flags(flags: Sequence[str], user_flags: Sequence[str]) -> list[str]:
     """Our flags with their values, except those the user has set."""
     theirs = {flag.partition("=")[0] for flag in user_flags if flag.startswith("--")}
     kept: list[str] = []
@@ -142,7 +142,7 @@ def _without(flags: Sequence[str], user_flags: Sequence[str]) -> list[str]:
     return kept
 
 
-def _address(flags: Sequence[str]) -> tuple[str, int]:
+def _parse_address(flags: Sequence[str]) -> tuple[str, int]:
     """Host and port from the user's flags, else a free local port."""
     values = dict(pairwise(flags))
     values |= dict(flag.split("=", 1) for flag in flags if flag.startswith("--") and "=" in flag)

@@ -168,7 +168,7 @@ async def probe_sglang(
 
 
 async def _probe(http: HttpClient, url: str, context_length: int) -> SGLang:
-    info = await _info(http, url)
+    info = await _fetch_info(http, url)
     found = SGLang(context_length=int(info.get("context_length") or context_length))
     found.incremental = bool(info.get("incremental_streaming_output"))
     sampling = Sampling(top_k=1, max_tokens=1)
@@ -184,12 +184,12 @@ async def _probe(http: HttpClient, url: str, context_length: int) -> SGLang:
         ) from error
     found.truncated_logprobs = logprob > -1e-3
     await _check_stop_ids(http, url, found, token)
-    plain, halved = [await _spread(http, url, found, temperature) for temperature in (1, 2)]
+    plain, halved = [await _measure_spread(http, url, found, temperature) for temperature in (1, 2)]
     found.scaled_logprobs = halved < 0.75 * plain or plain < MIN_SPREAD
     return found
 
 
-async def _spread(http: HttpClient, url: str, server: SGLang, temperature: float) -> float:
+async def _measure_spread(http: HttpClient, url: str, server: SGLang, temperature: float) -> float:
     """Largest less smallest of a few top log-probabilities, which a temperature divides.
 
     Not by a greedy request: SGLang takes `top_k` 1 for one and ignores the temperature then.
@@ -216,7 +216,7 @@ async def _check_stop_ids(http: HttpClient, url: str, server: SGLang, token: int
         )
 
 
-async def _info(http: HttpClient, url: str) -> Json:
+async def _fetch_info(http: HttpClient, url: str) -> Json:
     for path in INFO_PATHS:
         status, info = await probe(http, url + path)
         if status == 200 and isinstance(info, dict):

@@ -104,7 +104,7 @@ class VLLM(ServerApi):
         if "content" in scores:
             logprobs = [token["logprob"] for token in scores["content"]]
         wanted = request.sampling.top_logprobs
-        tops = [top[:wanted] for top in _top_logprobs(scores)] if wanted else []
+        tops = [top[:wanted] for top in _parse_top_logprobs(scores)] if wanted else []
         if len(tokens) != len(logprobs):
             raise ReplicaFailed(
                 f"its reply has {len(tokens)} tokens, but {len(logprobs)} log-probabilities"
@@ -202,8 +202,8 @@ async def probe_vllm(
 
 
 async def _probe(http: HttpClient, url: str) -> VLLM:
-    version = await _version(http, url)
-    model, context_length = await _model(http, url)
+    version = await _fetch_version(http, url)
+    model, context_length = await _fetch_model(http, url)
     found = VLLM(model=model, context_length=context_length)
     # With top_k 1 the token has probability 1, unless log-probabilities are those before top_k.
     sampling = Sampling(top_k=1, max_tokens=1)
@@ -227,13 +227,13 @@ async def _probe(http: HttpClient, url: str) -> VLLM:
             f"vLLM {version} at {url} does not return the token ids it samples (return_token_ids "
             f"is missing): use {MIN_VERSION} or newer"
         )
-    found.device, found.max_loras = await _server_info(http, url)
+    found.device, found.max_loras = await _fetch_info(http, url)
     found.processed = sampled.logprobs[0] > -1e-3
-    found.grammars = await _supports_grammars(http, url, found)
+    found.grammars = await _probe_grammars(http, url, found)
     return found
 
 
-async def _supports_grammars(http: HttpClient, url: str, found: VLLM) -> bool:
+async def _probe_grammars(http: HttpClient, url: str, found: VLLM) -> bool:
     """Whether llguidance's Lark dialect is supported, tested by a JSON schema inside a rule."""
     sampling = Sampling(grammar='start: %json {"type": "boolean"}', max_tokens=1)
     request = SampleRequest(tokens=[0, 1], sampling=sampling, limit=1, stream=False, seed=0)
@@ -242,7 +242,7 @@ async def _supports_grammars(http: HttpClient, url: str, found: VLLM) -> bool:
     return status == 200
 
 
-async def _server_info(http: HttpClient, url: str) -> tuple[str, int | None]:
+async def _fetch_info(http: HttpClient, url: str) -> tuple[str, int | None]:
     """Device and `--max-loras`, where a server reports them."""
     _, reply = await probe(http, f"{url}{INFO_PATH}")
     match reply:
@@ -259,14 +259,14 @@ def _is_tied(folder: Path | None) -> bool:
     return bool(config.get("tie_word_embeddings", True))
 
 
-async def _version(http: HttpClient, url: str) -> str:
+async def _fetch_version(http: HttpClient, url: str) -> str:
     status, reply = await probe(http, f"{url}/version")
     if status != 200 or not isinstance(reply, dict) or "version" not in reply:
         raise ConfigError(f"there is no vLLM at {url}: /version answers {status}")
     return str(cast(dict[str, Any], reply)["version"])
 
 
-async def _model(http: HttpClient, url: str) -> tuple[str, int]:
+async def _fetch_model(http: HttpClient, url: str) -> tuple[str, int]:
     status, reply = await probe(http, f"{url}/v1/models")
     match reply:
         case {"data": [{"id": str(model), "max_model_len": int(length)}, *_]}:
@@ -277,7 +277,7 @@ async def _model(http: HttpClient, url: str) -> tuple[str, int]:
             )
 
 
-def _top_logprobs(scores: Json) -> list[TopLogprobs]:
+def _parse_top_logprobs(scores: Json) -> list[TopLogprobs]:
     """The most probable tokens at each position, from either form of log-probabilities."""
     named: list[dict[str, float]] = scores.get("top_logprobs") or []
     if "content" in scores:

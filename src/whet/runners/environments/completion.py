@@ -1,11 +1,11 @@
 """One chat completion at an attempt's endpoint, for environments whose loop is ours."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed
+from whet.io import chat_completion
 from whet.io.http_client import HttpClient, TransportError
 from whet.types import Endpoint
 
@@ -16,15 +16,11 @@ async def complete(
     llm: Endpoint, messages: Sequence[Message], *, max_tokens: int | None = None
 ) -> str:
     """Return the text of the model's reply. Raises AgentFailed."""
-    body: dict[str, Any] = {"model": llm.model, "messages": list(messages)}
+    body: dict[str, JsonValue] = {"model": llm.model, "messages": list(messages)}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
     try:
         async with HttpClient(token=llm.api_key) as http:
-            reply = await http.request("POST", f"{llm.base_url}/chat/completions", json=body)
+            return (await chat_completion.complete(http, llm.base_url, body)).text
     except TransportError as error:
         raise AgentFailed(f"the model does not answer: {error}") from error
-    if reply.status != 200:
-        text = " ".join(reply.body.decode(errors="replace").split())[:300]
-        raise AgentFailed(f"the model answered {reply.status}: {text}")
-    return reply.json()["choices"][0]["message"]["content"] or ""

@@ -106,7 +106,7 @@ def list_tasks(name: EnvironmentName, split: Split) -> list[JsonValue]:
     with boundary(ConfigError, f"the environment {name.kind}:{name.name} listed no tasks"):
         tasks = json.loads(json.dumps(list(environment.list_tasks(split, name.count(split)))))
     if not tasks and split == "train":
-        raise ConfigError(f"the environment {name.kind}:{name.name} has no tasks")
+        raise ConfigError(f"the environment {name.kind}:{name.name} has no tasks: check its name")
     return tasks
 
 

@@ -5,7 +5,6 @@ Inspect runs one evaluation at a time in a process, so every attempt has a proce
 """
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError, WhetError
 from whet.runners.environments.environment import Options, Split, import_package
+from whet.runners.loading import import_file
 from whet.types import Endpoint
 
 HELD_OUT = 5
@@ -84,9 +84,9 @@ def load_task(name: str, options: Options) -> Any:  # Any: a Task of the package
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"inspect takes a file with tasks, as FILE or FILE@TASK; found {name!r}")
-    module = _import_file(path)
+    module = import_file(path)
     found: dict[str, Callable[..., Any]] = {}
-    for key, value in cast(dict[str, Any], vars(module)).items():
+    for key, value in vars(module).items():
         registered = getattr(value, "__registry_info__", None)
         if callable(value) and registered is not None and registered.type == "task":
             found[key] = value
@@ -95,17 +95,6 @@ def load_task(name: str, options: Options) -> Any:  # Any: a Task of the package
     if len(found) != 1:
         raise ConfigError(f"{file!r} has {len(found)} such tasks: name one as {file}@TASK")
     return next(iter(found.values()))(**options)
-
-
-def _import_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"whet_inspect_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _find_split(id: str) -> Split:

@@ -2,7 +2,7 @@
 
 Every client of httpx, and so of most SDKs, parses some 140 certificates: 20 to 50 ms of CPU time,
 more than all the rest of a short rollout. The gateway speaks plain HTTP, so an agent that builds a
-client for each rollout pays it for nothing. See docs/decisions/0036.
+client for each rollout pays it for nothing: see docs/decisions/0013-executing-agents.md.
 """
 
 import ssl

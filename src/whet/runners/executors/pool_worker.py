@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import AsyncGenerator
 from typing import Any, TextIO
 
@@ -17,6 +16,7 @@ from anyio import CancelScope, to_thread
 from pydantic import JsonValue
 
 from whet.errors import AttemptError, AttemptTimeout, BadReward, ConfigError
+from whet.io.process import MessageWriter
 from whet.runners.agent import inspect_agent
 from whet.runners.context import AttemptContext
 from whet.runners.executors.executor import Evicted
@@ -32,7 +32,7 @@ class PipedAttempt(AttemptContext):
     """An attempt that sends its rewards and spans to the runner's process as they are emitted."""
 
     def __init__(
-        self, attempt: Attempt, llm: Endpoint, responses: "MessageWriter", *, is_alone: bool
+        self, attempt: Attempt, llm: Endpoint, responses: MessageWriter, *, is_alone: bool
     ) -> None:
         super().__init__(attempt, llm, is_alone=is_alone)
         self._responses = responses
@@ -49,24 +49,10 @@ class PipedAttempt(AttemptContext):
         self._responses.send({"id": self.attempt.id, **message})
 
 
-class MessageWriter:
-    """Writes messages to the runner, from any thread."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._lock = threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Write one line."""
-        with self._lock:
-            self._out.write(json.dumps(message) + "\n")
-            self._out.flush()
-
-
 def main() -> None:
     """Load the agent, then run it on each attempt that comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner ends this process
-    requests, responses = _take_over_streams()
+    requests, responses = _take_over_stdin(), MessageWriter()
     settings = json.loads(requests.readline())
     if settings["path"] is not None:
         sys.path[:] = settings["path"]
@@ -127,15 +113,13 @@ async def _read(requests: TextIO) -> AsyncGenerator[dict[str, Any]]:
     os.killpg(0, signal.SIGKILL)  # the runner is gone
 
 
-def _take_over_streams() -> tuple[TextIO, MessageWriter]:
-    """Take stdin and stdout for ourselves: an agent's stdin is empty, its stdout is stderr."""
+def _take_over_stdin() -> TextIO:
+    """Take stdin for ourselves: an agent's is empty."""
     source = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    os.dup2(2, 1)
-    return source, MessageWriter(out)
+    return source
 
 
 if __name__ == "__main__":

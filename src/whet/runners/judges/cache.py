@@ -6,17 +6,10 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from pydantic import JsonValue
 
-
-class JudgeReply(NamedTuple):
-    """Text of a judge's reply, and the tokens it cost when it was sampled."""
-
-    text: str
-    input_tokens: int = 0
-    output_tokens: int = 0
+from whet.io.chat_completion import Completion
 
 
 class ReplyCache:
@@ -25,16 +18,16 @@ class ReplyCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def get(self, request: JsonValue) -> JudgeReply | None:
+    def get(self, request: JsonValue) -> Completion | None:
         """Return the reply to a request that was kept before."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(self._file(request).read_text(encoding="utf-8"))
             text, counts = value["text"], (value["input_tokens"], value["output_tokens"])
             if isinstance(text, str) and all(type(count) is int for count in counts):
-                return JudgeReply(text, *counts)
+                return Completion(text, *counts)
         return None
 
-    def put(self, request: JsonValue, reply: JudgeReply) -> None:
+    def put(self, request: JsonValue, reply: Completion) -> None:
         """Keep the reply to a request."""
         file = self._file(request)
         partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")

@@ -14,9 +14,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import JsonValue
 
 from whet.errors import ConfigError, JudgeFailed
+from whet.io.chat_completion import Completion, complete
 from whet.io.http_client import HttpClient, TransportError
 from whet.runners.context import active_attempt
-from whet.runners.judges.cache import JudgeReply, ReplyCache
+from whet.runners.judges.cache import ReplyCache
 from whet.runners.judges.prompts import (
     InvalidReply,
     Message,
@@ -34,7 +35,6 @@ from whet.types import JUDGE, JUDGE_MODEL, Endpoint, Reward
 Rubric = str | Sequence[str] | Mapping[str, float]
 """One criterion, several, or criteria with their weights."""
 
-MAX_REPLY_BYTES = 2**20
 SPAN = "judge"
 
 P = TypeVar("P", ParsedScores, ParsedRanking)
@@ -267,7 +267,7 @@ class Judge:
             async with asyncio.timeout(self.timeout_s):
                 for _ in range(self.tries):
                     try:
-                        reply = await _post(http, f"{url}/chat/completions", body)
+                        reply = await complete(http, url, body)
                         usage += self._price(reply)
                         text = reply.text
                         parsed = parse(text)
@@ -284,7 +284,7 @@ class Judge:
         seconds = time.monotonic() - began
         return _Vote(None, text, problem, replace(usage, failed=1, seconds=seconds))
 
-    def _price(self, reply: JudgeReply) -> JudgeUsage:
+    def _price(self, reply: Completion) -> JudgeUsage:
         price_in, price_out = self.prices
         return JudgeUsage(
             requests=1,
@@ -346,12 +346,16 @@ def judge(
     weights = dict(rubric) if isinstance(rubric, Mapping) else dict.fromkeys(rubric, 1.0)
     if not weights or not all(text.strip() for text in weights):
         raise ConfigError("a judge needs a rubric: at least one criterion, none of them empty")
-    if not all(0 < each < float("inf") for each in weights.values()):
-        raise ConfigError("the weight of a criterion is a positive number")
+    for text, each in weights.items():
+        if not 0 < each < float("inf"):
+            raise ConfigError(f"the weight of {text!r} is {each}: expected a positive number")
     if base_url is not None and not base_url.startswith(("http://", "https://")):
         raise ConfigError(f"a judge has a URL such as https://host/v1; found {base_url!r}")
     if samples < 1 or tries < 1 or timeout_s <= 0:
-        raise ConfigError("a judge needs samples >= 1, tries >= 1 and timeout_s > 0")
+        raise ConfigError(
+            f"found samples {samples}, tries {tries} and timeout_s {timeout_s:g}: a judge needs at "
+            "least 1, 1 and more than 0"
+        )
     return Judge(
         criteria=tuple(weights),
         weights=tuple(weights.values()),
@@ -376,29 +380,6 @@ def judgment_rewards(judgment: Judgment | Ranking, score: float) -> list[Reward]
         Reward(value=judgment.disagreement, key=f"{JUDGE}.disagreement"),
         *judgment.usage.rewards(),
     ]
-
-
-async def _post(http: HttpClient, url: str, body: JsonValue) -> JudgeReply:
-    """Send one request. Raises TransportError, or InvalidReply for what is not a completion."""
-    response = await http.request("POST", url, json=body, max_bytes=MAX_REPLY_BYTES)
-    if response.status != 200:
-        text = " ".join(response.body.decode(errors="replace").split())[:200]
-        raise TransportError(f"status {response.status}: {text}")
-    try:
-        value = response.json()
-        text = value["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise InvalidReply("the endpoint's response is not a chat completion") from error
-    if not isinstance(text, str):
-        raise InvalidReply("the endpoint's response has no text")
-    usage = value.get("usage")
-    return JudgeReply(text, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
-
-
-def _count(usage: JsonValue, name: str) -> int:
-    """A count of tokens that the endpoint sent; 0 if it is missing or not one."""
-    value = usage.get(name) if isinstance(usage, dict) else None
-    return value if isinstance(value, int) and value >= 0 else 0
 
 
 def _add_usage(votes: Sequence[_Vote[Any]]) -> JudgeUsage:

@@ -25,8 +25,8 @@ class SandboxLimits:
     disk_mb: int = 1024
 
     def __post_init__(self) -> None:
-        if min(self.memory_mb, self.processes, self.disk_mb) < 1:
-            raise ConfigError("the limits of a sandbox are at least 1")
+        if (least := min(self.memory_mb, self.processes, self.disk_mb)) < 1:
+            raise ConfigError(f"the limits of a sandbox are at least 1; found {least}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def grpo(rewards: torch.Tensor, prompts: Sequence[str], config: Any) -> torch.Te
     if config is not None and config.get("norm_adv_by_std_in_grpo", True):
         deviations = [
             rewards[places].std() if len(places) > 1 else rewards.new_zeros(())
-            for places in _places(prompts)
+            for places in _find_places(prompts)
         ]
         advantages = advantages / (torch.stack(deviations) + EPSILON)
     return advantages
@@ -69,7 +69,7 @@ def grpo(rewards: torch.Tensor, prompts: Sequence[str], config: Any) -> torch.Te
 
 def rloo(rewards: torch.Tensor, prompts: Sequence[str], config: Any) -> torch.Tensor:
     """Reward minus the mean of the prompt's other rollouts."""
-    sizes = torch.tensor([float(len(places)) for places in _places(prompts)])
+    sizes = torch.tensor([float(len(places)) for places in _find_places(prompts)])
     scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), torch.zeros_like(sizes))
     return (rewards - _group_means(rewards, prompts)) * scale
 
@@ -81,7 +81,7 @@ def reinforce_plus_plus(rewards: torch.Tensor, prompts: Sequence[str], config: A
     return (rewards - rewards.mean()) / (rewards.std() + EPSILON)
 
 
-def _places(prompts: Sequence[str]) -> list[list[int]]:
+def _find_places(prompts: Sequence[str]) -> list[list[int]]:
     """For each rollout, the places of all rollouts of its prompt."""
     groups: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -92,7 +92,7 @@ def _places(prompts: Sequence[str]) -> list[list[int]]:
 def _group_means(rewards: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
     if not prompts:
         return torch.zeros_like(rewards)
-    return torch.stack([rewards[places].mean() for places in _places(prompts)])
+    return torch.stack([rewards[places].mean() for places in _find_places(prompts)])
 
 
 def build_loss(clipped: Callable[..., tuple[torch.Tensor, dict[str, Any]]]) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ def build_entries(
         Entry(
             f"{name}{SEPARATOR}{index}",
             {
-                **_tensors(row, result.reward),
+                **_build_tensors(row, result.reward),
                 "uid": name if by_rollout else uid,
                 "raw_prompt": prompt["raw_prompt"],
                 "data_source": prompt["data_source"],
@@ -65,7 +65,7 @@ def build_entries(
     ]
 
 
-def _tensors(row: Row, reward: float) -> dict[str, torch.Tensor]:
+def _build_tensors(row: Row, reward: float) -> dict[str, torch.Tensor]:
     """The token fields: everything after the first prompt is verl's response."""
     start = row.segments[0].start
     length = len(row.tokens) - start

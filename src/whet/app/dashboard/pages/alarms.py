@@ -55,14 +55,14 @@ def find_alarms(steps: Sequence[StepRow]) -> list[Alarm]:
     last = steps[-WINDOW:]
     alarms: list[Alarm] = []
     for rule in RULES:
-        values = [_value(rule, step) for step in last[-rule.steps :]]
+        values = [_read_value(rule, step) for step in last[-rule.steps :]]
         known = [value for value in values if value is not None]
         if len(known) == rule.steps and all(map(rule.is_bad, known)):
             alarms.append(Alarm(rule.metric, known[-1], last[-1].step + 1, rule.message))
     return alarms
 
 
-def _value(rule: Rule, step: StepRow) -> float | None:
+def _read_value(rule: Rule, step: StepRow) -> float | None:
     value = step.metrics.get(rule.metric)
     if value is None or rule.per is None:
         return value

@@ -40,7 +40,7 @@ class AttemptPages:
         row = await run.store.browse(rollout_pages.read_rollout, id)
         return {
             "rollout": row._asdict() | {"step": None if row.step is None else row.step + 1},
-            "attempts": [_attempt_json(record) for record in attempts],
+            "attempts": [_format_attempt(record) for record in attempts],
         }
 
     async def read_attempt(self, run: OpenedRun, id: str) -> dict[str, object]:
@@ -51,14 +51,14 @@ class AttemptPages:
         calls = await run.store.calls(record.id)
         spans = await run.store.spans(record.id)
         template = await to_thread.run_sync(self.vocabularies.find, read_config(run).model)
-        shown = await to_thread.run_sync(_calls_json, calls, template)
+        shown = await to_thread.run_sync(_format_calls, calls, template)
         return {
-            "attempt": _attempt_json(record),
+            "attempt": _format_attempt(record),
             "rollout": rollout,
             "calls": shown,
             "special": sorted(template.special_tokens) if template else [],
             "rewards": [r.model_dump(mode="json") for r in await run.store.rewards(record.id)],
-            "spans": _spans_json(spans, calls),
+            "spans": _format_spans(spans, calls),
             "texts": template is not None,
         }
 
@@ -67,21 +67,23 @@ class AttemptPages:
         rollout = await run.store.browse(browse.find_rollout, id)
         row = await run.store.browse(rollout_pages.read_rollout, rollout)
         if row.step is None:
-            return _no_credit("no step has trained this rollout yet")
+            return _explain_no_credit("no step has trained this rollout yet")
         read = await run.store.trajectories([rollout], failed=True)
         if not read or read[0].attempt.id != id:
-            return _no_credit("another attempt of the rollout was trained")
+            return _explain_no_credit("another attempt of the rollout was trained")
         known = set(read[0].generation_ids())
         advantages = await run.store.advantages(row.step)
         mine = Credit(read[0], {key: value for key, value in advantages.items() if key in known})
         if not mine.advantages:
-            return _no_credit("the step gave it no credit, such as in a group of equal rewards")
+            return _explain_no_credit(
+                "the step gave it no credit, such as in a group of equal rewards"
+            )
         found = run.folder.read_log_ratios(row.step) if run.folder else {}
         log_ratios = {id: values for id, values in found.items() if id in known}
-        return _credit_json(mine, read_config(run)) | {"log_ratios": log_ratios}
+        return _format_credit(mine, read_config(run)) | {"log_ratios": log_ratios}
 
 
-def _credit_json(credit: Credit, config: RunConfig) -> dict[str, object]:
+def _format_credit(credit: Credit, config: RunConfig) -> dict[str, object]:
     """Return what training made of a credit: the functions that trained decide it again."""
     kept = mask_truncated(select([credit], config.selection), config.length)
     built = build_rows(kept)
@@ -108,27 +110,27 @@ def _credit_json(credit: Credit, config: RunConfig) -> dict[str, object]:
     }
 
 
-def _no_credit(reason: str) -> dict[str, object]:
+def _explain_no_credit(reason: str) -> dict[str, object]:
     lists: dict[str, object] = {"trained": [], "rows": []}
     return {"reason": reason, "advantages": {}, "left_out": {}, "log_ratios": {}, **lists}
 
 
-def _attempt_json(record: AttemptRecord) -> dict[str, object]:
+def _format_attempt(record: AttemptRecord) -> dict[str, object]:
     return record.model_dump(mode="json")
 
 
-def _calls_json(calls: Sequence[Call], template: ChatTemplate | None) -> list[dict[str, object]]:
+def _format_calls(calls: Sequence[Call], template: ChatTemplate | None) -> list[dict[str, object]]:
     """Return the calls in order, each with the texts of its tokens."""
     endings: dict[str, tuple[int, ...]] = {}
     """The last tokens of each generation: a character may begin there."""
     shown: list[dict[str, object]] = []
     for call in calls:
         before = endings.get(call.parent or "", ())
-        context = _texts(call.context, before, template)
+        context = _split_texts(call.context, before, template)
         generations: list[dict[str, object]] = []
         for index, generation in enumerate(call.generations):
             end = (*before, *call.context)[-4:]
-            generations.append(_generation_json(generation, end, template))
+            generations.append(_format_generation(generation, end, template))
             endings[call.generation_id(index)] = (*end, *generation.tokens)[-4:]
         origin = call.origin
         shown.append(
@@ -153,7 +155,7 @@ def _calls_json(calls: Sequence[Call], template: ChatTemplate | None) -> list[di
     return shown
 
 
-def _generation_json(
+def _format_generation(
     generation: Generation, before: Sequence[int], template: ChatTemplate | None
 ) -> dict[str, object]:
     sampling = generation.sampling
@@ -161,7 +163,7 @@ def _generation_json(
         "message": generation.message,
         "stop": generation.stop,
         "ids": generation.tokens,
-        "texts": _texts(generation.tokens, before, template),
+        "texts": _split_texts(generation.tokens, before, template),
         "logprobs": [round(value, 4) for value in generation.logprobs],
         "versions": [(v, len(list(run))) for v, run in groupby(generation.versions)],
         "temperature": sampling.temperature,
@@ -171,7 +173,7 @@ def _generation_json(
     }
 
 
-def _texts(
+def _split_texts(
     ids: Sequence[int], before: Sequence[int], template: ChatTemplate | None
 ) -> list[str] | None:
     if template is None:
@@ -179,7 +181,7 @@ def _texts(
     return split_text((*before, *ids), template.decode_all)[len(before) :]
 
 
-def _spans_json(spans: Sequence[Span], calls: Sequence[Call]) -> list[dict[str, object]]:
+def _format_spans(spans: Sequence[Span], calls: Sequence[Call]) -> list[dict[str, object]]:
     """Return spans with times in milliseconds since the first: nanoseconds exceed 2^53."""
     links = link_spans(spans, calls)
     begin = min((span.start for span in spans), default=0)

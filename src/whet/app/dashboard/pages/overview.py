@@ -156,7 +156,7 @@ async def read_resource(run: OpenedRun, name: str) -> dict[str, object]:
 async def read_checkpoints(run: OpenedRun) -> dict[str, object]:
     """Return the checkpoints of steps, with those that are on this disk."""
     steps = await run.store.browse(browse.read_step_rows, -1)
-    present = await to_thread.run_sync(_checkpoint_sizes, run.folder) if run.folder else {}
+    present = await to_thread.run_sync(_measure_checkpoints, run.folder) if run.folder else {}
     return {
         "checkpoints": [
             {
@@ -174,7 +174,7 @@ async def read_checkpoints(run: OpenedRun) -> dict[str, object]:
     }
 
 
-def _checkpoint_sizes(folder: RunFolder) -> dict[str, int]:
+def _measure_checkpoints(folder: RunFolder) -> dict[str, int]:
     found = folder.checkpoints.iterdir() if folder.checkpoints.is_dir() else ()
     return {
         path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -21,7 +21,7 @@ def to_browser_json(value: object) -> bytes:
     try:
         return pydantic_core.to_json(value, inf_nan_mode="null")
     except pydantic_core.PydanticSerializationError:  # a lone surrogate: escaped, it is valid JSON
-        return json.dumps(_finite(value), allow_nan=False, default=str).encode()
+        return json.dumps(_make_finite(value), allow_nan=False, default=str).encode()
 
 
 def respond(value: object) -> Response:
@@ -59,12 +59,12 @@ def describe_task(task: object, length: int) -> str:
     return shorten(fields, length)
 
 
-def _finite(value: object) -> object:
+def _make_finite(value: object) -> object:
     if isinstance(value, Mapping):
         pairs = cast(Mapping[str, object], value).items()
-        return {str(key): _finite(below) for key, below in pairs}
+        return {str(key): _make_finite(below) for key, below in pairs}
     if isinstance(value, list | tuple):
-        return [_finite(below) for below in cast(Sequence[object], value)]
+        return [_make_finite(below) for below in cast(Sequence[object], value)]
     if isinstance(value, float) and not abs(value) < float("inf"):
         return None
     return value

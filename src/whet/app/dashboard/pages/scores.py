@@ -45,10 +45,13 @@ async def read_evaluations(run: OpenedRun) -> dict[str, object]:
                 failed = row.failure in AGENT_FAILURES
                 counted = row._replace(reward=0.0) if failed else row
                 sides.setdefault(side, []).append(counted)
-    return {"sides": [_side(name, rows) for name, rows in sides.items()], "tasks": _tasks(sides)}
+    return {
+        "sides": [_format_side(name, rows) for name, rows in sides.items()],
+        "tasks": _format_tasks(sides),
+    }
 
 
-def _side(name: str, rows: Sequence[browse.EvaluatedRow]) -> dict[str, object]:
+def _format_side(name: str, rows: Sequence[browse.EvaluatedRow]) -> dict[str, object]:
     means: dict[str, float | None] = {}
     for way in ("greedy", "sampled"):
         found = [r.reward for r in rows if f"-{way}-" in r.id and r.reward is not None]
@@ -57,7 +60,7 @@ def _side(name: str, rows: Sequence[browse.EvaluatedRow]) -> dict[str, object]:
     return {"name": name, "rollouts": len(rows), "failed": failed, **means}
 
 
-def _tasks(sides: dict[str, list[browse.EvaluatedRow]]) -> list[dict[str, object]]:
+def _format_tasks(sides: dict[str, list[browse.EvaluatedRow]]) -> list[dict[str, object]]:
     tasks: dict[int, dict[str, object]] = {}
     tries: defaultdict[int, dict[str, dict[str, list[object]]]] = defaultdict(dict)
     for name, rows in sides.items():
@@ -95,15 +98,15 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
         "rollouts": len(rewards),
         "mean": fmean(rewards) if rewards else None,
         "std": pstdev(rewards) if rewards else None,
-        "histogram": _histogram(rewards),
+        "histogram": _count_bins(rewards),
         "groups": len(by_group),
         "silent_groups": len(silent),
         "length_correlation": correlation,
         "points": [(row.sampled_tokens, row.reward) for row in outcomes[:1000]],
-        "components": _components(components, steps),
+        "components": _format_components(components, steps),
         "judge": judge,
         "findings": [
-            *_findings(rewards, correlation, silent, by_group, components, steps),
+            *_list_findings(rewards, correlation, silent, by_group, components, steps),
             *_judge_findings(judge),
         ],
     }
@@ -124,7 +127,7 @@ def _judge_findings(judge: dict[str, list[float | None]] | None) -> list[str]:
     return [f"the votes of the judge disagree ({fmean(last):.2f}): its scores are noise in part"]
 
 
-def _histogram(values: Sequence[float], bins: int = 12) -> dict[str, object]:
+def _count_bins(values: Sequence[float], bins: int = 12) -> dict[str, object]:
     if not values:
         return {"edges": [], "counts": []}
     low, high = min(values), max(values)
@@ -135,7 +138,7 @@ def _histogram(values: Sequence[float], bins: int = 12) -> dict[str, object]:
     return {"edges": [low + width * n for n in range(bins + 1)], "counts": counts}
 
 
-def _components(
+def _format_components(
     rows: Sequence[browse.RewardRow], steps: Sequence[browse.StepRow]
 ) -> list[dict[str, object]]:
     """Return each reward key by step, with its correlation to the whole reward."""
@@ -163,7 +166,7 @@ def _with_total(rows: Sequence[browse.RewardRow], totals: dict[int, float | None
     return correlate([mean for mean, _ in pairs], [total for _, total in pairs])
 
 
-def _findings(
+def _list_findings(
     rewards: Sequence[float],
     correlation: float | None,
     silent: Sequence[str],
@@ -181,7 +184,7 @@ def _findings(
     if correlation is not None and abs(correlation) > LENGTH_LIMIT:
         way = "longer" if correlation > 0 else "shorter"
         found.append(f"{way} answers get more reward (correlation {correlation:+.2f})")
-    known = [c for c in _components(components, steps) if c["correlation"] is not None]
+    known = [c for c in _format_components(components, steps) if c["correlation"] is not None]
     dominant = [c for c in known if abs(float(str(c["correlation"]))) > DOMINANT]
     if len(known) > 1 and len(dominant) == 1:
         found.append(f"the reward follows one component alone: {dominant[0]['key']}")

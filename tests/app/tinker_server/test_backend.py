@@ -12,12 +12,14 @@ from pydantic import JsonValue
 from support.clock import Clock
 from whet.app.cli.main import main
 from whet.app.cli.tinker_server import read_models
-from whet.app.tinker_server.backend import Example, Lora, PromptScoreRequest, ServedModel, Weights
-from whet.app.tinker_server.local_backend import (
+from whet.app.tinker_server.backend import (
     WEIGHTS,
     BaseModel,
-    LocalRuns,
-    LocalSamplers,
+    Lora,
+    Samplers,
+    ServedModel,
+    TrainingRuns,
+    Weights,
     name_folder,
 )
 from whet.app.tinker_server.state import ServerState
@@ -29,9 +31,11 @@ from whet.app.tinker_server.storage import (
     TrainingRun,
 )
 from whet.config import AdamStep, resolve
+from whet.engines.scorer import ScoreRequest
 from whet.errors import ConfigError
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
+from whet.trainers.tinker_datums import Datum
 from whet.types import Sampling
 
 TOKENS = (5, 17, 42, 99)
@@ -63,11 +67,11 @@ async def test_device_and_precision_reach_training_and_sampling(
     settings: dict[str, JsonValue] = {"device": device, "kv_tokens": 2048}
     config = resolve({"engine": settings, "trainer": {"precision": precision}})
     base = BaseModel(resolve_model("tiny"), config)
-    runs = LocalRuns(base)
-    samplers = LocalSamplers(base, "tiny", (), engines=1)
+    runs = TrainingRuns(base)
+    samplers = Samplers(base, "tiny", (), engines=1)
     await runs.create("run", LORA, 1)
     trained, _ = runs._get("run")
-    example = Example(TOKENS[:-1], np.array(TOKENS[1:]), {"weights": np.ones(3, np.float32)})
+    example = Datum(TOKENS[:-1], np.array(TOKENS[1:]), {"weights": np.ones(3, np.float32)})
     for _ in range(2):
         await runs.forward_backward("run", [example], "cross_entropy", {}, forward_only=False)
         await runs.optim_step("run", AdamStep(lr=1e-2))
@@ -75,7 +79,7 @@ async def test_device_and_precision_reach_training_and_sampling(
     await runs.save("run", tmp_path, "sampler_weights")
     saved = Weights(tmp_path, LORA, 0.0)
     assert (tmp_path / WEIGHTS).exists()
-    scores = await samplers.score(saved, TOKENS, PromptScoreRequest())
+    scores = await samplers.score(saved, TOKENS, ScoreRequest())
     assert scores.chosen == pytest.approx(after.logprobs[0], abs=near)
     sampled = await samplers.sample(saved, TOKENS, Sampling(temperature=0, max_tokens=3))
     assert len(sampled.tokens) == 3
@@ -104,7 +108,7 @@ def test_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.anyio
 async def test_runs_made_at_once_have_the_adapters_of_their_seed() -> None:
-    runs = LocalRuns(BaseModel(resolve_model("tiny"), resolve({"engine": {"device": "cpu"}})))
+    runs = TrainingRuns(BaseModel(resolve_model("tiny"), resolve({"engine": {"device": "cpu"}})))
     names = [f"run-{index}" for index in range(8)]
     async with anyio.create_task_group() as tasks:
         for name in names:
@@ -116,9 +120,9 @@ async def test_runs_made_at_once_have_the_adapters_of_their_seed() -> None:
 
 async def _save_weights(base: BaseModel, folder: Path, seed: int) -> None:
     """Save adapters that are not the identity."""
-    runs = LocalRuns(base)
+    runs = TrainingRuns(base)
     await runs.create("run", LORA, seed)
-    example = Example(TOKENS[:-1], np.array(TOKENS[1:]), {"weights": np.ones(3, np.float32)})
+    example = Datum(TOKENS[:-1], np.array(TOKENS[1:]), {"weights": np.ones(3, np.float32)})
     await runs.forward_backward("run", [example], "cross_entropy", {}, forward_only=False)
     await runs.optim_step("run", AdamStep(lr=1e-2 * seed))
     await runs.save("run", folder, "sampler_weights")
@@ -133,12 +137,12 @@ def base() -> BaseModel:
 async def test_weights_saved_again_under_a_name_are_loaded_again(
     base: BaseModel, tmp_path: Path
 ) -> None:
-    samplers = LocalSamplers(base, "tiny", (), engines=1)
+    samplers = Samplers(base, "tiny", (), engines=1)
     scores: list[list[float]] = []
     for saved_at in (1, 2):
         await _save_weights(base, tmp_path, seed=saved_at)
         weights = Weights(tmp_path, LORA, float(saved_at))
-        found = await samplers.score(weights, TOKENS, PromptScoreRequest())
+        found = await samplers.score(weights, TOKENS, ScoreRequest())
         scores.append(found.chosen.tolist())
     assert scores[0] != scores[1]
     await samplers.close()
@@ -149,7 +153,7 @@ async def test_no_set_of_weights_is_starved_by_the_load_on_others(
     base: BaseModel, tmp_path: Path
 ) -> None:
     await _save_weights(base, tmp_path, seed=1)
-    samplers = LocalSamplers(base, "tiny", (), engines=1)
+    samplers = Samplers(base, "tiny", (), engines=1)
     one, two = (Weights(tmp_path, LORA, float(n)) for n in (1, 2))
     served = anyio.Semaphore(0)
 
@@ -211,10 +215,10 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
     base: BaseModel, tmp_path: Path
 ) -> None:
     storage, clock = Storage(tmp_path), Clock()
-    samplers = LocalSamplers(base, "tiny", (), engines=1)
+    samplers = Samplers(base, "tiny", (), engines=1)
 
     def start() -> ServerState:
-        return ServerState([ServedModel(LocalRuns(base), samplers)], storage, clock=clock)
+        return ServerState([ServedModel(TrainingRuns(base), samplers)], storage, clock=clock)
 
     def save(state: ServerState, number: int) -> Checkpoint:
         saved = Checkpoint(
@@ -226,7 +230,7 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
             lora=LORA,
             ephemeral=True,
         )
-        with storage.writing(saved):
+        with storage.write(saved):
             pass
         storage.save_sampler(
             SamplingSession(id=f"s:{number}", session="s", base_model="tiny", model_path=saved.path)
@@ -243,14 +247,14 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
         clock.now += 100
         state.mark_used(oldest)  # a reference policy, say
         save(state, number)
-    kept = [saved.name for saved in storage.unnamed("s:train:0")]
+    kept = [saved.name for saved in storage.list_unnamed("s:train:0")]
     assert kept == [*(f"n{number}" for number in range(19, 11, -1)), "n0"]
     assert len(storage.list_samplers("s")) == len(kept)
 
     state = start()  # after a kill a client may come back
     state.drop_inactive()
-    assert len(storage.unnamed("s:train:0")) == len(kept)
+    assert len(storage.list_unnamed("s:train:0")) == len(kept)
     clock.now += 3601
     state.drop_inactive()
-    assert storage.unnamed("s:train:0") == []
+    assert storage.list_unnamed("s:train:0") == []
     assert storage.list_samplers("s") == []

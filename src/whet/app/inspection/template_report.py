@@ -62,13 +62,15 @@ def describe_template(report: Mapping[str, JsonValue]) -> str:
     causes = cast(list[str], report["causes"])
     left_out = cast(list[str], report["left_out"])
     page = [
-        _entry("conversations", _describe_mode(report)),
-        *(_entry("", f"because {cause}") for cause in causes),
-        _entry("end of turn", str(report["close"]) or "no token"),
-        _entry("system messages", _describe_system(str(report["system"]))),
-        _entry("tools", _describe_tools(report)),
-        _entry("thinking", _describe_thinking(report)),
-        _entry("left out", f"{', '.join(left_out)}; calls are marked" if left_out else "nothing"),
+        _format_entry("conversations", _describe_mode(report)),
+        *(_format_entry("", f"because {cause}") for cause in causes),
+        _format_entry("end of turn", str(report["close"]) or "no token"),
+        _format_entry("system messages", _describe_system(str(report["system"]))),
+        _format_entry("tools", _describe_tools(report)),
+        _format_entry("thinking", _describe_thinking(report)),
+        _format_entry(
+            "left out", f"{', '.join(left_out)}; calls are marked" if left_out else "nothing"
+        ),
     ]
     if passed := probes["passed"]:
         page += ["", "One row:", _wrap("; ".join(passed), "  ")]
@@ -131,7 +133,7 @@ def _group(causes: Mapping[str, str], lines: Mapping[str, str]) -> list[str]:
     return page
 
 
-def _entry(name: str, text: str) -> str:
+def _format_entry(name: str, text: str) -> str:
     first = f"{name:<{INDENT}}"
     return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * INDENT)
 

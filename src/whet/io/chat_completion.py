@@ -1,0 +1,51 @@
+"""One chat completion of an OpenAI-compatible endpoint, for callers that need its text alone."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from whet.io.http_client import HttpClient, TransportError
+
+MAX_REPLY_BYTES = 4 * 2**20
+SHOWN_CHARS = 300
+
+
+class Completion(NamedTuple):
+    """Text of a reply, and the tokens it cost."""
+
+    text: str
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+async def complete(
+    http: HttpClient,
+    base_url: str,
+    body: Mapping[str, JsonValue],
+    *,
+    timeout_s: float | None = None,
+) -> Completion:
+    """Request one completion. Raises TransportError for a reply that is none."""
+    url = f"{base_url.rstrip('/')}/chat/completions"
+    response = await http.request(
+        "POST", url, json=dict(body), timeout_s=timeout_s, max_bytes=MAX_REPLY_BYTES
+    )
+    if response.status != 200:
+        text = " ".join(response.body.decode(errors="replace").split())[:SHOWN_CHARS]
+        raise TransportError(f"status {response.status}: {text}")
+    try:
+        value = response.json()
+        text = value["choices"][0]["message"]["content"] or ""
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise TransportError("the response is not a chat completion") from error
+    if not isinstance(text, str):
+        raise TransportError("the response has no text")
+    usage = value.get("usage")
+    return Completion(text, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
+
+
+def _count(usage: JsonValue, name: str) -> int:
+    """A count of tokens that the endpoint sent; 0 if it is missing or not one."""
+    value = usage.get(name) if isinstance(usage, dict) else None
+    return value if isinstance(value, int) and value >= 0 else 0
