@@ -110,7 +110,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
             "trains agent.py:solve",
             "invalid choice: 'trains', did you mean 'train'? see `whet --help",
         ),
-        ("serve mine", "whet serve: unrecognized arguments: mine; see `whet serve --help`"),
+        ("serve mine", "whet serve: unrecognized arguments: mine, did you mean --model mine? see"),
         ("show mine", "there is no run 'mine': expected a folder of a run"),
         (
             "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",
@@ -221,9 +221,11 @@ def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
 ) -> None:
     monkeypatch.setattr("whet.app.composition.distributed.TOKEN_WAIT_S", 0.0)
     monkeypatch.delenv("WHET_STORE_TOKEN", raising=False)
-    done = run_main(capsys, "serve")
+    done = run_main(capsys, "serve", "--run=mine")
     assert done.returncode == 2
-    advice = "start `whet store` with this --dir, or set WHET_STORE_TOKEN; `whet serve --model"
+    advice = (
+        "start `whet store` with this --dir, or set WHET_STORE_TOKEN; `whet serve --model mine`"
+    )
     assert "waiting for the store's token in .whet/store.token" in done.stdout
     assert advice in done.stdout
     assert done.stderr.startswith("whet: no store's token in .whet/store.token after 0 s: start")
