@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.segment import Segment, Segments
 from rich.table import Table
@@ -180,10 +180,12 @@ def narrow_table(first: str) -> Table:
 def print_rows(console: Console, table: Table, notes: Sequence[str]) -> None:
     """Print a table of one line a row, with the note of each row, if it has one, whole below it."""
     lines = console.render_lines(table, pad=False)
+    shown: list[RenderableType] = []
     for line, note in zip(lines, ["", *notes], strict=True):  # the first line is the header
-        console.print(Segments([*line, Segment.line()]), end="", soft_wrap=True)
+        shown.append(Segments([*line, Segment.line()]))
         if note:
-            console.print(Padding(Text(note, "red"), (0, 0, 0, 2)))
+            shown.append(Padding(Text(note, "red"), (0, 0, 0, 2)))
+    console.print(Group(*shown), end="")  # one output in notebooks
 
 
 def _table(runs: list[RunSummary]) -> Table:
