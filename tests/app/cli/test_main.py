@@ -146,6 +146,8 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("train agent --tasks tasks.jsonl", "module:function or file.py:function"),
         ("train agent.js --tasks tasks.jsonl", "found 'agent.js'; a program in another language"),
         ("train agent.py:absent --tasks tasks.jsonl", "'agent.py' has no 'absent'"),
+        ("train agent.py:slove --tasks tasks.jsonl", "no 'slove', did you mean 'solve'?"),
+        ("train agent.py:solve --tasks tasks.jsonl --algorithm rloo", "--algorithm.name rloo"),
         ("train absent.py:solve --tasks tasks.jsonl", "cannot import the agent 'absent.py:solve'"),
         ("train no.such.module:solve --tasks tasks.jsonl", "No module named 'no'"),
         ("train :solve --tasks tasks.jsonl", "cannot import the agent ':solve'"),
