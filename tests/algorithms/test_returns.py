@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.trajectories import Conversation, generation, single
+from whet.algorithms import find_unread_reward
 from whet.algorithms.grpo import GRPO
-from whet.algorithms.positive import PositiveOnly
 from whet.algorithms.returns import TurnKey, compute_returns
 from whet.algorithms.rloo import RLOO
 from whet.config import AlgorithmConfig
-from whet.errors import ConfigError
 from whet.types import CallId, GenerationId, Origin, Reward, Target, Trajectory
 
 pytestmark = pytest.mark.anyio
@@ -119,22 +118,26 @@ def test_further_keys_are_added_and_logged_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "reward", "message"),
+    ("reward", "reason"),
     [
-        (AlgorithmConfig(), Reward(value=1, key="style"), "unknown key 'style'"),
-        (AlgorithmConfig(), at_turn(1, 0), "for turn 0, but only the attempt's is read"),
+        (Reward(value=1, key="style"), "unknown key 'style'"),
+        (at_turn(1, 0), "it is for turn 0, but only the attempt's is read"),
     ],
 )
-async def test_rewards_that_nobody_would_read_are_an_error_with_the_rollouts_name(
-    config: AlgorithmConfig, reward: Reward, message: str
+def test_a_reward_that_nobody_reads_is_left_out_with_the_reason(
+    reward: Reward, reason: str
 ) -> None:
-    talk, _ = talk_of(2, "odd")
-    group = [rewarded(talk, 1.0, reward), single("other", [1], [2], 0.0)]
-    with pytest.raises(ConfigError, match=f"rollout 'odd' has a reward .*{message}"):
-        await GRPO(config).credit([group], [])
-    if config.credit == "attempt":
-        with pytest.raises(ConfigError, match="rollout 'odd'"):
-            await PositiveOnly(config).credit([group], [])
+    talk, _ = talk_of(2)
+    config = AlgorithmConfig()
+    assert compute_returns(rewarded(talk, 0.5, reward), config).whole == 0.5
+    assert find_unread_reward(reward, [config]).startswith(reason)
+
+
+def test_a_reward_is_read_if_one_of_several_algorithms_or_a_custom_one_may_read_it() -> None:
+    reward, plain = Reward(value=1, key="style"), AlgorithmConfig()
+    for other in (AlgorithmConfig(logged_keys=("style",)), AlgorithmConfig(name="mine.py:Mine")):
+        assert not find_unread_reward(reward, [plain, other])
+    assert not find_unread_reward(reward, [])
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,21 @@ def test_in_python_it_raises(folder: Path, model: Path) -> None:
         whet.train(raises, ["a"], model=str(model), steps=2, group_size=2, tasks_per_step=1)
 
 
+def test_the_whole_reason_of_a_failure_is_shown_in_a_narrow_terminal(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train", "bad.py:brackets", "--tasks=tasks.jsonl", f"--model={model}"]
+    assert main([*command, "--steps=1", "--tasks-per-step=2", "--group-size=2", "--name=it"]) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "80")
+    for look in (["show", "it"], ["show", "it", "--failed"], ["rollouts", "it", "--failed"]):
+        assert main(look) == 0
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 80
+        reason = "ValueError: found [/INST] in [bold]text[/bold] :warning: (bad.py:"
+        assert reason in " ".join(shown.split())
+
+
 def test_dev_fails_if_every_attempt_did_and_shows_the_line(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,16 +232,25 @@ def test_dev_fails_if_every_attempt_did_and_shows_the_line(
     assert "sampled at temperature 0" in capsys.readouterr().out
 
 
-def test_dev_names_a_reward_at_which_training_would_stop(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("command", ["dev", "train"])
+def test_a_reward_that_nothing_reads_is_named_at_once_with_its_line_and_ends_no_run(
+    command: str, processes: int, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["dev", "bad.py:two_rewards", "--tasks=tasks.jsonl", f"--model={model}"]
-    assert main(command) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "warning: training would stop: the reward is refused: a reward with unknown key" in shown
-    assert "'length': name it in algorithm.reward_keys or algorithm.logged_keys" in shown
-    assert main([*command, "--algorithm.logged-keys=length"]) == 0
-    assert "would stop" not in capsys.readouterr().out
+    sizes = ("--steps=2", "--tasks-per-step=2", "--group-size=2")
+    arguments = [command, "bad.py:two_rewards", "--tasks=tasks.jsonl", f"--model={model}"]
+    arguments += [f"--runner.processes={processes}", *(sizes if command == "train" else ())]
+    assert main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    lines = (folder / "bad.py").read_text().splitlines()
+    [number] = [n for n, line in enumerate(lines, start=1) if "emit_reward" in line]
+    assert shown.count("left out of training") == 1
+    assert (
+        f"warning: a reward is left out of training (bad.py:{number}): unknown key 'length': name "
+        "it in algorithm.reward_keys or algorithm.logged_keys"
+    ) in shown
+    assert main([*arguments, "--algorithm.logged-keys=length"]) == 0
+    assert "left out" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["train", "dev", "eval"])

@@ -23,7 +23,8 @@ def test_tasks_come_from_a_list_or_from_a_file_with_one_json_value_a_line(tmp_pa
     [
         (b'{"q": 1}\n{"q": \n', r"line 2 is not JSON .*found '\{\"q\": '"),
         (b"[1, 2]\nNaN\n", r"line 2 is not JSON"),
-        (b"\n\n", "there are no tasks"),
+        (b"\n\n", r"found no tasks in '.*tasks\.jsonl': expected one JSON value a line"),
+        (b"", r"found no tasks in '.*tasks\.jsonl'"),
         (b"\xff\xfe\n", "are not UTF-8"),
     ],
 )
@@ -39,7 +40,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot read the tasks 'no\.jsonl'"):
         load_tasks("no.jsonl")
-    with pytest.raises(ConfigError, match="there are no tasks"):
+    with pytest.raises(ConfigError, match="found no tasks: expected at least one"):
         load_tasks([])
 
 

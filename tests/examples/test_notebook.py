@@ -46,6 +46,7 @@ def test_it_trains_draws_the_curve_shows_rollouts_and_serves(notebook: Any, tmp_
     assert "<th>greedy</th>" in html
     assert 'src="data:image/png;base64,' in html
     assert "advantage" in read_text(cells["whet.show(result.run)"])
+    assert len(cells["whet.show(result.run)"].outputs) <= 3, "the table is one output"
     assert "advantage  " in read_text(cells["whet.show(result.run, step=1, worst=True, limit=1)"])
     served = ast.literal_eval(read_text(cells["with whet.serve(result.run) as llm:"]))
     assert len(served) == 10

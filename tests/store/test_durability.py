@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from support.records import call, claim, rollouts
+from support.small_disk import find_small_disk
 from whet.errors import StoreError
 from whet.store.sqlite import PAGE_BYTES, SQLiteStore
 from whet.types import Attempt, AttemptId, Outcome
@@ -48,16 +49,6 @@ def fill_disk(command: list[str]) -> Filled:
     return Filled(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def small_disk(folder: Path) -> list[str] | None:
-    """Return a command prefix that mounts a file system of 6 MB at a folder, if that is allowed."""
-    mount = f'mount -t tmpfs -o size=6m none "{folder}" && exec "$@"'
-    for unshare in (["unshare", "--mount"], ["unshare", "--mount", "--map-root-user"]):
-        command = [*unshare, "sh", "-c", mount, "sh"]
-        if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-            return command
-    return None
-
-
 def check_filled(filled: Filled) -> None:
     assert len(filled.acknowledged) > 50
     assert len(filled.errors) == 8
@@ -72,7 +63,7 @@ def test_a_full_disk_loses_nothing_and_once_there_is_room_the_process_goes_on(
     tmp_path: Path,
 ) -> None:
     program = [sys.executable, "-m", "support.full_disk", str(tmp_path)]
-    disk = small_disk(tmp_path)
+    disk = find_small_disk(tmp_path)
     if disk is None:  # a container that may mount nothing: files that may not grow instead
         program.append(str(2**21))
     check_filled(fill_disk([*(disk or []), *program]))

@@ -1,7 +1,7 @@
 """Credit assignment algorithms, one file each, without torch."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.distillation import Distillation
@@ -10,10 +10,12 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.positive import PositiveOnly
 from whet.algorithms.reinforce import Reinforce
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from whet.algorithms.returns import find_unread
 from whet.algorithms.rloo import RLOO
 from whet.config import AlgorithmConfig, RunConfig, changed_keys
 from whet.errors import ConfigError
 from whet.protocols import Algorithm, Scorer
+from whet.types import Reward
 
 BY_NAME: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {
     "grpo": GRPO,
@@ -47,6 +49,12 @@ COMPARE_WITHIN_GROUPS = {"grpo", "rloo", "best_of_n"}
 def is_custom(name: str) -> bool:
     """Return whether the name is a custom algorithm: `module:Class` or `file.py:Class`."""
     return ":" in name
+
+
+def find_unread_reward(reward: Reward, configs: Sequence[AlgorithmConfig]) -> str:
+    """Return why no algorithm of a run reads a reward; empty if one does, or is not built in."""
+    reasons = ["" if is_custom(config.name) else find_unread(reward, config) for config in configs]
+    return reasons[0] if reasons and all(reasons) else ""
 
 
 def check_algorithm(config: RunConfig) -> None:

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from whet.algorithms.returns import score
 from whet.config import AlgorithmConfig
 from whet.errors import ConfigError
 from whet.protocols import Algorithm, Scorer
@@ -25,8 +24,6 @@ class Distillation(Algorithm):
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         trajectories = {t.attempt.id: t for group in groups for t in group}
-        for trajectory in trajectories.values():
-            score(trajectory, self.config)  # refuses rewards that nobody would read
         everything = [Credit.even(trajectory, 0.0) for trajectory in trajectories.values()]
         advantages = defaultdict[str, dict[GenerationId, tuple[float, ...]]](dict)
         rows = build_rows(everything).rows

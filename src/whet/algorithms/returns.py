@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 from whet.config import AlgorithmConfig
-from whet.errors import ConfigError
 from whet.types import JUDGE, LENGTH_PENALTY, Call, GenerationId, Reward, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -65,15 +64,13 @@ class Returns:
 
 
 def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
-    """Compute the returns of a trajectory from its rewards.
-
-    Raises:
-        ConfigError: the config ignores one of its rewards.
-    """
-    for reward in trajectory.rewards:
-        check_is_read(reward, config, f"rollout {trajectory.attempt.rollout.id!r} has a reward")
+    """Compute the returns of a trajectory from those of its rewards that are read."""
     logged = config.logged_keys
-    read = [r for r in trajectory.rewards if r.key not in logged and not is_of_judge(r)]
+    read = [
+        reward
+        for reward in trajectory.rewards
+        if not (reward.key in logged or is_of_judge(reward) or find_unread(reward, config))
+    ]
     # The attempt's own reward is the outcome's: what was returned, or the last that was emitted.
     further = sum(r.value for r in read if r.target is None and r.key != REWARD)
     whole = trajectory.reward + further
@@ -88,20 +85,20 @@ def score(trajectory: Trajectory, config: AlgorithmConfig) -> float:
     return compute_returns(trajectory, config).whole
 
 
-def check_is_read(reward: Reward, config: AlgorithmConfig, prefix: str = "a reward") -> None:
-    """Raise ConfigError if the config ignores the reward."""
-    if is_of_judge(reward):
-        return
-    if reward.key not in (REWARD, LENGTH_PENALTY, *config.reward_keys, *config.logged_keys):
-        raise ConfigError(
-            f"{prefix} with unknown key {reward.key!r}: name it in "
-            "algorithm.reward_keys or algorithm.logged_keys"
+def find_unread(reward: Reward, config: AlgorithmConfig) -> str:
+    """Return why the built-in algorithms do not read a reward; empty if they do."""
+    if is_of_judge(reward) or reward.key in config.logged_keys:
+        return ""
+    if reward.key not in (REWARD, LENGTH_PENALTY, *config.reward_keys):
+        return (
+            f"unknown key {reward.key!r}: name it in algorithm.reward_keys or algorithm.logged_keys"
         )
-    if reward.target and reward.key not in config.logged_keys and config.credit == "attempt":
-        raise ConfigError(
-            f"{prefix} for {reward.target}, but only the attempt's is read: set "
-            "algorithm.credit to 'turn' with grpo, rloo or reinforce++"
+    if reward.target and config.credit == "attempt":
+        return (
+            f"it is for {reward.target}, but only the attempt's is read: set algorithm.credit "
+            "to 'turn' with grpo, rloo or reinforce++"
         )
+    return ""
 
 
 def is_of_judge(reward: Reward) -> bool:

@@ -74,7 +74,9 @@ def load_tasks(source: Tasks) -> list[JsonValue]:
     else:
         tasks = list(source)
     if not tasks:
-        raise ConfigError("there are no tasks: give at least one")
+        if isinstance(source, (str, Path)):
+            raise ConfigError(f"found no tasks in {str(source)!r}: expected one JSON value a line")
+        raise ConfigError("found no tasks: expected at least one")
     return tasks
 
 

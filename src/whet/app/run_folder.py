@@ -1,6 +1,7 @@
 """Folder of a run, locked by one process at a time."""
 
 import difflib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -322,9 +323,8 @@ def _writing(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to {str(path)!r}: {error.strerror}; choose another --dir"
-        ) from error
+        advice = "" if error.errno == errno.ENOSPC else "; choose another --dir"
+        raise ConfigError(f"cannot write to {str(path)!r}: {error.strerror}{advice}") from error
 
 
 def _write_whole(file: Path, content: bytes, mode: int = 0o666) -> None:

@@ -254,7 +254,7 @@ class AlgorithmConfig(Section):
     reward_keys: tuple[str, ...] = ()
     """Further keys of emitted rewards that are added to the reward."""
     logged_keys: tuple[str, ...] = ()
-    """Keys of emitted rewards that are only logged; any other key is an error."""
+    """Keys of emitted rewards that are only logged; of any other key a warning is shown."""
     divide_by_std: bool = False
     """`grpo`: divide by the group's standard deviation, as its paper does."""
     group_baseline: bool = False

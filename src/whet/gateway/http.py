@@ -18,6 +18,7 @@ from whet.errors import (
     NotFound,
     PromptTooLong,
     RequestError,
+    StoreError,
     WhetError,
 )
 from whet.gateway.auth import Unauthorized
@@ -62,6 +63,7 @@ ERRORS: list[tuple[type[WhetError], int, str]] = [
     (LeaseLost, 409, "attempt_ended"),
     (EngineBusy, 429, "engine_busy"),
     (EngineError, 503, "engine_error"),
+    (StoreError, 500, "store_error"),  # which the store has logged
 ]
 """Status and code of each error; the first class that fits counts."""
 

@@ -7,6 +7,7 @@ import os
 import sysconfig
 import traceback
 import weakref
+from collections.abc import Iterable
 from contextvars import ContextVar
 from itertools import dropwhile
 from numbers import Real
@@ -35,6 +36,8 @@ class AttemptContext:
         self.attempt = attempt
         self.llm = llm
         self.rewards: list[Reward] = []
+        self.reward_lines: dict[Reward, str] = {}
+        """Where rewards were emitted, as `file:line` of the agent."""
         self.spans: list[Span] = []
         self.trace_id = hashlib.blake2b(attempt.id.encode(), digest_size=16).hexdigest()
         self.tasks = weakref.WeakSet[asyncio.Task[Any]]()
@@ -45,12 +48,14 @@ class AttemptContext:
         """Return a context for a hook of the attempt: rewards and spans are shared, tasks not."""
         other = AttemptContext(self.attempt, self.llm, is_alone=self.is_alone)
         other.rewards, other.spans = self.rewards, self.spans
+        other.reward_lines = self.reward_lines
         other.environment = self.environment
         return other
 
-    def add_reward(self, reward: Reward) -> None:
-        """Record a reward; the runner stores it when the attempt ends."""
+    def add_reward(self, reward: Reward, line: str = "") -> None:
+        """Record a reward and where it was emitted; the runner stores it when the attempt ends."""
         self.rewards.append(reward)
+        self.reward_lines[reward] = line
 
     def add_span(self, span: Span) -> None:
         """Record a span; the runner stores it when the attempt ends."""
@@ -102,7 +107,8 @@ def emit_reward(
     if call is not None or turn is not None or agent is not None:
         id = None if call is None else parse_response_id(call)
         target = Target(call=id, turn=turn, agent=agent)
-    context.add_reward(Reward(value=check_reward(value), key=key, target=target))
+    line = _find_user_line((f.f_code.co_filename, n) for f, n in traceback.walk_stack(None))
+    context.add_reward(Reward(value=check_reward(value), key=key, target=target), line)
 
 
 def resolve_reward(returned: object, emitted: list[Reward]) -> float:
@@ -146,15 +152,19 @@ def as_attempt_error(error: BaseException) -> AttemptError:
 
 
 def find_agent_line(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame in the user's own code; empty if there is none.
+    """Return `file:line` of the innermost frame in the user's own code; empty if there is none."""
+    return _find_user_line(
+        (frame.filename, frame.lineno) for frame in reversed(_agent_frames(error))
+    )
 
-    Frames of whet, of the standard library and of installed packages are not the user's.
-    """
-    for frame in reversed(_agent_frames(error)):
-        file = Path(frame.filename)
+
+def _find_user_line(frames: Iterable[tuple[str, int | None]]) -> str:
+    """Return the first line that is not of whet, the standard library or an installed package."""
+    for name, line in frames:
+        file = Path(name)
         if file.is_absolute() and not _is_library(file):
             is_below = file.is_relative_to(Path.cwd())
-            return f"{file.relative_to(Path.cwd()) if is_below else file}:{frame.lineno}"
+            return f"{file.relative_to(Path.cwd()) if is_below else file}:{line}"
     return ""
 
 

@@ -4,16 +4,16 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
 from whet.errors import NotFound
 from whet.io.genai_spans import find_refusals, find_untrainable_calls, has_trainable_calls
 from whet.protocols import CallLog, Resources, SpanLog
-from whet.types import NO_FAULT, Attempt, Call, FailureKind, Mode, Outcome, Rollout
+from whet.types import NO_FAULT, Attempt, Call, FailureKind, Mode, Outcome, Reward, Rollout
 
 Modules = Mapping[str, ModuleType | None]
 
@@ -32,6 +32,17 @@ CLIENT_ERROR = re.compile(r"authentication|api.?key|connect|permission|\b40[134]
 CLIENT_HINT = "give its client base_url=llm.base_url and api_key=llm.api_key"
 
 
+FindUnread = Callable[[Reward], Awaitable[str]]
+"""Returns why the training does not read a reward; empty if it does."""
+
+NO_REWARDS: Mapping[Reward, str] = MappingProxyType({})
+
+
+async def read_all(reward: Reward) -> str:
+    """Take every reward as read."""
+    return ""
+
+
 class DiagnosticsStore(CallLog, SpanLog, Resources, Protocol):
     """The protocols of a store for reading calls and spans, and keeping warnings."""
 
@@ -43,16 +54,21 @@ class Diagnostics:
     store: DiagnosticsStore
     worker: str
     report: Callable[[str], None]
+    find_unread: FindUnread = read_all
     modules: Modules = field(default_factory=lambda: sys.modules)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     _checked: int = field(default=0, init=False)
     _reported: set[str] = field(default_factory=set[str], init=False)
+    _rewards: set[tuple[str, bool]] = field(default_factory=set[tuple[str, bool]], init=False)
+    """Keys of the rewards so far, each for whole attempts or for parts."""
     _calls: Counter[str] = field(default_factory=Counter[str], init=False)
     """Number of calls by group."""
 
-    async def check(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Check an attempt that ends with this outcome."""
-        found: dict[str, str] = {}
+    async def check(
+        self, attempt: Attempt, outcome: Outcome, rewards: Mapping[Reward, str] = NO_REWARDS
+    ) -> None:
+        """Check an attempt that ends with this outcome and emitted rewards at these lines."""
+        found = await self._check_rewards(attempt.rollout.mode, rewards)
         if outcome.failure and outcome.failure.kind not in NO_FAULT:
             found["failed"] = f"rollout {attempt.rollout.id} failed: {outcome.failure.message}"
         if self._checked < MAX_CHECKED:
@@ -64,6 +80,18 @@ class Diagnostics:
                 self._reported.add(name)
                 self.report(f"warning: {text}")
                 await self.store.publish(PREFIX + name, {"worker": self.worker, "text": text})
+
+    async def _check_rewards(self, mode: Mode, rewards: Mapping[Reward, str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for reward, line in rewards.items() if mode is Mode.TRAIN else ():
+            kind = reward.key, reward.target is None
+            if kind not in self._rewards:
+                self._rewards.add(kind)
+                if reason := await self.find_unread(reward):
+                    where = f" ({line})" if line else ""
+                    name = f"unread-reward-{len(self._rewards)}"
+                    found[name] = f"a reward is left out of training{where}: {reason}"
+        return found
 
     async def _check_calls(self, attempt: Attempt, outcome: Outcome) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -1,5 +1,6 @@
 """Load users' functions and classes by name, and find the name of one."""
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -33,7 +34,9 @@ def load_function(spec: str, kind: str = "agent") -> object:
     with boundary(ConfigError, f"cannot import the {kind} {spec!r}"):
         module = import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     if name not in vars(module):
-        raise ConfigError(f"{place!r} has no {name!r}")
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"{place!r} has no {name!r}{hint}")
     return vars(module)[name]
 
 

@@ -80,6 +80,8 @@ class Writer:
         self._is_transient = is_transient
         self._next_expiry = math.inf
         """On the monotonic clock."""
+        self._has_failed = False
+        """Whether the last transaction failed."""
         self._queue = SimpleQueue[Item | None]()  # None: the end
         self._lock = threading.Lock()
         self._closed = False
@@ -164,11 +166,14 @@ class Writer:
                 tries += 1
                 if tries < MAX_TRIES and self._is_transient(error.__cause__):
                     continue
-                logger.error("transaction failed changes=%d error=%s", len(items), error)
+                if not self._has_failed:  # a full disk fails every one until there is room
+                    logger.error("transaction failed changes=%d error=%s", len(items), error)
+                self._has_failed = True
                 self._next_expiry = time.monotonic() + MAX_SLEEP_S
                 _resolve((item, _copy(error)) for item in items)
                 return
             else:
+                self._has_failed = False
                 if self._notifier.marked:
                     self._notifier.flush()
                 _resolve(results)

@@ -29,7 +29,7 @@ LOCK_TIMEOUT_S = 30.0
 """How long to wait for another process that has the file locked."""
 
 ADVICE = {
-    "SQLITE_FULL": "nothing of the change was kept; free space on its disk, then continue",
+    "SQLITE_FULL": "nothing of the change was kept",
     "SQLITE_IOERR": "nothing of the change was kept; check its disk, then continue",
     "SQLITE_READONLY": "let this user write the file and its folder",
     "SQLITE_CANTOPEN": "its folder must exist, and this user must be able to write both",

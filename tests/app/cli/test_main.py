@@ -110,7 +110,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
             "trains agent.py:solve",
             "invalid choice: 'trains', did you mean 'train'? see `whet --help",
         ),
-        ("serve mine", "whet serve: unrecognized arguments: mine; see `whet serve --help`"),
+        ("serve mine", "whet serve: unrecognized arguments: mine, did you mean --model mine? see"),
         ("show mine", "there is no run 'mine': expected a folder of a run"),
         (
             "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",
@@ -146,6 +146,8 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("train agent --tasks tasks.jsonl", "module:function or file.py:function"),
         ("train agent.js --tasks tasks.jsonl", "found 'agent.js'; a program in another language"),
         ("train agent.py:absent --tasks tasks.jsonl", "'agent.py' has no 'absent'"),
+        ("train agent.py:slove --tasks tasks.jsonl", "no 'slove', did you mean 'solve'?"),
+        ("train agent.py:solve --tasks tasks.jsonl --algorithm rloo", "--algorithm.name rloo"),
         ("train absent.py:solve --tasks tasks.jsonl", "cannot import the agent 'absent.py:solve'"),
         ("train no.such.module:solve --tasks tasks.jsonl", "No module named 'no'"),
         ("train :solve --tasks tasks.jsonl", "cannot import the agent ':solve'"),
@@ -221,9 +223,11 @@ def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
 ) -> None:
     monkeypatch.setattr("whet.app.composition.distributed.TOKEN_WAIT_S", 0.0)
     monkeypatch.delenv("WHET_STORE_TOKEN", raising=False)
-    done = run_main(capsys, "serve")
+    done = run_main(capsys, "serve", "--run=mine")
     assert done.returncode == 2
-    advice = "start `whet store` with this --dir, or set WHET_STORE_TOKEN; `whet serve --model"
+    advice = (
+        "start `whet store` with this --dir, or set WHET_STORE_TOKEN; `whet serve --model mine`"
+    )
     assert "waiting for the store's token in .whet/store.token" in done.stdout
     assert advice in done.stdout
     assert done.stderr.startswith("whet: no store's token in .whet/store.token after 0 s: start")
@@ -231,8 +235,9 @@ def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
 
 
 def test_a_full_disk_is_told_with_what_to_do() -> None:
-    full = WhetError("training failed: SafetensorError: I/O error: No space left on device")
-    assert main_module.describe(full).endswith("go on with --resume, or in another --dir")
+    for reason in ("I/O error: No space left on device", "database or disk is full"):
+        full = main_module.describe(WhetError(f"training failed: {reason}"))
+        assert "; make room on the disk, then go on with --resume; a run that had not" in full
     assert main_module.describe(WhetError("a\n  b")) == "a b"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support.records import step
+from whet.app.composition.distributed import find_unread
 from whet.app.composition.samplers import LocalWeights
 from whet.app.composition.weight_sync import (
     PolicyFollower,
@@ -23,7 +24,7 @@ from whet.models.huggingface import LocalPolicy
 from whet.runners.agent import POLICY
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
-from whet.types import Attempt, AttemptId, Rollout
+from whet.types import Attempt, AttemptId, Reward, Rollout
 
 pytestmark = pytest.mark.anyio
 
@@ -195,3 +196,13 @@ async def test_what_cannot_be_served_is_said(
     with pytest.raises(EngineError, match="cannot load the weights"):
         await follow.prepare(attempt(1))
     assert policy.version == 0
+
+
+async def test_runners_of_other_processes_know_which_rewards_the_training_reads(
+    model: Path, store: SQLiteStore, tmp_path: Path
+) -> None:
+    reward = Reward(value=1, key="style")
+    assert not await find_unread(store, reward), "nothing is known of the training yet"
+    await Side(model, store, tmp_path / "weights").trainer.publish()
+    assert (await find_unread(store, reward)).startswith("unknown key 'style'")
+    assert not await find_unread(store, Reward(value=1))

@@ -264,8 +264,10 @@ def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
     run = str(folder.path)
     assert main(["rollouts", run, "--failed"]) == 0
     shown = capsys.readouterr().out
-    [line] = [line for line in shown.splitlines() if "train-000002-003" in line]
-    assert "agent: " in line  # one line each, also in 80 columns
+    lines = shown.splitlines()
+    [number] = [n for n, line in enumerate(lines) if "train-000002-003" in line]
+    assert "failed" in lines[number]  # one line each, also in 80 columns
+    assert lines[number + 1].startswith("  agent: ")
     assert "tokens seconds" in " ".join(shown.split())
     assert "train-000000-000" not in shown
     assert main(["rollouts", run, "--failed", "--json"]) == 0

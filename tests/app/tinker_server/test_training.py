@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import urllib.error
 import urllib.request
@@ -141,6 +142,19 @@ def test_an_export_is_encrypted_to_its_recipients_alone(
     bad = training.save_weights_external("bad", age_encryption_recipients=["age1nobody"])
     with pytest.raises(tinker.RequestFailedError, match="invalid age recipient 'age1nobody'"):
         bad.result()
+
+
+def test_ratios_are_of_log_probabilities_that_differ_by_at_most_20(
+    training: tinker.TrainingClient,
+) -> None:
+    tokens, given = examples("importance_sampling", 1)[0]
+    given["logprobs"] = [-500.0] * len(tokens)
+    given["advantages"] = [0.5] * len(tokens)
+    found = training.forward_backward([datum((tokens, given))], "importance_sampling").result()
+    assert found.metrics["loss:sum"] == pytest.approx(-0.5 * math.exp(20) * len(tokens), rel=1e-5)
+    params = types.AdamParams(learning_rate=1e-3)
+    stepped = training.optim_step(params).result()
+    assert (stepped.metrics or {})["grad_norm:mean"] == 0, "no gradient beyond"
 
 
 @pytest.mark.parametrize("loss", LOSSES)

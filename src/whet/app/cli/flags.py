@@ -79,7 +79,9 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"unknown flag {flag}" + (f", {hint}" if hint else ""))
         found, extra = super().parse_known_args(args, namespace or argparse.Namespace())
         if extra and not self._subparsers:  # here, so that the error names the command
-            self.error(f"unrecognized arguments: {' '.join(extra)}")
+            wanted = len(extra) == 1 and vars(found).get("model", "") is None
+            hint = f", did you mean --model {extra[0]}?" if wanted else ""
+            self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
         return found, extra
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

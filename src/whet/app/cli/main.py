@@ -122,8 +122,11 @@ def _run(before: Sequence[str], after: Sequence[str]) -> int:
 def describe(error: WhetError) -> str:
     """The error in one line; after one of a full disk, what to do."""
     line = " ".join(str(error).split())
-    if "No space left on device" in line:
-        line += "; make room on the disk, then go on with --resume, or in another --dir"
+    if "No space left on device" in line or "disk is full" in line:
+        line += (
+            "; make room on the disk, then go on with --resume; a run that had not begun, which "
+            "`whet runs` does not list, is started again"
+        )
     return line
 
 

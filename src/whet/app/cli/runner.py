@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -24,6 +25,7 @@ from whet.app.composition.distributed import (
     connect_store,
     find_endpoints,
     find_store,
+    find_unread,
     print_line,
     raise_file_limit,
 )
@@ -193,6 +195,7 @@ async def _run(
             hooks=hooks,
             on_outcome=on_outcome,
             on_warning=print_line,
+            find_unread=partial(find_unread, store),
         )
         print_line(f"runner {runner.name} joined run {place.run} of {place.url}")
 

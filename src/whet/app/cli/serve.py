@@ -37,8 +37,6 @@ Arguments = argparse.Namespace
 POLL_INTERVAL_S = 0.5
 """Seconds between looks for the run's policy, until it is published."""
 
-ALONE = "; `whet serve --model MODEL` serves a model by itself"
-
 SHOWN = {
     "engine": ("engine.kind", "engine.device", "engine.max_context", "engine.urls"),
     "gateway": ("gateway.host", "gateway.port", "gateway.models", "gateway.endpoints"),
@@ -75,10 +73,11 @@ def run_serve(args: Arguments) -> int:
 async def _serve(args: Arguments, config: RunConfig) -> None:
     async with stoppable() as stop:
         with stop.cancel_on_request():
-            directory = Path(args.dir)
-            place = await find_store(args.store, args.run_name, directory, or_else=ALONE)
+            name = args.run_name or "MODEL"
+            alone = f"; `whet serve --model {name}` serves a model by itself"
+            place = await find_store(args.store, args.run_name, Path(args.dir), or_else=alone)
             async with connect_store(place) as store:
-                await _serve_run(store, place, config, args)
+                await _serve_run(store, place, config, args, alone)
     print_line("gateway stopped")
 
 
@@ -100,9 +99,11 @@ async def _serve_alone(args: Arguments, config: RunConfig) -> None:
     print_line("gateway stopped")
 
 
-async def _serve_run(store: Store, place: StoreAddress, config: RunConfig, args: Arguments) -> None:
+async def _serve_run(
+    store: Store, place: StoreAddress, config: RunConfig, args: Arguments, alone: str
+) -> None:
     check_own_process(config)
-    published = await _policy(store)
+    published = await _policy(store, alone)
     model = resolve_model(published.model, progress=print_line)
     folder = Path(args.dir) / "serve" / place.run
     opened = open_sampler(model, published, config, folder=folder, progress=print_line)
@@ -116,7 +117,7 @@ async def _serve_run(store: Store, place: StoreAddress, config: RunConfig, args:
             await anyio.sleep_forever()
 
 
-async def _policy(resources: Resources) -> PublishedPolicy:
+async def _policy(resources: Resources, alone: str) -> PublishedPolicy:
     """The policy of the run, once `whet train` has published it."""
     is_waiting = False
     while True:
@@ -125,5 +126,5 @@ async def _policy(resources: Resources) -> PublishedPolicy:
         except NotFound:
             if not is_waiting:
                 is_waiting = True
-                print_line("waiting for `whet train` to publish the model to serve")
+                print_line(f"waiting for `whet train` to publish the model to serve{alone}")
             await anyio.sleep(POLL_INTERVAL_S)

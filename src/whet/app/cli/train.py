@@ -180,6 +180,11 @@ def _report_stopped(args: argparse.Namespace, folder: RunFolder) -> int:
 def _run_driver(
     args: argparse.Namespace, values: Config, tasks: list[JsonValue], held_out: list[JsonValue]
 ) -> int:
+    if ":" not in args.algorithm:
+        raise ConfigError(
+            f"found --algorithm {args.algorithm}, expected file.py:function: built-in ones are "
+            f"chosen with --algorithm.name {args.algorithm}"
+        )
     driver = load_function(args.algorithm, "algorithm")
     if not isinstance(driver, Driver):
         raise ConfigError(f"{args.algorithm!r} is not an algorithm: mark it with @whet.algorithm")

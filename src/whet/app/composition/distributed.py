@@ -19,10 +19,10 @@ import anyio
 from anyio import create_task_group
 
 from whet.errors import ConfigError
-from whet.protocols import Store
+from whet.protocols import Resources, Store
 from whet.store import DEFAULT_RUN, open_store
 from whet.store.http import token
-from whet.types import GatewayAddress
+from whet.types import GatewayAddress, Reward
 
 if TYPE_CHECKING:
     from whet.runners.endpoints import RemoteEndpoints
@@ -129,6 +129,15 @@ def find_endpoints(
     mint_key = partial(auth.mint_key, secret=secret)
     mint_reward_key = partial(auth.mint_reward_key, secret=secret)
     return RemoteEndpoints(store, mint_key, mint_reward_key, addresses=addresses, report=report)
+
+
+async def find_unread(resources: Resources, reward: Reward) -> str:
+    """Return why the training of a store's run does not read a reward; empty if it may."""
+    from whet.algorithms import find_unread_reward  # noqa: PLC0415 - not for `--help`
+    from whet.app.composition.weight_sync import read_policies  # noqa: PLC0415
+
+    policies = await read_policies(resources)
+    return find_unread_reward(reward, [p.algorithm for p in policies if p.algorithm])
 
 
 @asynccontextmanager

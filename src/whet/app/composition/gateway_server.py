@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import anyio
 from anyio import create_task_group
 
-from whet.algorithms import is_custom
-from whet.algorithms.returns import check_is_read
+from whet.algorithms import find_unread_reward
 from whet.app.composition.samplers import Sampler, TextEngine
 from whet.app.composition.weight_sync import PolicyFollower, PublishedPolicy
 from whet.config import AlgorithmConfig, RunConfig, RunnerConfig
@@ -238,16 +237,8 @@ async def serve_published(
 
 def check_reward(algorithms: Callable[[], Sequence[AlgorithmConfig]], reward: Reward) -> None:
     """Raise RequestError for a reward that no algorithm of the run reads."""
-    refusals: list[ConfigError] = []
-    for config in algorithms():
-        try:
-            if not is_custom(config.name):
-                check_is_read(reward, config)
-            return
-        except ConfigError as error:
-            refusals.append(error)
-    if refusals:
-        raise RequestError(f"the reward is refused: {refusals[0]}") from refusals[0]
+    if reason := find_unread_reward(reward, algorithms()):
+        raise RequestError(f"the reward is refused: {reason}")
 
 
 @asynccontextmanager
@@ -259,17 +250,23 @@ async def run_agents(
     on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     *,
     hooks: Sequence[Hooks] = (),
+    algorithms: Sequence[AlgorithmConfig] = (),
     on_warning: Callable[[str], None] | None = None,
 ) -> AsyncGenerator[None]:
     """Claim and run rollouts until the block ends; an error of either is raised unwrapped.
 
-    `on_warning` is called with what would make training useless.
+    `on_warning` is called with what would make training useless, such as a reward that none of the
+    `algorithms` reads.
 
     Raises:
         ConfigError: the config asks for runners elsewhere.
     """
     if config.ray is not None:
         raise ConfigError("runner.ray is for training: this command runs agents in its own process")
+
+    async def find_unread(reward: Reward) -> str:
+        return find_unread_reward(reward, algorithms)
+
     runner = Runner(
         agent,
         config,
@@ -278,6 +275,7 @@ async def run_agents(
         hooks=hooks,
         on_outcome=on_outcome,
         on_warning=on_warning,
+        find_unread=find_unread,
     )
     try:
         async with create_task_group() as tasks:

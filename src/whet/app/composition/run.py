@@ -55,7 +55,7 @@ from whet.app.evaluation.models import (
 )
 from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
 from whet.app.run_folder import RunFolder
-from whet.config import GatewayConfig, LocalEngineConfig, RunConfig, resolve
+from whet.config import AlgorithmConfig, GatewayConfig, LocalEngineConfig, RunConfig, resolve
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
 from whet.gateway.pipeline import Log
@@ -391,7 +391,7 @@ async def _serve_policy(
             )
             yield await stack.enter_async_context(serving)
             return
-        algorithms = [config.for_policy(name).algorithm for name in config.trained_policies]
+        algorithms = read_algorithms(config)
         serving = serve_gateway(
             samplers,
             config,
@@ -452,8 +452,14 @@ def _run_agent(
         endpoints,
         on_outcome,
         hooks=context.hooks,
+        algorithms=read_algorithms(folder.config()),
         on_warning=progress,
     )
+
+
+def read_algorithms(config: RunConfig) -> list[AlgorithmConfig]:
+    """The settings of the algorithms of every trained policy."""
+    return [config.for_policy(name).algorithm for name in config.trained_policies]
 
 
 def describe_processes(agent: Agent, config: RunConfig) -> str | None:

@@ -128,6 +128,15 @@ def read_policy(resource: Resource) -> PublishedPolicy:
         ) from error
 
 
+async def read_policies(resources: Resources) -> list[PublishedPolicy]:
+    """The newest policies of a run."""
+    return [
+        read_policy(resource)
+        for resource in await resources.resources()
+        if resource.name == POLICY or resource.name.startswith(POLICY_PREFIX)
+    ]
+
+
 class TrainerLease(StepLog):
     """Ownership of a run's training, among trainers that share a store.
 

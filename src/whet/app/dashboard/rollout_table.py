@@ -16,7 +16,7 @@ from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
 from whet.app.dashboard.terminal import clean
-from whet.app.inspection.run_list import narrow_table
+from whet.app.inspection.run_list import narrow_table, print_rows
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.threads import run_async
@@ -141,11 +141,9 @@ def _print(console: Console, name: str, rows: Rows) -> None:
     forks = ["forks"] if any(row["forks"] for row in rows) else []
     for title in ("reward", "step", "calls", *forks, "tokens", "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("task or failure", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("task", no_wrap=True, overflow="ellipsis", ratio=1)
     table.expand = True  # the last column has the rest of each line
     for row in rows:
-        failure = row["failure"]
-        shown = f"{failure['kind']}: {failure['message']}" if failure else str(row["task"])
         table.add_row(
             Text(row["id"]),
             row["status"],
@@ -155,7 +153,9 @@ def _print(console: Console, name: str, rows: Rows) -> None:
             *([str(row["forks"] or "")] if forks else []),
             str(row["sampled_tokens"]),
             "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
-            Text(clean(shown)[:200], "red" if failure else ""),
+            Text(clean(str(row["task"]))[:200]),
         )
-    console.print(table)
+    failures = [row["failure"] for row in rows]
+    notes = [f and clean(f"{f['kind']}: {f['message']}") for f in failures]
+    print_rows(console, table, notes)
     console.print(f"all of one rollout: whet show {name} --rollout ID", highlight=False)

@@ -7,14 +7,12 @@ from pathlib import Path
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.composition.gateway_server import check_reward
 from whet.app.composition.run import open_run
 from whet.app.inputs import NO_CONTEXT, AgentContext, Tasks, load_tasks, plan_rollouts
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt, read_attempt
 from whet.app.run_folder import RunFolder
 from whet.app.train import prepare_run
-from whet.config import RunConfig
-from whet.errors import ConfigError, RequestError
+from whet.errors import ConfigError
 from whet.io.threads import run_async
 from whet.runners.agent import Agent
 from whet.types import Rollout
@@ -57,21 +55,8 @@ def dry_run(
     attempts = run_async(_run, agent, chosen, folder, context, console)
     for view in attempts:
         console.print(draw_attempt(view))
-    if refused := find_unread_reward(folder.config(), attempts):
-        console.print(f"warning: training would stop: {refused}", highlight=False)
     console.print(f"nothing was trained; run folder: {folder.path}", highlight=False)
     return DryRun(folder.path, tuple(attempts))
-
-
-def find_unread_reward(config: RunConfig, attempts: Sequence[AttemptView]) -> str:
-    """Return why training would stop at a reward that no algorithm reads; empty if at none."""
-    algorithms = [config.for_policy(name).algorithm for name in config.trained_policies]
-    for reward in (reward for view in attempts for reward in view.rewards):
-        try:
-            check_reward(lambda: algorithms, reward)
-        except RequestError as error:
-            return str(error)
-    return ""
 
 
 async def _run(

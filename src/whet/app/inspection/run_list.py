@@ -5,11 +5,16 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.segment import Segment, Segments
 from rich.table import Table
+from rich.text import Text
 
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
@@ -170,6 +175,17 @@ def narrow_table(first: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first, no_wrap=True)
     return table
+
+
+def print_rows(console: Console, table: Table, notes: Sequence[str]) -> None:
+    """Print a table of one line a row, with the note of each row, if it has one, whole below it."""
+    lines = console.render_lines(table, pad=False)
+    shown: list[RenderableType] = []
+    for line, note in zip(lines, ["", *notes], strict=True):  # the first line is the header
+        shown.append(Segments([*line, Segment.line()]))
+        if note:
+            shown.append(Padding(Text(note, "red"), (0, 0, 0, 2)))
+    console.print(Group(*shown), end="")  # one output in notebooks
 
 
 def _build_table(runs: list[RunSummary]) -> Table:

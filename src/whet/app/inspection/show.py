@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
-from rich.text import Text
 
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_runs_flag
@@ -19,7 +18,7 @@ from whet.app.inspection.attempt_view import (
     draw_attempt,
     read_attempt,
 )
-from whet.app.inspection.run_list import list_runs, narrow_table
+from whet.app.inspection.run_list import list_runs, narrow_table, print_rows
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
@@ -242,10 +241,9 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
     console.print(line, highlight=False, soft_wrap=True)
     table = narrow_table("rollout")
     for title in ("reward", "advantage", "calls", "forks", "tokens", "seconds"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", overflow="ellipsis")  # before the rollout is
     if config.policies:
-        table.add_column("policies", overflow="fold")
-    table.add_column("failure", overflow="fold")
+        table.add_column("policies", no_wrap=True)
     for view in shown.views:
         record, advantage = view.record, shown.advantage(view)
         forks = sum(call.origin.fork is not None for call in view.calls)
@@ -257,10 +255,10 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
             str(forks),
             str(view.sampled_tokens),
             f"{view.seconds:.1f}",
-            *(["\n".join(shown.policies(view))] if config.policies else []),
-            Text(record.failure.message if record.failure else ""),
+            *([", ".join(shown.policies(view))] if config.policies else []),
         )
-    console.print(table)
+    failures = [view.record.failure for view in shown.views]
+    print_rows(console, table, [failure.message if failure else "" for failure in failures])
     name = folder.path.name
     console.print(
         f"whole attempts: whet show {name} --worst, --failed, or --rollout ID", highlight=False

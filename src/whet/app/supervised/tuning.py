@@ -410,10 +410,8 @@ def _print_result(console: Console, result: FineTuning) -> None:
     if lines:
         lines[0] += f", {result.before['loss']:.4f} before training"
     lines.append(f"took {result.seconds:.0f} s; model: {result.model}")
-    model = str(result.model)
-    if (result.model / "adapter_config.json").exists():
-        model = f"{result.run.name}-merged"
-        lines.append(f"next: whet chat {result.run}, or whet models merge {result.run} {model} and")
-    lines.append(f"next: whet train AGENT --tasks FILE --model {model}")
+    lines.append(
+        f"next: `whet chat {result.run}`, or `whet train AGENT --tasks FILE --model {result.run}`"
+    )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)

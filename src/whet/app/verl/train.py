@@ -119,7 +119,14 @@ async def _run(
             running = run_agents_on_ray(agent, config.runner, store, address, report=note)
         elif agent is not None and store_url is None:
             endpoints = find_endpoints(store, address.secret)
-            running = run_agents(agent, config.runner, store, endpoints, on_warning=note)
+            running = run_agents(
+                agent,
+                config.runner,
+                store,
+                endpoints,
+                algorithms=[config.algorithm],
+                on_warning=note,
+            )
         else:
             running = watch_workers(store, note)
         await stack.enter_async_context(running)

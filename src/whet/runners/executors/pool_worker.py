@@ -37,9 +37,9 @@ class PipedAttempt(AttemptContext):
         super().__init__(attempt, llm, is_alone=is_alone)
         self._responses = responses
 
-    def add_reward(self, reward: Reward) -> None:
-        super().add_reward(reward)
-        self.send({"emitted": reward.model_dump(mode="json")})
+    def add_reward(self, reward: Reward, line: str = "") -> None:
+        super().add_reward(reward, line)
+        self.send({"emitted": reward.model_dump(mode="json"), "line": line})
 
     def add_span(self, span: Span) -> None:
         self.send({"span": span.model_dump(mode="json")})

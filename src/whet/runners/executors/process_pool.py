@@ -268,8 +268,8 @@ class _Worker:
         attempt = context.attempt.id
         while True:
             match await self.running[attempt].get():
-                case {"emitted": dict(reward)}:
-                    context.add_reward(Reward.model_validate(reward))
+                case {"emitted": dict(reward), "line": str(line)}:
+                    context.add_reward(Reward.model_validate(reward), line)
                 case {"span": dict(span)}:
                     context.add_span(Span.model_validate(span))
                 case {"failed": str(kind), "reason": str(reason), **rest}:
