@@ -10,6 +10,7 @@ import pytest
 from support.run_agents import FixedEndpoint
 from support.trajectories import Conversation, generation
 from whet.config import RunnerConfig
+from whet.io.genai_spans import REFUSED_CALL
 from whet.runners.diagnostics import (
     MAX_CHECKED,
     Diagnostics,
@@ -137,6 +138,22 @@ async def test_a_call_to_another_server_without_token_ids_is_reported(store: SQL
     assert "call 'chat gpt' (span 1111111111111111 of attempt" in line
     assert "went to api.openai.com" in line
     assert "base_url=llm.base_url" in line
+
+
+@pytest.mark.parametrize("earlier", [[], [failed("KeyError")]])
+async def test_a_refusal_that_the_first_failure_has_as_its_reason_is_not_reported_again(
+    store: SQLiteStore, earlier: list[Outcome]
+) -> None:
+    runner = EndedAttempts(store, {})
+    span = Span(
+        trace_id="0" * 32, span_id="1" * 16, name=REFUSED_CALL, start=1, end=2, message="too long"
+    )  # fmt: skip
+    for outcome in earlier:
+        await runner.ends("first", 1, outcome)
+    for rollout in "ab":
+        await runner.ends(rollout, 0, failed("the agent raised: 400 - too long"), spans=[span])
+    assert len(runner.warnings) == 1 + len(earlier)
+    assert "too long" in runner.warnings[-1]
 
 
 async def test_a_rollout_that_was_answered_from_a_cache_is_reported(store: SQLiteStore) -> None:

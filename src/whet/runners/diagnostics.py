@@ -102,9 +102,12 @@ class Diagnostics:
             if not calls:
                 spans = await self.store.spans(attempt.id)
                 if refusals := find_refusals(spans):
+                    reason = refusals[0].message
+                    if "failed" not in self._reported and _contains(outcome, reason):
+                        self._reported.add("refused")  # by the first failure, which follows
                     found["refused"] = (
                         f"the gateway refused the model calls of rollout {attempt.rollout.id}: "
-                        f"{refusals[0].message}"
+                        f"{reason}"
                     )
                 elif untrainable := find_untrainable_calls(attempt.id, spans):
                     found["no-token-ids"] = untrainable[0].reason
@@ -142,6 +145,10 @@ class Diagnostics:
             "no-call": f"rollout {rollout} made no model call, so there is nothing to train on; "
             "an agent calls its model at llm.base_url with llm.api_key"
         }
+
+
+def _contains(outcome: Outcome, reason: str) -> bool:
+    return outcome.failure is not None and reason.removeprefix("401: ") in outcome.failure.message
 
 
 def find_fixed_sampling(rollout: Rollout, calls: Sequence[Call]) -> dict[str, str]:
