@@ -154,7 +154,7 @@ def ask(service: tinker.ServiceClient, records: Storage, start: str, data: dict)
 
 
 def weights(records: Storage, path: str) -> dict[str, NDArray]:
-    return load_file(records.folder(path) / "weights.safetensors")
+    return load_file(records.find_folder(path) / "weights.safetensors")
 
 
 def print_far(found: Told, wanted: Told, near: Tolerance, name: str) -> bool:
