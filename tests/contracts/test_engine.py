@@ -127,7 +127,9 @@ async def test_it_is_one_chunk_unless_streamed(engine: Engine) -> None:
     whole = await ask(engine, PROMPT, seed=1, max_tokens=50)
     streamed = await ask(engine, PROMPT, seed=1, max_tokens=50, stream=True)
     assert whole.chunks == 1
-    assert (1 if gives_all_at_once(engine) else 2) <= streamed.chunks <= 50
+    # Over the socket, tokens of an instant engine may arrive together.
+    may_be_one = gives_all_at_once(engine) or isinstance(engine, SocketEngine)
+    assert (1 if may_be_one else 2) <= streamed.chunks <= 50
     assert streamed.tokens == whole.tokens
     assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
 
