@@ -406,5 +406,11 @@ def test_runs_are_listed_shown_and_cleaned(
     assert "`--yes` deletes these 1 runs" in capsys.readouterr().out
     assert main(["clean", "--yes"]) == 0
     assert [run["name"] for run in run_json(capsys, "runs")] == ["it"]
+    for look in ("show", "rollouts"):  # without a name the newest run
+        assert run_json(capsys, look) == run_json(capsys, look, "it")
+    assert main(["rollouts", "--store=http://127.0.0.1:1"]) == 2
+    assert "expected the name of a run of the store" in capsys.readouterr().err
     assert main(["clean", "it", "--yes"]) == 0
     assert run_json(capsys, "runs") == []
+    assert main(["show"]) == 2
+    assert "`whet demo` or `whet train` makes one" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
 from whet.app.dashboard.terminal import clean
-from whet.app.inspection.run_list import narrow_table, print_rows
+from whet.app.inspection.run_list import find_newest, narrow_table, print_rows
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.threads import run_async
@@ -33,9 +33,11 @@ Rows = list[dict[str, Any]]  # Any: the answers of the dashboard's API
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet rollouts`."""
-    parser.usage = "whet rollouts RUN [--failed] [options]"
+    parser.usage = "whet rollouts [RUN] [--failed] [options]"
     group = parser.group("which rollouts")
-    group.add_argument("name", metavar="RUN", help="a run, by name or folder")
+    group.add_argument(
+        "name", nargs="?", metavar="RUN", help="a run, by name or folder (default: the newest)"
+    )
     only = group.add_mutually_exclusive_group()
     only.add_argument("--failed", action="store_true", help="only those that failed")
     only.add_argument("--status", metavar="STATUS", help="queued, running, succeeded or failed")
@@ -77,15 +79,18 @@ def run_rollouts(args: argparse.Namespace) -> int:
     if args.failed:
         query["status"] = "failed"
     _parse(query)  # before anything is opened
+    if args.name is None and args.store is not None:
+        raise ConfigError("found no RUN, expected the name of a run of the store")
+    run = args.name or find_newest(Path(args.dir))
     if args.store is None:
-        folder = RunFolder.find(args.name, Path(args.dir)).path.resolve()
+        folder = RunFolder.find(run, Path(args.dir)).path.resolve()
         rows = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
     else:
-        rows = run_async(_read_store, args.store, args.name, Path(args.dir), query, args.limit)
+        rows = run_async(_read_store, args.store, run, Path(args.dir), query, args.limit)
     if args.json:
         sys.stdout.write(to_browser_json(rows).decode() + "\n")
     else:
-        _print(open_console(), args.name, rows)
+        _print(open_console(), run, rows)
     return 0
 
 

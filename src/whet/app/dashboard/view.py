@@ -13,7 +13,7 @@ from whet.app.dashboard.serving import Dashboard, make_link
 from whet.app.dashboard.static_report import write_html
 from whet.app.dashboard.store_session import request_code
 from whet.app.dashboard.terminal import draw_frame, read_frame, watch_run
-from whet.app.inspection.run_list import list_runs
+from whet.app.inspection.run_list import find_newest
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.process import stoppable
@@ -61,10 +61,10 @@ def run_view(args: argparse.Namespace) -> int:
         return 0
     directory, name = _find(args.name, Path(args.dir))
     if args.html:
-        size = run_async(_write, directory, _choose(directory, name), Path(args.html))
+        size = run_async(_write, directory, name or find_newest(directory), Path(args.html))
         print_line(f"{args.html}: {size / 1e6:.1f} MB")
     elif args.tui or args.json:
-        run_async(_show, directory, _choose(directory, name), args.json)
+        run_async(_show, directory, name or find_newest(directory), args.json)
     else:
         run_async(_serve, args, directory, name)
     return 0
@@ -76,16 +76,6 @@ def _find(name: str | None, directory: Path) -> tuple[Path, str | None]:
         return directory, None
     folder = RunFolder.find(name, directory).path.resolve()
     return folder.parent.parent, folder.name
-
-
-def _choose(directory: Path, name: str | None) -> str:
-    """Return the run's name, or that of the newest. Raises ConfigError."""
-    if name is not None:
-        return name
-    runs = list_runs(directory)
-    if not runs:
-        raise ConfigError(f"no runs in {str(directory)!r}: `whet demo` or `whet train` makes one")
-    return runs[0].name
 
 
 async def _serve(args: argparse.Namespace, directory: Path, name: str | None) -> None:

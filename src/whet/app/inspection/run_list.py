@@ -55,6 +55,14 @@ def list_runs(directory: Path) -> list[RunSummary]:
     return sorted(found, key=lambda run: -run.changed)
 
 
+def find_newest(directory: Path) -> str:
+    """Return the name of the newest run of a directory. Raises ConfigError if there is none."""
+    runs = list_runs(directory)
+    if not runs:
+        raise ConfigError(f"no runs in {str(directory)!r}: `whet demo` or `whet train` makes one")
+    return runs[0].name
+
+
 def summarize_folder(folder: RunFolder) -> RunSummary:
     """Summarize a run by the files of its folder."""
     config = json.loads(folder.config_file.read_text())

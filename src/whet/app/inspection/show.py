@@ -18,7 +18,7 @@ from whet.app.inspection.attempt_view import (
     draw_attempt,
     read_attempt,
 )
-from whet.app.inspection.run_list import list_runs, narrow_table, print_rows
+from whet.app.inspection.run_list import find_newest, list_runs, narrow_table, print_rows
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
@@ -33,14 +33,16 @@ PAGE = 500
 def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet show`."""
     parser.usage = (
-        "whet show RUN [--step N] [--worst | --failed | --rollout ID] [options]\n"
+        "whet show [RUN] [--step N] [--worst | --failed | --rollout ID] [options]\n"
         "       whet show ROLLOUT [options]"
     )
     group = parser.group("what to show")
     group.add_argument(
         "name",
+        nargs="?",
         metavar="RUN",
-        help="a run, by name or folder; or a rollout, of the newest run that has it",
+        help="a run, by name or folder (default: the newest); or a rollout, of the newest run that "
+        "has it",
     )
     group.add_argument(
         "--step", type=int, metavar="N", help="number of a step, from 1 (default: the last)"
@@ -63,7 +65,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Run `whet show`."""
     directory = Path(args.dir)
-    folder, rollout = run_async(_find, args.name, directory)
+    folder, rollout = run_async(_find, args.name or find_newest(directory), directory)
     if rollout and (args.step or args.worst or args.failed or args.rollout):
         raise ConfigError(f"{args.name!r} is a rollout: choose among the rollouts of a run instead")
     choice = Choice(args.step, args.worst, args.failed, rollout or args.rollout, args.limit)
