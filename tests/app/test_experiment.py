@@ -20,7 +20,8 @@ async def agent(task: str, llm: whet.Endpoint) -> float:
     async with httpx.AsyncClient(base_url=llm.base_url + "/", verify=False) as client:
         headers = {"authorization": f"Bearer {llm.api_key}"}
         await client.post("chat/completions", headers=headers, json=body)
-    return hashlib.blake2b(llm.api_key.encode()).digest()[0] / 255
+    digest = hashlib.blake2b(llm.api_key.encode()).digest()  # differs between rollouts
+    return int.from_bytes(digest[:6]) / 2**48
 
 
 def run(tmp_path: Path, model: Path, **settings: object) -> whet.Result:

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from support.records import ADVANTAGES, call, claim, rollouts, step
 from whet.errors import LeaseLost, StoreClosed, StoreError
-from whet.store.database import BatchedRead, Db
+from whet.store.database import Db
 from whet.store.schema import SQLITE_VERSION
+from whet.store.sql_store import BatchedRead
 from whet.store.sqlite import SQLiteDatabase, SQLiteStore
 from whet.types import (
     AttemptId,

@@ -4,17 +4,14 @@ The SQL of this package is written once, in SQLite's dialect; `postgres.py` list
 """
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from whet.errors import StoreClosed, WhetError
-from whet.io.threads import resolve_all
+from whet.errors import WhetError
 from whet.store.notify import Notifier
 
-K = TypeVar("K")
 T = TypeVar("T")
 Column = str | int | float | bytes | None
 Values = Sequence[Column] | Mapping[str, Column]
@@ -88,54 +85,3 @@ class Database(Protocol):
 def no_change() -> WorkItem[None]:
     """Make an item that changes nothing; the transaction around it expires leases."""
     return WorkItem(lambda db, _: [None])
-
-
-class BatchedRead(Generic[K, T]):
-    """A read of one key; one query answers all callers that waited when it began.
-
-    A read by itself costs two switches between threads, more than its query.
-    """
-
-    def __init__(
-        self, database: Database, read: Callable[[Db, Sequence[K]], Sequence[T | WhetError]]
-    ) -> None:
-        """`read` returns the result of each key, or an error that is raised for its caller."""
-        self._database = database
-        self._read = read
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[K, asyncio.Future[T]]] = []
-
-    async def __call__(self, key: K) -> T:
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        with self._lock:
-            batch, is_first = self._waiting, not self._waiting
-            batch.append((key, future))
-        if is_first:
-            self._start(batch)
-        return await future
-
-    def _start(self, batch: list[tuple[K, asyncio.Future[T]]]) -> None:
-        def read(db: Db) -> Sequence[T | WhetError]:
-            self._close(batch)
-            return self._read(db, [key for key, _ in batch])
-
-        def resolve(done: Future[Sequence[T | WhetError]]) -> None:
-            self._close(batch)
-            error = done.exception()
-            results = done.result() if error is None else [error] * len(batch)
-            resolve_all(
-                (future, result) for (_, future), result in zip(batch, results, strict=True)
-            )
-
-        try:
-            self._database.read(read).add_done_callback(resolve)
-        except RuntimeError:
-            closed = Future[Sequence[T | WhetError]]()
-            closed.set_exception(StoreClosed("the store is closed"))
-            resolve(closed)
-
-    def _close(self, batch: list[tuple[K, asyncio.Future[T]]]) -> None:
-        """Let later callers wait for another query."""
-        with self._lock:
-            if self._waiting is batch:
-                self._waiting = []

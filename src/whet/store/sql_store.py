@@ -1,19 +1,22 @@
 """The store on any SQL database: each method is one change or one read."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import anyio
 from anyio import to_thread
 from pydantic import JsonValue, TypeAdapter
 
 from whet.errors import LeaseLost, StoreClosed, StoreError, WhetError, boundary
+from whet.io.threads import resolve_all
 from whet.protocols import Store
 from whet.store.codec import pack_call, to_json
-from whet.store.database import BatchedRead, Database, Db, WorkItem, no_change
+from whet.store.database import Database, Db, WorkItem, no_change
 from whet.store.notify import ALL, end_key, work_key
 from whet.store.queries import archive, calls, listing, resources, retention, steps
 from whet.store.queries.idempotency import idempotent
@@ -43,6 +46,7 @@ from whet.types import (
 )
 
 A = TypeVar("A")
+K = TypeVar("K")
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -377,3 +381,54 @@ class SQLStore(Store):
             with suppress(StoreError):  # the store is closed: the lease will expire
                 unclaim = self._in_run(self._queue.unclaim, attempt=attempt.id, key=self._key)
                 self._database.submit(WorkItem(lambda db, _: [unclaim(db)]))
+
+
+class BatchedRead(Generic[K, T]):
+    """A read of one key; one query answers all callers that waited when it began.
+
+    A read by itself costs two switches between threads, more than its query.
+    """
+
+    def __init__(
+        self, database: Database, read: Callable[[Db, Sequence[K]], Sequence[T | WhetError]]
+    ) -> None:
+        """`read` returns the result of each key, or an error that is raised for its caller."""
+        self._database = database
+        self._read = read
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[K, asyncio.Future[T]]] = []
+
+    async def __call__(self, key: K) -> T:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            batch, is_first = self._waiting, not self._waiting
+            batch.append((key, future))
+        if is_first:
+            self._start(batch)
+        return await future
+
+    def _start(self, batch: list[tuple[K, asyncio.Future[T]]]) -> None:
+        def read(db: Db) -> Sequence[T | WhetError]:
+            self._close(batch)
+            return self._read(db, [key for key, _ in batch])
+
+        def resolve(done: Future[Sequence[T | WhetError]]) -> None:
+            self._close(batch)
+            error = done.exception()
+            results = done.result() if error is None else [error] * len(batch)
+            resolve_all(
+                (future, result) for (_, future), result in zip(batch, results, strict=True)
+            )
+
+        try:
+            self._database.read(read).add_done_callback(resolve)
+        except RuntimeError:
+            closed = Future[Sequence[T | WhetError]]()
+            closed.set_exception(StoreClosed("the store is closed"))
+            resolve(closed)
+
+    def _close(self, batch: list[tuple[K, asyncio.Future[T]]]) -> None:
+        """Let later callers wait for another query."""
+        with self._lock:
+            if self._waiting is batch:
+                self._waiting = []

@@ -206,7 +206,7 @@ def test_all_of_them_train_the_model_behind_a_command(folder: Path) -> None:
 def test_what_the_user_has_to_mend_ends_all_of_it(folder: Path) -> None:
     with start(folder, "up", "agent.py:slove", *TRAINING) as up:
         assert up.ends() == 2
-        assert "runner-1 | whet: 'agent.py' has no 'slove'" in up.lines
+        assert "runner-1 | whet: 'agent.py' has no 'slove', did you mean 'solve'?" in up.lines
         assert not processes_in(folder)
 
 
