@@ -1,7 +1,6 @@
 """Event loops and threads: run async work from sync code, and call into loops from anywhere."""
 
 import asyncio
-import gc
 import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable
@@ -23,15 +22,13 @@ Resolution = tuple[asyncio.Future[Any], Any]
 
 
 @contextmanager
-def tune_interpreter() -> Generator[None]:
-    """Tune this process for the threads of a run, once all that stays is loaded."""
+def short_turns() -> Generator[None]:
+    """Let the threads of this process take turns at the interpreter lock quickly."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.freeze()  # a model and its libraries: a million objects, visited by every collection
     try:
         yield
     finally:
-        gc.unfreeze()
         sys.setswitchinterval(interval_s)
 
 

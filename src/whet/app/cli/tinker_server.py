@@ -17,7 +17,7 @@ from whet.config import RunConfig, resolve
 from whet.errors import ConfigError, requires_extra
 from whet.io.process import follow_supervisor, stoppable
 from whet.io.server import AppServer
-from whet.io.threads import run_async
+from whet.io.threads import run_async, short_turns
 from whet.models.catalog import resolve_model
 from whet.store.http.token import make_token
 from whet.store.sqlite import SQLiteStore
@@ -127,6 +127,7 @@ async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
         log = await stack.enter_async_context(SQLiteStore(Path(temporary) / "store.db"))
         opened = open_models(_find_folders(models), config, engines=args.engines)
         served = await stack.enter_async_context(opened)
+        stack.enter_context(short_turns())
         app = build_server(served, storage, log, key.value)
         server = AppServer(app, host=args.host, port=args.port, name="tinker-server")
         stack.callback(server.close)

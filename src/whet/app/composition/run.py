@@ -4,6 +4,7 @@
 training of a distributed run. `serve_model` serves a model that nothing trains.
 """
 
+import gc
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Callable
@@ -59,7 +60,6 @@ from whet.config import AlgorithmConfig, GatewayConfig, LocalEngineConfig, RunCo
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
 from whet.gateway.pipeline import Log
-from whet.io.threads import tune_interpreter
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
@@ -159,7 +159,8 @@ async def open_run(
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
         folder.keep()
-        stack.enter_context(tune_interpreter())
+        gc.freeze()  # a model and its libraries: a million objects, visited by every collection
+        stack.callback(gc.unfreeze)
         yield run
 
 

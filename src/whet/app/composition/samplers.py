@@ -24,6 +24,7 @@ from whet.errors import ConfigError, EngineError, requires_extra
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.io.files import memory_folder
+from whet.io.threads import short_turns
 from whet.models.catalog import model_context
 from whet.protocols import Engine
 
@@ -172,7 +173,8 @@ async def local_sampler(
         threads=sampler_threads(policy),
     )
     try:
-        yield Sampler(engine, engine.context_length, renderer, LocalWeights(policy))
+        with short_turns():
+            yield Sampler(engine, engine.context_length, renderer, LocalWeights(policy))
     finally:
         await engine.close()
 
