@@ -50,6 +50,9 @@ PEAK_TOKENS = 226_000
 """A step of so many seconds plus one for each so many rows: 78,000 tokens/s at a batch of 256 and
 152,000 at 1024, as measured on an H200."""
 
+SECOND_TURN = tuple(range(300, 312))
+"""As many tokens as the user's second message has in the chat template."""
+
 PARTS = {
     "whet-agent": "agents' clients",
     "whet-gateway": "gateway",
@@ -140,7 +143,7 @@ def measure(agent, processes: int, gateways: int, args: argparse.Namespace) -> N
             "steps": args.steps + WARM_UP,
             "tasks_per_step": args.rollouts // GROUP,
             "group_size": GROUP,
-            "engine": {"device": args.device, "kv_tokens": 512 * args.rollouts},
+            "engine": {"device": args.device, "kv_tokens": count_kv_tokens(args.rollouts)},
             "trainer": {"weights": args.weights},
             "adam": {"lr": 1e-6},
             "loop": {"name": args.loop},
@@ -177,23 +180,30 @@ def report(agent, processes: int, gateways: int, result, snapshots: list[Snapsho
     print(f"  {cores} cores x {wall:.2f} s: " + ", ".join(shares), flush=True)
 
 
-def measure_engine(folder: Path, rollouts: int) -> float:
-    """Tokens a second that the engine samples by itself: one call of every rollout at once."""
+def measure_engine(folder: Path, rollouts: int, device: str) -> float:
+    """Tokens a second that the engine samples by itself: both calls of every rollout at once."""
     import gpu_common as gpu  # noqa: PLC0415 - only if needed
 
     async def sample() -> float:
-        local = gpu.load(folder, "cuda", 512 * rollouts)
+        local = gpu.load(folder, device, count_kv_tokens(rollouts))
         prompts = [p for p in gpu.prompts(folder, rollouts // GROUP) for _ in range(GROUP)]
         seconds = 0.0
         for _ in range(3):  # the last is warm
             local.policy.revision += 1  # as after a step: no prefix is left from before
             began = time.perf_counter()
-            await local.sample(prompts, max_tokens=path_agents.TOKENS)
+            first = await local.sample(prompts, max_tokens=path_agents.TOKENS)
+            again = [[*row.tokens, *SECOND_TURN] for row in first]
+            await local.sample(again, max_tokens=path_agents.TOKENS)
             seconds = time.perf_counter() - began
         await local.engine.close()
         return seconds
 
-    return rollouts * path_agents.TOKENS / asyncio.run(sample())
+    return 2 * rollouts * path_agents.TOKENS / asyncio.run(sample())
+
+
+def count_kv_tokens(rollouts: int) -> int:
+    """Positions of the KV cache for all rollouts at once, with two replies and short messages."""
+    return rollouts * max(512, 1 << (2 * path_agents.TOKENS + 128).bit_length())
 
 
 def describe_phases(result, wall: float) -> list[str]:
@@ -230,7 +240,7 @@ def main() -> None:
 
         gpu.head("the whole path")
         args.model = gpu.model_folder(args.model)
-        args.engine_rate = measure_engine(args.model, args.rollouts)
+        args.engine_rate = measure_engine(args.model, args.rollouts, args.device)
         gc.collect()
         gpu.forget_peak()
         print(f"the engine by itself: {args.engine_rate:,.0f} tokens/s")
