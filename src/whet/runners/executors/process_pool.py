@@ -69,8 +69,7 @@ class ProcessPool(Executor):
         self._attempts_each = attempts_each
         self._tracer: TracerName | None = tracer
         self._workers: list[_Worker] = []
-        self._slots = anyio.CapacityLimiter(processes * attempts_each)
-        self._choosing = anyio.Lock()
+        self._choosing = anyio.Lock(fast_acquire=True)
         self._suspects = set[str]()
         """Rollouts with an attempt in a process that died while others were in it."""
 
@@ -103,34 +102,33 @@ class ProcessPool(Executor):
     async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
         attempt = context.attempt
         is_alone = self._attempts_each == 1 or attempt.rollout.id in self._suspects
-        async with self._slots:
-            worker = await self._reserve(attempt.id, is_alone=is_alone)
-            has_ended = True  # it has not begun
-            try:
-                await worker.wait_ready()
-                has_ended = False
-                # Among others, the process itself cancels an attempt at its limit.
-                with move_on_after(attempt.rollout.timeout_s + REPORT_GRACE_S * (not is_alone)):
-                    try:
-                        return await worker.run(context, resources)
-                    finally:
-                        has_ended = worker.has_reported(attempt.id)
-            except ConfigError as error:
-                raise AgentFailed(str(error)) from error
-            except _ProcessDied as died:
-                if died.attempts == 1:
-                    raise AgentFailed(str(died)) from died
-                self._suspects.add(attempt.rollout.id)
-                raise Evicted(f"{died}, with {died.attempts} attempts in it") from died
-            except AttemptTimeout:
-                has_ended = False  # a plain function runs on in its thread
-                raise
-            finally:
-                context.has_ended = True
-                if is_alone:
-                    self._suspects.discard(attempt.rollout.id)
-                with CancelScope(shield=True):
-                    await self._release(worker, attempt.id, retire=not has_ended, kill=is_alone)
+        worker = await self._reserve(attempt.id, is_alone=is_alone)
+        has_ended = True  # it has not begun
+        try:
+            await worker.wait_ready()
+            has_ended = False
+            # Among others, the process itself cancels an attempt at its limit.
+            with move_on_after(attempt.rollout.timeout_s + REPORT_GRACE_S * (not is_alone)):
+                try:
+                    return await worker.run(context, resources)
+                finally:
+                    has_ended = worker.has_reported(attempt.id)
+        except ConfigError as error:
+            raise AgentFailed(str(error)) from error
+        except _ProcessDied as died:
+            if died.attempts == 1:
+                raise AgentFailed(str(died)) from died
+            self._suspects.add(attempt.rollout.id)
+            raise Evicted(f"{died}, with {died.attempts} attempts in it") from died
+        except AttemptTimeout:
+            has_ended = False  # a plain function runs on in its thread
+            raise
+        finally:
+            context.has_ended = True
+            if is_alone:
+                self._suspects.discard(attempt.rollout.id)
+            with CancelScope(shield=True):
+                await self._release(worker, attempt.id, retire=not has_ended, kill=is_alone)
         raise AttemptTimeout(f"the attempt ran longer than {attempt.rollout.timeout_s:g} s")
 
     async def close(self) -> None:
