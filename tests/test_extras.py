@@ -27,7 +27,11 @@ MODULES = {
     "postgres": ["whet.store.postgres"],
     "ray": ["whet.runners.ray_pool", "ray"],
     "tinker": ["whet.models.tinker", "whet.trainers.tinker"],
-    "tracking": ["whet.tracking.tensorboard", "whet.tracking.wandb", "whet.tracking.mlflow"],
+    "tracking": [
+        "whet.training.tracking.tensorboard",
+        "whet.training.tracking.wandb",
+        "whet.training.tracking.mlflow",
+    ],
     "otel": ["whet.runners.tracers.otel"],
     "prompts": ["whet.app.prompts.gepa", "gepa.api"],
 }

@@ -23,12 +23,12 @@ from whet.app.inputs import check_held_out, plan_rollouts
 from whet.app.run_folder import RunFolder, check_steps
 from whet.config import EvaluationConfig, changed_keys
 from whet.protocols import Tracker
-from whet.tracking import CLOSE_TIMEOUT_S, Tracking, build_tracker
-from whet.tracking.run import TrackedRun
 from whet.training import async_loop as overlapped
 from whet.training import loop as on_policy
 from whet.training.diagnosis import explain_metrics
 from whet.training.stopping import EVALUATION, best_step, stop_reason
+from whet.training.tracking import CLOSE_TIMEOUT_S, Tracking, build_tracker
+from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics, StepRecord
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from whet.runners.hooks import Hooks
 from whet.runners.judges.judge import Judge
 from whet.runners.loading import get_spec
 from whet.store import DEFAULT_RUN
-from whet.tracking import check_installed
+from whet.training.tracking import check_installed
 from whet.types import Attempt, Outcome
 
 KIND = "train"

@@ -31,7 +31,6 @@ from whet.io.threads import run_async
 from whet.models.catalog import model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Scorer
-from whet.tracking import Tracking, check_installed
 from whet.training.supervised import (
     Imitation,
     Objective,
@@ -42,6 +41,7 @@ from whet.training.supervised import (
     fit,
     score_pairs,
 )
+from whet.training.tracking import Tracking, check_installed
 from whet.types import Metrics, StepRecord, digest_tokens
 
 Kind = Literal["sft", "dpo"]

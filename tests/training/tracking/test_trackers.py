@@ -10,8 +10,8 @@ from pydantic import JsonValue
 from support.readers import Written, read_jsonl, read_mlflow, read_tensorboard, read_wandb
 from whet.config import TrackingConfig
 from whet.protocols import Tracker
-from whet.tracking import build_tracker
-from whet.tracking.run import TrackedRun
+from whet.training.tracking import build_tracker
+from whet.training.tracking.run import TrackedRun
 
 CONFIG: dict[str, JsonValue] = {
     "model": "tiny",

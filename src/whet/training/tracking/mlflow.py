@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 from whet.config import TrackingConfig
 from whet.errors import ConfigError, boundary
 from whet.protocols import Tracker
-from whet.tracking.run import TrackedRun, TrackerState
+from whet.training.tracking.run import TrackedRun, TrackerState
 from whet.types import Metrics
 
 MAX_PARAM_CHARACTERS = 500

@@ -10,8 +10,8 @@ import pytest
 from whet.config import TrackingConfig
 from whet.errors import ConfigError, MissingExtra
 from whet.protocols import Tracker
-from whet.tracking import Tracking, build_tracker, check_installed
-from whet.tracking.run import TrackedRun
+from whet.training.tracking import Tracking, build_tracker, check_installed
+from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics
 
 

@@ -15,7 +15,7 @@ from whet.config import TrackingConfig
 from whet.errors import MissingExtra, WhetError, boundary
 from whet.io.files import JsonLines
 from whet.protocols import Tracker
-from whet.tracking.run import TrackedRun
+from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics
 
 logger = logging.getLogger(__name__)
@@ -48,15 +48,15 @@ def build_tracker(name: str, config: TrackingConfig, run: TrackedRun) -> Tracker
     """Build a tracker by name. Raises ConfigError if it cannot start."""
     match name:
         case "tensorboard":
-            from whet.tracking.tensorboard import TensorBoardTracker  # noqa: PLC0415
+            from whet.training.tracking.tensorboard import TensorBoardTracker  # noqa: PLC0415
 
             return TensorBoardTracker(run)
         case "wandb":
-            from whet.tracking.wandb import WandbTracker  # noqa: PLC0415
+            from whet.training.tracking.wandb import WandbTracker  # noqa: PLC0415
 
             return WandbTracker(config, run)
         case "mlflow":
-            from whet.tracking.mlflow import MlflowTracker  # noqa: PLC0415
+            from whet.training.tracking.mlflow import MlflowTracker  # noqa: PLC0415
 
             return MlflowTracker(config, run)
         case _:

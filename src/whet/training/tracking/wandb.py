@@ -8,7 +8,7 @@ import wandb
 from whet.config import TrackingConfig
 from whet.errors import ConfigError
 from whet.protocols import Tracker
-from whet.tracking.run import TrackedRun, TrackerState
+from whet.training.tracking.run import TrackedRun, TrackerState
 from whet.types import Metrics
 
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_DISABLE_WEAVE": "true"}

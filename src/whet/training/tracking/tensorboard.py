@@ -17,7 +17,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from whet.protocols import Tracker
-from whet.tracking.run import TrackedRun
+from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics
 
 
