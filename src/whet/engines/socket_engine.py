@@ -381,11 +381,11 @@ def _unpack_chunk(payload: bytes) -> TokenChunk:
     second = 8 * tokens
     third = second + 8 * logprobs
     end = third + 8 * versions
-    likely = json.loads(bytes(body[end : end + top])) if top else ()
+    tops = json.loads(bytes(body[end : end + top])) if top else ()
     return TokenChunk(
         tokens=tuple(body[:second].cast("q")),
         logprobs=tuple(body[second:third].cast("d")),
         versions=tuple(body[third:end].cast("q")),
-        top=tuple(tuple((id, logprob) for id, logprob in position) for position in likely),
+        top=tuple(tuple((id, logprob) for id, logprob in position) for position in tops),
         stop=STOPS[stop],
     )

@@ -238,11 +238,11 @@ async def test_requests_beside_running_rows_share_the_passes_of_their_prefills(
     class Counting(CudaGraphForward):
         steps = 0
 
-        def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+        def prefill(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
             if engine.active > len(rows):  # else nothing is running
                 gaps.append(self.steps)
             self.steps = 0
-            super().prefill(rows, news)
+            super().prefill(rows, new_ids)
 
         def step(self, token_B: Ids) -> Tensor:
             self.steps += 1

@@ -20,7 +20,7 @@ from whet.models.distribution import Shaping
 R = TypeVar("R", bound=SampleRequest)
 
 NO_TOKEN = -1
-"""Stands in `tokens_SL` where a row holds no token; equal to no id."""
+"""Value of `tokens_SL` where a row holds no token; no token has this id."""
 COPY_ELEMENTS = 2**26
 """Keys or values that are copied at a time; bounds the memory of a copy."""
 
@@ -144,21 +144,21 @@ class KVCache(Cache):
         targets: NDArray[np.int64],
         columns: int,
     ) -> None:
-        """Copy the first columns of slots all at once: sources and targets may overlap."""
+        """Copy the first columns of some slots in one operation, since they may overlap."""
         if not columns or not len(sources):
             return
-        olds = _shape_by_row(old_XPHD, *old_shape)
-        news = _shape_by_row(new_XPHD, self.rows, self.capacity)
-        source_M, target_M = (torch.tensor(i, device=news.device) for i in (sources, targets))
-        size = len(sources) * columns * olds.shape[-1] * olds.shape[-2]
+        old_XSLHD = _shape_by_row(old_XPHD, *old_shape)
+        new_XSLHD = _shape_by_row(new_XPHD, self.rows, self.capacity)
+        source_M, target_M = (torch.tensor(i, device=new_XPHD.device) for i in (sources, targets))
+        size = len(sources) * columns * old_XSLHD.shape[-1] * old_XSLHD.shape[-2]
         layers = max(1, COPY_ELEMENTS // size)
-        for first in range(0, len(olds), layers):
+        for first in range(0, len(old_XSLHD), layers):
             part = slice(first, first + layers)
-            news[part, target_M, :columns] = olds[part, source_M, :columns]
+            new_XSLHD[part, target_M, :columns] = old_XSLHD[part, source_M, :columns]
 
-    def extend(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+    def extend(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
         """Record the tokens that were appended to these rows."""
-        for row, new in zip(rows, news, strict=True):
+        for row, new in zip(rows, new_ids, strict=True):
             start = self.length_S[row]
             self.tokens_SL[row, start : start + len(new)] = new
             self.length_S[row] += len(new)

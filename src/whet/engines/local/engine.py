@@ -324,13 +324,13 @@ class LocalEngine(Engine):
     def _prefill(self) -> None:
         """Compute missing keys and values, except of each row's last token, which `_step` runs."""
         while rows := self._next_prefill():
-            news: list[list[int]] = []
+            new_ids: list[list[int]] = []
             for row in rows:
                 start = int(self._cache.length_S[row])
                 tokens = self._batch.requests[row].tokens
-                news.append(tokens[start:-1][: self._forward.prefill_tokens])
-            self._forward.prefill(rows, news)
-            self.prefilled += sum(map(len, news))
+                new_ids.append(tokens[start:-1][: self._forward.prefill_tokens])
+            self._forward.prefill(rows, new_ids)
+            self.prefilled += sum(map(len, new_ids))
 
     def _next_prefill(self) -> list[int]:
         """Rows to prefill together: of similar lengths, since padding is wasted computation."""

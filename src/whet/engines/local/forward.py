@@ -56,7 +56,7 @@ class Forward(Protocol):
     steps_per_prefill: int
     """Steps of running rows between two prefills of new ones."""
 
-    def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
+    def prefill(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
         """Compute and cache the keys and values of each row's new tokens."""
         ...
 
@@ -80,7 +80,7 @@ class BatchLayout(NamedTuple):
         cls,
         cache: KVCache,
         rows: Sequence[int],
-        news: Sequence[Sequence[int]],
+        new_ids: Sequence[Sequence[int]],
         shape: Sequence[int],
     ) -> "BatchLayout":
         """New tokens of some rows; padding is written to the padding position."""
@@ -88,7 +88,7 @@ class BatchLayout(NamedTuple):
         index_BT = np.full(shape, cache.padding_position, np.int64)
         base_B = np.full(shape[0], cache.padding_position, np.int64)
         base_B[: len(rows)] = cache.slot_S[list(rows)] * cache.capacity
-        for i, (row, new) in enumerate(zip(rows, news, strict=True)):
+        for i, (row, new) in enumerate(zip(rows, new_ids, strict=True)):
             count = len(new)
             ids_BT[i, :count] = new
             position_BT[i, :count] = cache.length_S[row] + np.arange(count)
@@ -117,10 +117,10 @@ class EagerForward(Forward):
         self.cache = KVCache()
         self._policy = policy
 
-    def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
-        shape = (len(rows), max(map(len, news)))
-        self._run(rows, BatchLayout.of_prefill(self.cache, rows, news, shape), keep=0)
-        self.cache.extend(rows, news)
+    def prefill(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
+        shape = (len(rows), max(map(len, new_ids)))
+        self._run(rows, BatchLayout.of_prefill(self.cache, rows, new_ids, shape), keep=0)
+        self.cache.extend(rows, new_ids)
 
     def step(self, token_B: Ids) -> Tensor:
         rows = slice(0, len(token_B))
@@ -163,10 +163,10 @@ class CudaGraphForward(Forward):
         self._memory = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         """Memory that the graphs share, since only one runs at a time."""
 
-    def prefill(self, rows: Sequence[int], news: Sequence[Sequence[int]]) -> None:
-        shape = prefill_shape(len(rows), max(map(len, news)))
-        self._run(BatchLayout.of_prefill(self.cache, rows, news, shape))
-        self.cache.extend(rows, news)
+    def prefill(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
+        shape = prefill_shape(len(rows), max(map(len, new_ids)))
+        self._run(BatchLayout.of_prefill(self.cache, rows, new_ids, shape))
+        self.cache.extend(rows, new_ids)
 
     def step(self, token_B: Ids) -> Tensor:
         active = len(token_B)
