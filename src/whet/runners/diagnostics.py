@@ -5,7 +5,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ PREFIX = "warning-"
 """Prefix of the resources that hold warnings: `{"worker": ..., "text": ...}`."""
 
 MAX_CHECKED = 64
-"""Attempts of a runner that are checked; later ones are covered by the metrics of each step."""
+"""Attempts of a runner that are checked; for later ones the metrics of each step show problems."""
 
 CLIENTS = ("openai", "anthropic", "litellm", "dspy", "boto3", "google.genai", "ollama")
 """Modules of model clients. If one is loaded and no call arrives, it uses another server."""
@@ -39,7 +38,7 @@ NO_REWARDS: Mapping[Reward, str] = MappingProxyType({})
 
 
 async def read_all(reward: Reward) -> str:
-    """Take every reward as read."""
+    """Consider every reward read."""
     return ""
 
 
@@ -67,7 +66,7 @@ class Diagnostics:
     async def check(
         self, attempt: Attempt, outcome: Outcome, rewards: Mapping[Reward, str] = NO_REWARDS
     ) -> None:
-        """Check an attempt that ends with this outcome and emitted rewards at these lines."""
+        """Check an ended attempt; `rewards` maps its rewards to the lines that emitted them."""
         found = await self._check_rewards(attempt.rollout.mode, rewards)
         if outcome.failure and outcome.failure.kind not in NO_FAULT:
             found["failed"] = f"rollout {attempt.rollout.id} failed: {outcome.failure.message}"
@@ -94,26 +93,25 @@ class Diagnostics:
         return found
 
     async def _check_calls(self, attempt: Attempt, outcome: Outcome) -> dict[str, str]:
-        found: dict[str, str] = {}
-        with suppress(NotFound):  # its run was dropped
+        try:
             calls = await self.store.calls(attempt.id)
-            self._calls[attempt.rollout.group] += len(calls)
-            found |= find_fixed_sampling(attempt.rollout, calls)
-            if not calls:
-                spans = await self.store.spans(attempt.id)
-                if refusals := find_refusals(spans):
-                    reason = refusals[0].message
-                    if "failed" not in self._reported and _contains(outcome, reason):
-                        self._reported.add("refused")  # by the first failure, which follows
-                    found["refused"] = (
-                        f"the gateway refused the model calls of rollout {attempt.rollout.id}: "
-                        f"{reason}"
-                    )
-                elif untrainable := find_untrainable_calls(attempt.id, spans):
-                    found["no-token-ids"] = untrainable[0].reason
-                elif not has_trainable_calls(spans):
-                    found |= self._explain_missing_calls(attempt, outcome)
-        return found
+            spans = [] if calls else await self.store.spans(attempt.id)
+        except NotFound:  # its run was dropped
+            return {}
+        self._calls[attempt.rollout.group] += len(calls)
+        if calls:
+            return find_fixed_sampling(attempt.rollout, calls)
+        if refusals := find_refusals(spans):
+            reason = refusals[0].message
+            if "failed" not in self._reported and _contains(outcome, reason):
+                self._reported.add("refused")  # by the first failure, which follows
+            rollout = attempt.rollout.id
+            return {
+                "refused": f"the gateway refused the model calls of rollout {rollout}: {reason}"
+            }
+        if untrainable := find_untrainable_calls(attempt.id, spans):
+            return {"no-token-ids": untrainable[0].reason}
+        return {} if has_trainable_calls(spans) else self._explain_missing_calls(attempt, outcome)
 
     def _explain_missing_calls(self, attempt: Attempt, outcome: Outcome) -> dict[str, str]:
         rollout, group = attempt.rollout.id, attempt.rollout.group
@@ -132,7 +130,7 @@ class Diagnostics:
             return {}
         if self._calls[group]:
             return {
-                "cached": f"rollout {rollout} made no model call, but others of its group did: an "
+                "cached": f"rollout {rollout} made no model call, but others of its group did: a "
                 "cached answer is not a sample; turn off the cache of the agent's SDK"
             }
         if clients and not self._calls.total():
@@ -152,7 +150,7 @@ def _contains(outcome: Outcome, reason: str) -> bool:
 
 
 def find_fixed_sampling(rollout: Rollout, calls: Sequence[Call]) -> dict[str, str]:
-    """Return what the agent's requests fix in training rollouts, one line each, by a short name."""
+    """Return warnings about sampling settings in the requests of a training rollout, by name."""
     sampled = [generation.sampling for call in calls for generation in call.generations]
     found: dict[str, str] = {}
     if rollout.mode is not Mode.TRAIN:
