@@ -13,24 +13,24 @@ from whet.store.queries import browse
 from whet.types import JUDGE
 
 TRIAL = re.compile(r"(?P<when>.+)-(?P<way>greedy|sampled)-(?P<task>\d{5,})(?:-\d+)?")
-"""Id of an evaluation's rollout, as `evaluation.trials` makes them."""
+"""Id of an evaluation's rollout, as `app/evaluation/trials.py` writes it."""
 MAX_TRIALS = 20_000
 MAX_OUTCOMES = 4000
 STEPS = 200
-"""Steps back that the health of rewards looks at."""
+"""Latest steps whose rewards are checked for problems."""
 EXCERPT = 200
 DOMINANT = 0.98
-"""Correlation with the reward from which one component is the reward."""
+"""Correlation with the whole reward from which a component dominates it."""
 DISAGREEMENT = 0.2
-"""Mean disagreement of a judge's votes that is worth a look."""
+"""Mean disagreement of a judge's votes above which a finding is reported."""
 LENGTH_LIMIT = 0.7
-"""Correlation of reward and length that is worth a look."""
+"""Correlation of reward and length above which a finding is reported."""
 
 
 async def read_evaluations(run: OpenedRun) -> dict[str, object]:
     """Return the evaluations of a run: each task with its rewards in every evaluation.
 
-    Of `whet eval` the models are compared, which are runs of one database.
+    A run of `whet eval` compares models, each of which is a run of the same database.
     """
     sides: dict[str, list[browse.EvaluatedRow]] = {}
     is_comparison = run.folder is not None and run.folder.kind() == "eval"
@@ -85,7 +85,8 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
         for row in await run.store.browse(browse.read_rewards, first)
         if not row.key.startswith(f"{JUDGE}.")  # verdicts and costs, not parts of the reward
     ]
-    judge = _judge([step for step in steps if step.step >= first])
+    judge = _read_judge([step for step in steps if step.step >= first])
+    correlations = _correlate_components(components, steps)
     outcomes = await run.store.browse(browse.read_outcomes, first, MAX_OUTCOMES)
     rewards = [row.reward for row in outcomes]
     lengths = [float(row.sampled_tokens) for row in outcomes]
@@ -93,7 +94,7 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
     for row in outcomes:
         by_group[row.group].append(row.reward)
     silent = [group for group, found in by_group.items() if len(set(found)) == 1]
-    correlation = correlate(rewards, lengths) if len(rewards) > 2 else None
+    by_length = correlate(rewards, lengths) if len(rewards) > 2 else None
     return {
         "rollouts": len(rewards),
         "mean": fmean(rewards) if rewards else None,
@@ -101,18 +102,19 @@ async def read_reward_health(run: OpenedRun) -> dict[str, object]:
         "histogram": _count_bins(rewards),
         "groups": len(by_group),
         "silent_groups": len(silent),
-        "length_correlation": correlation,
+        "length_correlation": by_length,
         "points": [(row.sampled_tokens, row.reward) for row in outcomes[:1000]],
-        "components": _format_components(components, steps),
+        "components": _format_components(components, correlations),
         "judge": judge,
         "findings": [
-            *_list_findings(rewards, correlation, silent, by_group, components, steps),
-            *_judge_findings(judge),
+            *_list_reward_findings(rewards, by_length, len(silent), len(by_group)),
+            *_list_component_findings(correlations),
+            *_list_judge_findings(judge),
         ],
     }
 
 
-def _judge(steps: Sequence[browse.StepRow]) -> dict[str, list[float | None]] | None:
+def _read_judge(steps: Sequence[browse.StepRow]) -> dict[str, list[float | None]] | None:
     """Return the judges' mean scores and disagreement by step; None without a judge."""
     judged = [step for step in steps if f"{JUDGE}/disagreement" in step.metrics]
     names = ("score", "disagreement", "failed")
@@ -120,7 +122,7 @@ def _judge(steps: Sequence[browse.StepRow]) -> dict[str, list[float | None]] | N
     return {"step": [step.step + 1 for step in judged], **columns} if judged else None
 
 
-def _judge_findings(judge: dict[str, list[float | None]] | None) -> list[str]:
+def _list_judge_findings(judge: dict[str, list[float | None]] | None) -> list[str]:
     last = [value for value in (judge or {}).get("disagreement", []) if value is not None][-5:]
     if not last or fmean(last) <= DISAGREEMENT:
         return []
@@ -138,14 +140,30 @@ def _count_bins(values: Sequence[float], bins: int = 12) -> dict[str, object]:
     return {"edges": [low + width * n for n in range(bins + 1)], "counts": counts}
 
 
-def _format_components(
-    rows: Sequence[browse.RewardRow], steps: Sequence[browse.StepRow]
-) -> list[dict[str, object]]:
-    """Return each reward key by step, with its correlation to the whole reward."""
-    totals = {step.step: step.metrics.get("reward") for step in steps}
+def _group_by_key(rows: Sequence[browse.RewardRow]) -> dict[str, list[browse.RewardRow]]:
     by_key: defaultdict[str, list[browse.RewardRow]] = defaultdict(list)
     for row in rows:
         by_key[row.key].append(row)
+    return by_key
+
+
+def _correlate_components(
+    rows: Sequence[browse.RewardRow], steps: Sequence[browse.StepRow]
+) -> dict[str, float | None]:
+    """Return the correlation of each reward key with the whole reward, over the steps."""
+    totals = {step.step: step.metrics.get("reward") for step in steps}
+    correlations: dict[str, float | None] = {}
+    for key, found in _group_by_key(rows).items():
+        pairs = [(row.mean, total) for row in found if (total := totals.get(row.step)) is not None]
+        means, wholes = [mean for mean, _ in pairs], [total for _, total in pairs]
+        correlations[key] = correlate(means, wholes)
+    return correlations
+
+
+def _format_components(
+    rows: Sequence[browse.RewardRow], correlations: dict[str, float | None]
+) -> list[dict[str, object]]:
+    """Return each reward key by step, with its correlation to the whole reward."""
     return [
         {
             "key": key,
@@ -155,39 +173,35 @@ def _format_components(
             "min": min(row.min for row in found),
             "max": max(row.max for row in found),
             "count": sum(row.rewards for row in found),
-            "correlation": _with_total(found, totals),
+            "correlation": correlations[key],
         }
-        for key, found in by_key.items()
+        for key, found in _group_by_key(rows).items()
     ]
 
 
-def _with_total(rows: Sequence[browse.RewardRow], totals: dict[int, float | None]) -> float | None:
-    pairs = [(row.mean, total) for row in rows if (total := totals.get(row.step)) is not None]
-    return correlate([mean for mean, _ in pairs], [total for _, total in pairs])
-
-
-def _list_findings(
-    rewards: Sequence[float],
-    correlation: float | None,
-    silent: Sequence[str],
-    groups: dict[str, list[float]],
-    components: Sequence[browse.RewardRow],
-    steps: Sequence[browse.StepRow],
+def _list_reward_findings(
+    rewards: Sequence[float], by_length: float | None, silent_groups: int, groups: int
 ) -> list[str]:
-    """Return what a person should look at, in plain sentences."""
+    """Return problems of the rewards in plain sentences; `by_length`: correlation with length."""
     found: list[str] = []
     if rewards and pstdev(rewards) < 1e-9:
         found.append("all rewards are equal: nothing can be learned from them")
-    elif groups and len(silent) / len(groups) > 0.8:
-        share = len(silent) / len(groups)
+    elif groups and silent_groups / groups > 0.8:
+        share = silent_groups / groups
         found.append(f"{share:.0%} of the groups have equal rewards and teach nothing")
-    if correlation is not None and abs(correlation) > LENGTH_LIMIT:
-        way = "longer" if correlation > 0 else "shorter"
-        found.append(f"{way} answers get more reward (correlation {correlation:+.2f})")
-    known = [c for c in _format_components(components, steps) if c["correlation"] is not None]
-    dominant = [c for c in known if abs(float(str(c["correlation"]))) > DOMINANT]
-    if len(known) > 1 and len(dominant) == 1:
-        found.append(f"the reward follows one component alone: {dominant[0]['key']}")
-    falling = [c for c in known if float(str(c["correlation"])) < -0.5]
-    found += [f"{c['key']} falls while the reward rises" for c in falling]
+    if by_length is not None and abs(by_length) > LENGTH_LIMIT:
+        rewarded = "longer" if by_length > 0 else "shorter"
+        found.append(f"{rewarded} answers get more reward (correlation {by_length:+.2f})")
     return found
+
+
+def _list_component_findings(correlations: dict[str, float | None]) -> list[str]:
+    """Return problems of the reward's components in plain sentences."""
+    known = {key: value for key, value in correlations.items() if value is not None}
+    dominant = [key for key, value in known.items() if abs(value) > DOMINANT]
+    found: list[str] = []
+    if len(known) > 1 and len(dominant) == 1:
+        found.append(f"the reward follows one component alone: {dominant[0]}")
+    return found + [
+        f"{key} falls while the reward rises" for key, value in known.items() if value < -0.5
+    ]
