@@ -1,6 +1,6 @@
 """The overlapped loop: what is stale is bounded, what is done is done once, wherever it breaks."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.failing_log import FailingLog
 from support.trajectories import Conversation, generation
 from whet.algorithms import build_algorithm
 from whet.config import AdamStep, LossConfig, RunConfig, resolve
@@ -21,7 +22,7 @@ from whet.trainers.fake import FakeTrainer
 from whet.training import async_loop as overlapped
 from whet.training import loop
 from whet.training.checkpoints import restore_steps
-from whet.types import NO_ADVANTAGES, GenerationId, Metrics, Outcome, Rollout, Row, StepRecord
+from whet.types import Metrics, Outcome, Rollout, Row, StepRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -267,40 +268,14 @@ async def test_broken_at_every_point_the_records_are_those_of_a_run_that_was_not
             assert [lasting(record) for record in await store.steps()] == whole
 
 
-class CannotCommit(StepLog):
-    """A log that loses the second step, before or after it has it."""
-
-    def __init__(self, log: StepLog, *, has_it: bool) -> None:
-        self._log = log
-        self._has_it = has_it
-
-    async def commit(
-        self,
-        record: StepRecord,
-        *,
-        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
-        epoch: int | None = None,
-    ) -> None:
-        if record.step != 1 or self._has_it:
-            await self._log.commit(record, advantages=advantages, epoch=epoch)
-        if record.step == 1:
-            raise StoreError("lost touch")
-
-    async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
-        return await self._log.steps(after=after, limit=limit)
-
-    async def advantages(self, step: int) -> dict[GenerationId, float]:
-        return await self._log.advantages(step)
-
-
-@pytest.mark.parametrize("has_it", [False, True])
-async def test_broken_at_the_commit_too(tmp_path: Path, has_it: bool) -> None:
+@pytest.mark.parametrize("commits", [False, True])
+async def test_broken_at_the_commit_too(tmp_path: Path, commits: bool) -> None:
     async with SQLiteStore(tmp_path / "store.db") as store:
         sampler = Sampler(store, Random(1))
         async with sampling(store, sampler):
             with pytest.raises(StoreError, match="lost touch"):
                 await train(
-                    tmp_path, store, Breaks(sampler), config(), CannotCommit(store, has_it=has_it)
+                    tmp_path, store, Breaks(sampler), config(), FailingLog(store, commits=commits)
                 )
         again = Sampler(store, Random(2))
         async with sampling(store, again):

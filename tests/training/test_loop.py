@@ -1,6 +1,6 @@
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import anyio
 import pytest
 from pydantic import JsonValue
 
+from support.failing_log import FailingLog
 from support.trajectories import Conversation, generation
 from whet.algorithms.grpo import GRPO
 from whet.config import AdamStep, AlgorithmConfig, LoopConfig, LossConfig, RunConfig, resolve
@@ -20,7 +21,6 @@ from whet.training.loop import train
 from whet.training.step import Evaluate
 from whet.training.stopping import best_step, stop_reason
 from whet.types import (
-    NO_ADVANTAGES,
     Credit,
     Failure,
     FailureKind,
@@ -125,32 +125,6 @@ class CannotSave(FakeTrainer):
                 raise TrainerError("disk full")
 
         return fail
-
-
-class CannotCommit(StepLog):
-    """A log that fails at the second step, once it is told of it or once it has it."""
-
-    def __init__(self, log: StepLog, *, has_it: bool) -> None:
-        self._log = log
-        self._has_it = has_it
-
-    async def commit(
-        self,
-        record: StepRecord,
-        *,
-        advantages: Mapping[GenerationId, float] = NO_ADVANTAGES,
-        epoch: int | None = None,
-    ) -> None:
-        if record.step != 1 or self._has_it:
-            await self._log.commit(record, advantages=advantages, epoch=epoch)
-        if record.step == 1:
-            raise StoreError("lost touch")
-
-    async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
-        return await self._log.steps(after=after, limit=limit)
-
-    async def advantages(self, step: int) -> dict[GenerationId, float]:
-        return await self._log.advantages(step)
 
 
 async def run(
@@ -287,7 +261,7 @@ async def test_updates_between_checkpoints_are_repeated_from_their_rollouts(tmp_
     async with SQLiteStore(tmp_path / "store.db") as store:
         with pytest.raises(StoreError):
             await run(
-                tmp_path, store, FakeTrainer(), log=CannotCommit(store, has_it=True), config=sparse
+                tmp_path, store, FakeTrainer(), log=FailingLog(store, commits=True), config=sparse
             )
         shutil.rmtree(tmp_path / "checkpoints" / "step-000001")
         trainer, collector = FakeTrainer(), ScriptedCollector(store)
@@ -404,7 +378,7 @@ async def test_a_crash_at_the_commit_does_the_step_again(tmp_path: Path) -> None
     async with SQLiteStore(tmp_path / "store.db") as store:
         crashed = FakeTrainer()
         with pytest.raises(StoreError):
-            await run(tmp_path, store, crashed, log=CannotCommit(store, has_it=False))
+            await run(tmp_path, store, crashed, log=FailingLog(store, commits=False))
         await check_the_second_step_is_done_once(tmp_path, store, crashed)
 
 
@@ -427,7 +401,7 @@ async def check_the_second_step_is_done_once(
 async def test_a_crash_right_after_the_commit_does_not_do_the_step_again(tmp_path: Path) -> None:
     async with SQLiteStore(tmp_path / "store.db") as store:
         with pytest.raises(StoreError):
-            await run(tmp_path, store, FakeTrainer(), log=CannotCommit(store, has_it=True))
+            await run(tmp_path, store, FakeTrainer(), log=FailingLog(store, commits=True))
         trainer = FakeTrainer()
         records = await run(tmp_path, store, trainer)
         assert [record.step for record in records] == [2, 3]
@@ -501,7 +475,7 @@ async def test_a_refilled_step_is_drawn_again_as_it_was(tmp_path: Path, crash: s
     async with SQLiteStore(tmp_path / "store.db") as store:
         broken = crash == "at the checkpoint"
         trainer = CannotSave(after_writing=False) if broken else FakeTrainer()
-        log = store if broken else CannotCommit(store, has_it=False)
+        log = store if broken else FailingLog(store, commits=False)
         first = ScriptedCollector(store, silent=QUIET)
         with pytest.raises((TrainerError, StoreError)):
             await run(tmp_path, store, trainer, collector=first, log=log, config=REFILLED)
