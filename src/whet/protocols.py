@@ -83,7 +83,7 @@ class RolloutQueue(Protocol):
 
 
 class AttemptWatch(Protocol):
-    """Notification of a runner that an attempt has ended elsewhere."""
+    """Notification that an attempt has ended, which may happen outside of its runner."""
 
     async def ended(self, attempt: AttemptId) -> Status:
         """Return once the attempt has ended, by its worker or otherwise. Raises NotFound."""
@@ -277,7 +277,7 @@ class Store(
     Retention,
     Protocol,
 ):
-    """All protocols of a store, for one run. Whatever does not open stores uses a part of it."""
+    """All protocols of a store, for one run. Code that only uses a store asks for fewer of them."""
 
     run: str
 
@@ -396,7 +396,7 @@ class TrainingBackend(Protocol):
     def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
         """Return and forget log(trainer's / sampler's probability) of every trained token.
 
-        By generation, of its first `forward_backward` since the last call. Only shown to people: a
+        By generation, of its first `forward_backward` since the last call. For display only: a
         trainer that does not know them returns none.
         """
         return {}

@@ -1,4 +1,7 @@
-"""Tracers by name: what an attempt emits becomes spans, in a context that its tasks copy."""
+"""Agent Lightning's tracers: they record what an attempt emits as spans of its trace.
+
+The current trace is a context variable, so that attempts which run at once are kept apart.
+"""
 
 import asyncio
 import time
@@ -66,7 +69,7 @@ def describe_exception(exception: BaseException) -> Attributes:
 
 
 class Trace:
-    """The spans of a trace, sent to the store while it goes on."""
+    """The spans of a trace, sent to the store while they are recorded."""
 
     def __init__(
         self, store: LightningStore | None, rollout_id: str | None, attempt_id: str | None
@@ -148,11 +151,11 @@ class Tracer(ParallelWorkerBase):
 
     @contextmanager
     def _collect(self, trace: Trace) -> Generator[None]:
-        """Collect spans of other sources while the trace goes on."""
+        """Collect spans of other sources until the trace ends."""
         yield
 
     def get_last_trace(self) -> list[Span]:
-        """Return the spans of the trace that goes on, or of the last one."""
+        """Return the spans of the current trace, or of the last one."""
         trace = _trace.get()
         return list(trace.spans if trace else self._last)
 
@@ -235,7 +238,7 @@ class OtelTracer(Tracer):
     @contextmanager
     def _collect(self, trace: Trace) -> Generator[None]:
         if active_attempt.get() is not None or find_spec("opentelemetry") is None:
-            yield  # our own runner collects them, or there are none
+            yield  # whet's runner collects them, or OpenTelemetry is not installed
             return
         try:
             from whet.runners.tracers import install_tracer  # noqa: PLC0415 - needs the extra

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 Spec = Any
 """A component: an object, its class, a function that makes it, `package.Class`, or a dict of
-`type` and arguments. Any: of each kind its own."""
+`type` and arguments. Any: each component has a type of its own."""
 
 STRATEGIES = {"shm": SharedMemoryExecutionStrategy, "cs": ClientServerExecutionStrategy}
 
@@ -95,7 +95,7 @@ class Trainer:
         if it is `APO`.
 
         Raises:
-            ConfigError: the agent is none, or there are no tasks to train on.
+            ConfigError: the agent is invalid, or there are no tasks to train on.
         """
         val_dataset = val_dataset if val_dataset is not None else val_data
         algorithm = Baseline() if self._is_dev or self.algorithm is None else self.algorithm
@@ -206,10 +206,10 @@ class Trainer:
 
 
 def build_component(spec: Spec, kind: type[T], name: str, **options: Any) -> T | None:
-    """Build a component from its spec; `options` are the arguments it has no others for.
+    """Build a component from its spec; arguments of the spec take precedence over `options`.
 
     Raises:
-        ConfigError: it is not one of the kind.
+        ConfigError: the result is not a `kind`.
     """
     if spec is None or isinstance(spec, kind):
         return spec

@@ -1,4 +1,4 @@
-"""The `agl.algorithm` package; `@agl.algorithm` is `@agl.algo`, since programs use both names."""
+"""The `agl.algorithm` package, which is also a decorator: `@agl.algorithm` is `@agl.algo`."""
 
 import sys
 from types import ModuleType
@@ -12,7 +12,7 @@ __all__ = ["APO", "VERL", "Algorithm", "Baseline", "FastAlgorithm", "algo"]
 
 
 class _AlgorithmModule(ModuleType):
-    """This module, which is also the decorator of its name."""
+    """The module's class, which makes the module callable as a decorator."""
 
     def __call__(self, func: Any) -> FunctionalAlgorithm:
         return algo(func)

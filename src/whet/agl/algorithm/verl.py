@@ -57,7 +57,7 @@ COMPUTED = (
     "trainer.total_epochs",
     "trainer.total_training_steps",
 )
-"""Keys that are converted."""
+"""Keys that `_convert_computed` and `_count_steps` convert."""
 
 PLACEMENT = (
     f"{ACTOR}.fsdp_config",
@@ -156,13 +156,14 @@ def _convert(keys: Mapping[str, Any]) -> dict[str, Any]:
                 f"VERL: the key {key!r} has no counterpart in whet: leave it out, or train with "
                 "verl itself"
             )
-    _convert_more(keys, settings)
+    _convert_computed(keys, settings)
     if ignored:
         logger.warning("VERL: whet decides about processes and memory: ignored %s", ignored)
     return settings
 
 
-def _convert_more(keys: Mapping[str, Any], settings: dict[str, Any]) -> None:
+def _convert_computed(keys: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """Convert the keys of `COMPUTED`, of which several may make one setting."""
     settings.setdefault("runner", {}).setdefault("temperature", 1.0)  # verl's default
     estimator = keys.get("algorithm.adv_estimator", "grpo")
     if estimator not in ESTIMATORS:
@@ -206,13 +207,9 @@ def _convert_logger(name: str) -> str | None:
 def _count_steps(keys: Mapping[str, Any], tasks: int, batch: int) -> int:
     limit = keys.get("trainer.total_training_steps")
     steps = keys.get("trainer.total_epochs", 1) * math.ceil(tasks / batch)
-    return (
-        steps
-        if limit is None
-        else limit
-        if "trainer.total_epochs" not in keys
-        else min(steps, limit)
-    )
+    if limit is None:
+        return steps
+    return min(steps, limit) if "trainer.total_epochs" in keys else limit
 
 
 def _set(settings: dict[str, Any], path: Setting, value: Any) -> None:

@@ -45,7 +45,7 @@ class RolloutLifecycle(LightningStore):
     """
 
     def __init__(self, *, scan_debounce_seconds: float) -> None:
-        """`scan_debounce_seconds`: how often at most time-outs are looked for."""
+        """`scan_debounce_seconds`: least time between two scans for time-outs."""
         self._lock = threading.RLock()
         self._debounce = scan_debounce_seconds
         self._started = time.time()
@@ -159,7 +159,7 @@ class RolloutLifecycle(LightningStore):
                 del self._waiters[event]
 
     async def _sleep(self, event: asyncio.Event, left: float | None) -> None:
-        """Wait for a change, or until the next look at time-outs is due."""
+        """Wait for a change, or until the next scan for time-outs is due."""
         pause = max(self._debounce, 0.05) if self._running else None
         times = [each for each in (left, pause) if each is not None]
         with suppress(TimeoutError):

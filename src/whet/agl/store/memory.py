@@ -44,7 +44,7 @@ class InMemoryLightningStore(RolloutLifecycle):
         tracker: object = None,
         scan_debounce_seconds: float = 10.0,
     ) -> None:
-        """`scan_debounce_seconds`: how often at most time-outs are looked for.
+        """`scan_debounce_seconds`: least time between two scans for time-outs.
 
         Raises:
             NotImplementedError: eviction or a tracker is requested.

@@ -1,4 +1,4 @@
-"""`SqliteLightningStore`: the store in memory, with every change in a SQLite file first."""
+"""`SqliteLightningStore`: the store in memory, which writes every change to a SQLite file."""
 
 import asyncio
 import sqlite3
