@@ -1,4 +1,4 @@
-"""Config sections of what runs: engine, runners, gateway, dashboard and trackers."""
+"""Config sections of processes: engine, runners, gateway, dashboard and trackers."""
 
 from typing import Annotated, Literal, Self
 
@@ -29,7 +29,7 @@ class VLLMConfig(_EngineSection):
 
     kind: Literal["vllm"] = "vllm"
     urls: tuple[str, ...] = ()
-    """Running servers, all with the same model and flags; if absent, they are started."""
+    """Running servers, all with the same model and flags; vLLM servers are started if absent."""
     command: str = "vllm"
     """The `vllm` program to start, such as that of another environment."""
     flags: tuple[str, ...] = ()
@@ -69,9 +69,9 @@ class RunnerConfig(Section):
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Attempts that run at once, in all processes."""
     processes: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """Processes to run agents in; as many as `concurrency` give each attempt one of its own, and 0
-    runs all attempts in this process. If absent half the cores, or all but four of many, at most
-    12, for agents that can be imported by name on a machine with more than two cores."""
+    """Processes to run agents in: 0 runs all attempts in this process, as many as `concurrency` give
+    each attempt one of its own. If absent half the cores, or all but four where that is more, at
+    most 12; 0 with at most two cores, or for an agent that cannot be imported by name."""
     tracer: TracerName | None = None
     """Record the spans of an agent's SDK: `otel` those of OpenTelemetry, `openai-agents` those of
     the OpenAI Agents SDK, which are then not uploaded."""
@@ -100,8 +100,9 @@ class GatewayConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0 is any free one."""
     processes: Annotated[int, Field(ge=0, le=64)] | None = None
-    """Processes of the gateway in a run of one machine; 0 is the one that trains. If absent one for
-    each 4 cores, at most 2, but one with a fixed port, and 0 where `runner.processes` is 0."""
+    """Gateway processes of a run on one machine; 0 runs the gateway in the process that trains. If
+    absent one for every 4 cores, at most 2, at most 1 with a fixed `gateway.port`; 0 with several
+    policies, with `runner.ray`, or where `runner.processes` is 0."""
     models: tuple[str, ...] = ()
     """Further model names for the policy."""
     endpoints: tuple[str, ...] = ()

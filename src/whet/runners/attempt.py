@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 HOOK_TIMEOUT_S = 60.0
 FEW_CORES = 2
-"""With so many cores, other processes for agents only cost memory."""
+"""Up to this many cores, processes for agents only cost memory."""
 OTHER_CORES = 4
-"""Of many cores, those left to engine, trainer, gateways and store."""
+"""Cores of a large machine that are left to engine, trainer, gateways and store."""
 MAX_PROCESSES = 12
 """By default; more than the gateways keep busy."""
 
@@ -184,9 +184,9 @@ async def open_attempt_execution(
 def count_processes(agent: Agent, config: RunnerConfig) -> int:
     """Processes to run an agent in; 0 for this one.
 
-    By default half the cores, or all but four of many, for the client code of agents keeps a core
-    busy that gateway, engine and trainer need; but not for an agent that other processes cannot
-    import, or that is a process or service by itself.
+    By default half the cores, or all but four where that is more, since the client code of agents
+    keeps cores busy that gateway, engine and trainer need. 0 for an agent that other processes
+    cannot import, or that is a command or a service.
     """
     if config.processes is not None:
         return min(config.processes, config.concurrency)

@@ -7,7 +7,7 @@
     generation    the exact tokens a call sampled, with log-probabilities and policy versions
     span          an OpenTelemetry record of an agent or its framework
     reward        a number emitted for an attempt, with a key and a target
-    trajectory    a succeeded attempt with its calls and rewards, read back for training
+    trajectory    an ended attempt with its calls and rewards, read back for training
     row           one token sequence with its sampled segments and their advantages: a trainer's
                   only input
     policy        a named set of weights with a version
