@@ -54,7 +54,6 @@ SHARED_FILE_NAMES = {
     "server.py",
     "codec.py",
     "app.py",  # the ASGI applications
-    "models.py",
     "training.py",
     "schema.py",
     "train.py",

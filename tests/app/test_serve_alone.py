@@ -9,8 +9,8 @@ import pytest
 
 import whet
 from whet.app.cli.main import main
-from whet.app.composition.run import serve_alone
-from whet.app.evaluation.models import read_models
+from whet.app.composition.standalone import serve_alone
+from whet.app.evaluation.model_sources import read_models
 from whet.config import RunConfig
 from whet.errors import ConfigError
 

@@ -13,7 +13,7 @@ import pytest
 
 from sdks.environments import python_of
 from support.commands import EXAMPLES, at_work, environment, free_store, report, run
-from whet.app.evaluation.models import LocalModel, read_models
+from whet.app.evaluation.model_sources import LocalModel, read_models
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.run import open_run
 from whet.app.composition.trainers import algorithm_name, check_credit, load_algorithm
 from whet.app.dashboard.serving import serve_beside
-from whet.app.evaluation.models import resolve_starts
+from whet.app.evaluation.model_sources import resolve_starts
 from whet.app.experiment import Result, run_experiment
 from whet.app.inputs import (
     NO_CONTEXT,

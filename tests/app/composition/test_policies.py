@@ -13,12 +13,12 @@ from rich.console import Console
 
 import whet
 from whet.app.composition.policies import open_policies
-from whet.app.composition.run import serve_one
+from whet.app.composition.standalone import serve_one
 from whet.app.dashboard.pages.overview import read_checkpoints
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.evaluation.by_policy import print_by_policy
-from whet.app.evaluation.models import PolicySet, read_models
+from whet.app.evaluation.model_sources import PolicySet, read_models
 from whet.app.inspection.attempt_view import draw_attempt, read_attempt
 from whet.app.inspection.run_list import list_runs
 from whet.app.run_folder import RunFolder

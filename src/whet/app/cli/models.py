@@ -63,7 +63,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 async def _write_merged(source: str, out: Path, directory: Path) -> None:
-    from whet.app.evaluation.models import LocalModel, read_models  # noqa: PLC0415
+    from whet.app.evaluation.model_sources import LocalModel, read_models  # noqa: PLC0415
     from whet.config import LocalTrainerConfig  # noqa: PLC0415
     from whet.models.huggingface import LocalPolicy  # noqa: PLC0415 - imports torch
     from whet.trainers.local import LocalTrainer  # noqa: PLC0415

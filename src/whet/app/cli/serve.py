@@ -35,7 +35,7 @@ from whet.runners.agent import POLICY
 Arguments = argparse.Namespace
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between looks for the run's policy, until it is published."""
+"""Seconds between polls for the run's policy, until it is published."""
 
 SHOWN = {
     "engine": ("engine.kind", "engine.device", "engine.max_context", "engine.urls"),
@@ -82,7 +82,7 @@ async def _serve(args: Arguments, config: RunConfig) -> None:
 
 
 async def _serve_alone(args: Arguments, config: RunConfig) -> None:
-    from whet.app.composition.run import serve_alone  # noqa: PLC0415 - imports torch
+    from whet.app.composition.standalone import serve_alone  # noqa: PLC0415 - imports torch
 
     async with stoppable() as stop:
         with stop.cancel_on_request():

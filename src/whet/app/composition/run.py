@@ -1,12 +1,10 @@
 """Composition of a run: from its config to store, trainer, engine, gateway and runner.
 
 `open_run` names the steps, once for all ways to run: everything in this process, or only the
-training of a distributed run. `serve_model` serves a model that nothing trains.
+training of a distributed run.
 """
 
 import gc
-import secrets
-import tempfile
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from anyio import to_thread
-from pydantic import JsonValue
 
 from whet.app.composition.distributed import StoreAddress
 from whet.app.composition.gateway_pool import serve_in_processes
 from whet.app.composition.gateway_server import (
     Gateway,
-    check_own_process,
     count_gateways,
     open_collector,
     run_agents,
@@ -37,29 +33,21 @@ from whet.app.composition.samplers import (
     Sampler,
     build_renderer,
     local_sampler,
-    open_model_samplers,
     tinker_sampler,
     weights_in_memory,
 )
+from whet.app.composition.standalone import serve_judge
 from whet.app.composition.trainers import open_algorithm, open_trainer
 from whet.app.composition.weight_sync import (
     Publication,
     TrainerLease,
     policy_resource,
 )
-from whet.app.evaluation.models import (
-    EndpointModel,
-    LocalModel,
-    PolicySet,
-    find_run,
-    read_models,
-)
-from whet.app.inputs import NO_CONTEXT, AgentContext, check_one_policy, publish_resources
+from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
 from whet.app.run_folder import RunFolder
-from whet.config import AlgorithmConfig, GatewayConfig, LocalEngineConfig, RunConfig, resolve
+from whet.config import AlgorithmConfig, RunConfig
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
-from whet.gateway.pipeline import Log
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Collector, Scorer, StepLog, Store, TrainingBackend
@@ -69,7 +57,6 @@ from whet.runners.endpoints import Endpoints
 from whet.store import DEFAULT_RUN
 from whet.store.http.server import StoreServer
 from whet.store.sql_store import SQLStore
-from whet.store.sqlite import SQLiteStore
 from whet.training.checkpoints import restore_steps
 from whet.training.step import Plan, Update, update_policy
 from whet.types import Attempt, Endpoint, Outcome
@@ -78,9 +65,6 @@ if TYPE_CHECKING:  # the client takes seconds to import
     from whet.models.tinker import TinkerPolicy
 
 Progress = Callable[[str], None]
-
-BASE_MODEL = "base"
-"""`gateway.judge`: the model of the run before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,32 +114,35 @@ async def open_run(
         stack.enter_context(folder.owned())
         lease = await _take_over(folder, store, progress) if store else None
         store = store or await stack.enter_async_context(folder.open_store())
-        # An engine of this process shares the weights being trained; any other loads a copy.
-        shares_weights = agent is not None and config.engine.kind == "local"
-        epoch = lease and lease.epoch
-        publication = None
-        if not shares_weights:
-            weights = _choose_weights_folder(config, model, folder, has_agent=agent is not None)
-            publication = Publication(store, weights, epoch)
-        opening = _open_learning(config, model, algorithm, publication, stack, progress)
-        policy, learned_by, trainer, update = await opening
-        serving = serve_judge(config if agent else None, progress)
-        judge = await stack.enter_async_context(serving)
+        publication = _build_publication(config, model, folder, store, lease, agent)
+        learner = await _open_learner(config, model, algorithm, publication, stack, progress)
+        judge: Endpoint | None = None
+        if agent is not None and config.gateway.judge is not None:
+            judge = await stack.enter_async_context(serve_judge(config, progress))
         versions = await _publish_versions(store, context, config, publication)
-        collector = open_collector(config, store, versions, context.judge, judge, on_ended)
-        scorer = LocalScorer(policy) if isinstance(policy, LocalPolicy) else None
-        parts = collector, learned_by, trainer, update, scorer
-        run = Run(config, folder, store, lease or store, *parts, gateway=None)
+        run = Run(
+            config=config,
+            folder=folder,
+            store=store,
+            steps=lease or store,
+            collector=open_collector(config, store, versions, context.judge, judge, on_ended),
+            algorithm=learner.algorithm,
+            trainer=learner.trainer,
+            update=learner.update,
+            scorer=learner.build_scorer(),
+            gateway=None,
+        )
         # Before sampling: what a kill left in the queue runs as soon as there is a runner.
         await _restore_last(run, plan, progress)
-        await trainer.publish()
+        await run.trainer.publish()
         if agent is not None:
-            shared = policy if shares_weights else None
+            shared = learner.policy if publication is None else None
             secret = _describe_store(folder, "").secret if config.runner.ray else folder.secret()
             serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
-            placed = agent, folder, store, gateway, endpoints
-            running = _run_agent(*placed, context, on_outcome, progress)
+            running = _run_agent(
+                agent, folder, store, gateway, endpoints, context, on_outcome, progress
+            )
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
         folder.keep()
@@ -164,118 +151,10 @@ async def open_run(
         yield run
 
 
-@asynccontextmanager
-async def serve_model(
-    model: LocalModel | PolicySet,
-    config: RunConfig,
-    log: Log,
-    secret: bytes,
-    folder: Path,
-    judge: Endpoint | None = None,
-) -> AsyncGenerator[Gateway]:
-    """Serve a model, adapter or checkpoint that nothing trains; `folder` is for its servers.
-
-    With policies in the config each is served by its name: those of a set, or all by one model.
-
-    Raises:
-        ConfigError: the config asks for gateways in other processes.
-    """
-    check_own_process(config)
-    if isinstance(model, PolicySet):
-        models = model.models
-    else:
-        models = dict.fromkeys(config.policies or ("",), model)
-    async with (
-        open_model_samplers(models, config, folder) as samplers,
-        serve_gateway(samplers, config, log, secret, judge=judge) as gateway,
-    ):
-        yield gateway
-
-
-@asynccontextmanager
-async def serve_alone(
-    source: str, config: RunConfig, progress: Progress
-) -> AsyncGenerator[Gateway]:
-    """Serve a model, a run, an adapter or a checkpoint to any client; nothing is recorded.
-
-    Each of several policies is served by its name. The key of a run's model stays the same.
-
-    Raises:
-        ConfigError: the model is unknown, or cannot be loaded.
-    """
-    async with _serve_found(*_find_served(source, config.dir, progress), config) as gateway:
-        yield gateway
-
-
-@asynccontextmanager
-async def serve_one(
-    source: str, config: RunConfig, progress: Progress, policy: str | None = None
-) -> AsyncGenerator[Gateway]:
-    """Serve a model as `serve_alone` does, or one policy of a run of several.
-
-    Raises:
-        ConfigError: the model or the policy is unknown, or cannot be loaded.
-    """
-    found, secret = _find_served(source, config.dir, progress)
-    if isinstance(found, PolicySet):
-        found = found.choose(policy)
-    elif policy is not None:
-        raise ConfigError(f"{source!r} has only one policy: leave out {policy!r}")
-    async with _serve_found(found, secret, config) as gateway:
-        yield gateway
-
-
-@asynccontextmanager
-async def serve_judge(
-    config: RunConfig | None, progress: Progress
-) -> AsyncGenerator[Endpoint | None]:
-    """Serve the model that `gateway.judge` names, if it names one, beside the policy."""
-    if config is None or config.gateway.judge is None:
-        yield None
-        return
-    source = config.model if config.gateway.judge == BASE_MODEL else config.gateway.judge
-    engine = config.engine if config.engine.kind == "local" else LocalEngineConfig()
-    update: dict[str, object] = {"engine": engine, "gateway": GatewayConfig(), "policies": {}}
-    async with serve_one(source, config.model_copy(update=update), progress) as gateway:
-        yield gateway.own_endpoint.model_copy(update={"model": gateway.model})
-
-
-def _find_served(
-    source: str, directory: Path, progress: Progress
-) -> tuple[LocalModel | PolicySet, bytes]:
-    """A model by what `whet eval` takes, or by the name of a run, and the secret of its keys."""
-    [model] = read_models([source], None, progress, directory=directory)
-    assert not isinstance(model, EndpointModel)
-    run = find_run(Path(model.source).expanduser())
-    return model, run.secret() if run else secrets.token_bytes(32)
-
-
-@asynccontextmanager
-async def _serve_found(
-    model: LocalModel | PolicySet, secret: bytes, config: RunConfig
-) -> AsyncGenerator[Gateway]:
-    check_one_policy(config, "serving a model")
-    gateway: dict[str, object] = {"allow_unattributed": True}
-    if isinstance(model, PolicySet):
-        policies: dict[str, JsonValue] = {
-            name: {"models": list(section.models)} for name, section in model.policies.items()
-        }
-        config = resolve({**config.model_dump(mode="json"), "policies": policies})
-    else:
-        gateway["models"] = (*config.gateway.models, model.name)
-    config = config.model_copy(update={"gateway": config.gateway.model_copy(update=gateway)})
-    with tempfile.TemporaryDirectory() as folder:
-        async with (
-            SQLiteStore(Path(folder) / "store.db") as log,
-            serve_model(model, config, log, secret, Path(folder)) as served,
-        ):
-            yield served if served.policies else replace(served, model=model.name)
-
-
 # ------------------------------------------------------------------- trainer and gateway
 
 
-class _Learning(NamedTuple):
+class _Learner(NamedTuple):
     """Algorithm and trainer of a run, and the policy or policies they update."""
 
     policy: "LocalPolicy | TinkerPolicy | Policies"
@@ -283,33 +162,48 @@ class _Learning(NamedTuple):
     trainer: TrainingBackend
     update: Update = update_policy
 
+    def build_scorer(self) -> Scorer | None:
+        """Return a scorer by the weights being trained; None where another process has them."""
+        return LocalScorer(self.policy) if isinstance(self.policy, LocalPolicy) else None
 
-async def _open_learning(
+
+async def _open_learner(
     config: RunConfig,
     model: Path,
     algorithm: Algorithm | None,
     publication: Publication | None,
     stack: AsyncExitStack,
     progress: Progress,
-) -> _Learning:
+) -> _Learner:
     if config.policies:
         opened = await open_policies(config, algorithm, publication, progress)
-        return _Learning(opened, opened.algorithm, opened.trainer, opened.update)
+        return _Learner(opened, opened.algorithm, opened.trainer, opened.update)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     trainer, policy = await stack.enter_async_context(open_trainer(config, model))
     if publication is not None:
         trainer = publication.wrap(trainer, policy, config, model)
-    return _Learning(policy, algorithm, trainer)
+    return _Learner(policy, algorithm, trainer)
 
 
-def _choose_weights_folder(
-    config: RunConfig, model: Path, folder: RunFolder, *, has_agent: bool
-) -> Path:
-    """The folder of published weights: in memory, if all that read them are of this machine."""
-    starts_servers = has_agent and config.engine.kind == "vllm" and not config.engine.urls
-    weights = config.trained_weights
-    memory = weights_in_memory(folder.path, model, weights) if starts_servers else None
-    return memory / "weights" if memory else folder.weights
+def _build_publication(
+    config: RunConfig,
+    model: Path,
+    folder: RunFolder,
+    store: Store,
+    lease: TrainerLease | None,
+    agent: Agent | None,
+) -> Publication | None:
+    """Build the publication of weights; None if the engine is in this process and shares them.
+
+    They are in memory if all that read them are servers that this process starts.
+    """
+    if agent is not None and config.engine.kind == "local":
+        return None
+    weights = folder.weights
+    if agent is not None and config.engine.kind == "vllm" and not config.engine.urls:
+        memory = weights_in_memory(folder.path, model, config.trained_weights)
+        weights = memory / "weights" if memory else weights
+    return Publication(store, weights, lease and lease.epoch)
 
 
 async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> TrainerLease:
@@ -335,7 +229,7 @@ async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> Tra
 async def _publish_versions(
     store: Store, context: AgentContext, config: RunConfig, publication: Publication | None
 ) -> dict[str, int | Literal["latest"]]:
-    """Publish the resources of attempts, which also wait for the newest policies."""
+    """Publish resources; returns the versions that attempts request, with those of policies."""
     newest: dict[str, Literal["latest"]] = {}
     if publication is not None:
         newest = {policy_resource(name): "latest" for name in config.policies or ("",)}
@@ -343,7 +237,7 @@ async def _publish_versions(
 
 
 async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None:
-    """Restore the weights after the last step: its checkpoint, or with a plan what leads to it."""
+    """Restore the weights after the last step; with a plan also if its checkpoint is missing."""
     done = await run.store.steps()
     if not done:
         return

@@ -18,7 +18,7 @@ import anyio
 from anyio import to_thread
 
 from whet.app.composition.weight_sync import EngineWeights, PublishedPolicy, describe_policy
-from whet.app.evaluation.models import LocalModel
+from whet.app.evaluation.model_sources import LocalModel
 from whet.config import LocalEngineConfig, RunConfig, VLLMConfig
 from whet.errors import ConfigError, EngineError, requires_extra
 from whet.gateway.templates.chat_template import ChatTemplate

@@ -28,7 +28,7 @@ from whet.app.evaluation.comparison import (
     draw_comparison,
     print_comparison,
 )
-from whet.app.evaluation.models import EndpointModel, Model, PolicySet, read_models
+from whet.app.evaluation.model_sources import EndpointModel, Model, PolicySet, read_models
 from whet.app.evaluation.statistics import Scores
 from whet.app.evaluation.trials import (
     Trial,
@@ -307,7 +307,7 @@ class _ModelEvaluator:
         if not isinstance(model, EndpointModel):
             place = folder.path / "serve" / model.name
             with requires_extra("a model on this machine", "local"):
-                from whet.app.composition.run import serve_model  # noqa: PLC0415 - imports torch
+                from whet.app.composition.standalone import serve_model  # noqa: PLC0415 - imports torch
             async with serve_model(model, config, store, secret, place, judge) as gateway:
                 yield gateway
             return
@@ -338,7 +338,7 @@ async def _serve_judge(config: RunConfig, display: Display) -> AsyncGenerator[En
         yield None
         return
     with requires_extra("a model on this machine", "local"):
-        from whet.app.composition.run import serve_judge  # noqa: PLC0415 - imports torch
+        from whet.app.composition.standalone import serve_judge  # noqa: PLC0415 - imports torch
     async with serve_judge(config, display.note) as judge:
         yield judge
 

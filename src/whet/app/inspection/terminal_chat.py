@@ -49,7 +49,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
 async def _chat(args: argparse.Namespace, config: RunConfig) -> None:
     with requires_extra("`whet chat`", "local"):
-        from whet.app.composition.run import serve_one  # noqa: PLC0415 - imports torch
+        from whet.app.composition.standalone import serve_one  # noqa: PLC0415 - imports torch
     messages = [{"role": "system", "content": args.system}] if args.system else []
     is_terminal = sys.stdin.isatty()
     async with serve_one(args.model, config, _note, args.policy) as served:

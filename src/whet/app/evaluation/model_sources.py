@@ -1,4 +1,4 @@
-"""Models that `whet eval` compares: on this machine, or behind an endpoint."""
+"""Models as users name them: runs, checkpoints, adapters, folders, names, and endpoints."""
 
 import hashlib
 import json
@@ -78,7 +78,7 @@ class PolicySet:
         """The model of one policy.
 
         Raises:
-            ConfigError: there is none of that name, or none is named.
+            ConfigError: no policy is named, or it is not one of these.
         """
         names = ", ".join(self.models)
         if policy is None:
@@ -104,7 +104,7 @@ def read_models(
     """Resolve `--model [NAME=]SOURCE` flags; with an endpoint, sources are its model names.
 
     A source may be the name of a run in `directory`, as `whet runs` lists them. A run of several
-    policies, or one of its checkpoints, is all of them.
+    policies, or one of its checkpoints, gives the set of all policies.
 
     Raises:
         ConfigError: unknown model, or two models with one name.
@@ -129,10 +129,10 @@ def read_models(
 def resolve_starts(
     values: Mapping[str, JsonValue], config: RunConfig, progress: Callable[[str], None]
 ) -> dict[str, JsonValue]:
-    """Config values as `resolve_start` returns them, for the run and for each of its policies.
+    """Resolve the model of a run, and that of each of its policies, by `resolve_start`.
 
     Raises:
-        ConfigError: as it does.
+        ConfigError: as `resolve_start`.
     """
     resolved = dict(values)
     if "model" in values and config.model != RunConfig().model:
@@ -151,12 +151,13 @@ def resolve_starts(
 def resolve_start(
     values: Mapping[str, JsonValue], config: RunConfig, progress: Callable[[str], None]
 ) -> dict[str, JsonValue]:
-    """Config values whose `model` is a base model, and `start` what it named instead, if so.
+    """Resolve a `model` that names a run, a checkpoint or an adapter; other models are unchanged.
 
-    The shape of adapters is that of the start.
+    In the returned config values `model` is its base model, `start` the folder of its weights, and
+    the trainer's settings of adapters are those that its adapters have.
 
     Raises:
-        ConfigError: it cannot be started from, or other adapters are wanted.
+        ConfigError: training cannot start from it, or the values ask for other adapters.
     """
     source = find_source(config.model, config.dir)
     if not _is_start(source):
@@ -181,7 +182,7 @@ def resolve_start(
 
 
 def find_source(source: str, directory: Path | None) -> str:
-    """The folder of a run that is given by its name in a directory; anything else as it is."""
+    """Return the folder of a run that is given by name, and any other source unchanged."""
     if directory is None or _is_start(source):
         return source
     named = str(directory / "runs" / source)
@@ -213,7 +214,7 @@ def _explain_several(path: Path, run: RunFolder) -> ConfigError:
 def _find_all(
     name: str | None, source: str, progress: Callable[[str], None]
 ) -> LocalModel | PolicySet:
-    """A model; or all policies, if it is a run of several or one of its checkpoints."""
+    """Find a model, or all policies of a run that has several, or of one of its checkpoints."""
     path = Path(source).expanduser()
     run = find_run(path)
     if run is None or not _has_several(path, run):
@@ -252,13 +253,13 @@ def _read_trainer(path: Path, run: RunFolder | None) -> LocalTrainerConfig | Non
 
 
 def _read_config(path: Path, run: RunFolder) -> RunConfig:
-    """The config that wrote a model or checkpoint of a run: that of its policy, if of several."""
+    """Return the config of a model or checkpoint of a run, or of its policy if it has one."""
     config = run.config()
     return config.for_policy(path.name) if path.name in config.policies else config
 
 
 def _read_shape(start: Path, trainer: LocalTrainerConfig | None) -> dict[str, JsonValue]:
-    """The trainer's settings that its weights have: from its run, or from its adapter_config."""
+    """Return the trainer's settings that adapters have, from their run or adapter_config.json."""
     if trainer is not None:
         keys = ("weights",) if trainer.weights == "full" else ADAPTER_KEYS
         return {key: trainer.model_dump(mode="json")[key] for key in keys}
