@@ -54,6 +54,6 @@ def test_a_full_disk_is_one_line_with_what_to_do_and_the_run_goes_on_once_there_
     lines = done.stderr.splitlines()
     [error] = [line for line in lines if line.startswith("whet: ")]
     assert re.search(r"No space left on device|disk is full", error)
-    assert "; make room on the disk, then go on with --resume; a run that had not begun" in error
+    assert "; make room on the disk, then continue with --resume; if `whet runs` does not" in error
     assert "Traceback" not in done.stderr
     assert len(lines) < 10, "not one for each call"

@@ -199,7 +199,7 @@ class _TaskOrder:
         self._drawn[part] += 1
         start, cycle = self._starts[part], self._cycles[part]
         found = start
-        for _ in range(cycle.size):  # if all are skipped, the last one comes
+        for _ in range(cycle.size):  # if all are skipped, the last one is used
             found = start + cycle.next()
             weight = self._curriculum.weigh(self._last_reward.get(found))
             if cycle.draw() < weight:

@@ -165,7 +165,7 @@ class RunFolder:
         return self._kind.read_text() if self._kind.is_file() else ""
 
     def save_log_ratios(self, step: int, found: Mapping[GenerationId, Sequence[float]]) -> None:
-        """Write the log-ratios of a step's trained tokens, for those who look at them."""
+        """Write the log-ratios of a step's trained tokens, which are for display only."""
         rounded = {id: [round(value, 3) for value in values] for id, values in found.items()}
         with _writing(self.path):
             self._log_ratios.mkdir(exist_ok=True)

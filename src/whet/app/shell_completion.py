@@ -22,7 +22,7 @@ RUN_METAVARS = frozenset({"RUN", "MODEL", "SOURCE", "[NAME=]MODEL"})
 RUN_FLAGS = frozenset({"--model", "--run", "--resume"})
 
 ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-"""Makes zsh take the function of bash."""
+"""Lets zsh use bash's completion function."""
 
 FISH_RUNS = f"(command ls {DEFAULT_DIR}/runs 2>/dev/null)"
 

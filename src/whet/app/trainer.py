@@ -1,4 +1,4 @@
-"""`whet.Trainer`: the arguments of `whet.train` in two steps."""
+"""`whet.Trainer`: `whet.train` as a class, which gets settings first, then agent and tasks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from whet.runners.judges.judge import Judge
 
 
 class Trainer:
-    """Settings first, then `fit` (`whet.train`) or `dev` (`whet dev`)."""
+    """Settings of runs, for `fit` (`whet.train`) and `dev` (`whet dev`)."""
 
     def __init__(
         self,

@@ -294,7 +294,7 @@ class RunConfig(Section):
             )
         if self.loss.name == "dro":
             raise ValueError(
-                "loss.name 'dro' of a Tinker service also pulls at tokens that were not sampled: "
+                "loss.name 'dro' of a Tinker service also changes tokens that were not sampled: "
                 "choose another"
             )
         if self.runner.temperature not in (None, 1.0):

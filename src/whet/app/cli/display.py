@@ -26,9 +26,9 @@ CURVE_LINES = 6
 
 
 def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
-    """The terminal, or what output goes to instead. Brackets and colons of a text stay as they are.
+    """Open the terminal, or what output is redirected to, without rich's markup and emoji codes.
 
-    Texts are of agents, models and users: in rich's markup `[/INST]` would be an error.
+    Texts come from agents, models and users: in rich's markup `[/INST]` would be an error.
     """
     return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
 
@@ -50,7 +50,7 @@ class Display:
         self._left = ""
         self._header = False
         self._bar_width = MAX_BAR
-        if console.is_terminal:  # else the lines are read by programs, or elsewhere
+        if console.is_terminal:  # output that is redirected has no width to fit into
             self._bar_width = max(0, min(MAX_BAR, console.width - COLUMNS))
         self._curve = NotebookCurve() if console.is_jupyter and not console.quiet else None
 

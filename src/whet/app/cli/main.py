@@ -120,12 +120,12 @@ def _run(before: Sequence[str], after: Sequence[str]) -> int:
 
 
 def describe(error: WhetError) -> str:
-    """The error in one line; after one of a full disk, what to do."""
+    """Return an error in one line, with what to do if it is a full disk."""
     line = " ".join(str(error).split())
     if "No space left on device" in line or "disk is full" in line:
         line += (
-            "; make room on the disk, then go on with --resume; a run that had not begun, which "
-            "`whet runs` does not list, is started again"
+            "; make room on the disk, then continue with --resume; if `whet runs` does not list "
+            "the run, it had not begun: start it again"
         )
     return line
 
@@ -140,7 +140,7 @@ def tune_gc() -> None:
 
 
 def wrap_line(line: str, stream: TextIO) -> str:
-    """Break a long line between words, if a terminal shows it: that would break it anywhere."""
+    """Break a long line between words for a terminal, which itself breaks lines within words."""
     if not stream.isatty():
         return line
     width = shutil.get_terminal_size().columns
@@ -150,7 +150,7 @@ def wrap_line(line: str, stream: TextIO) -> str:
 
 
 class StderrHandler(logging.Handler):
-    """Writes to the stderr of the moment, which a progress bar replaces to stay below the lines."""
+    """Writes to the current `sys.stderr`: a progress bar replaces it to stay below the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level, _, rest = self.format(record).partition(":")

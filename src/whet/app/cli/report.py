@@ -66,11 +66,11 @@ def failure_table(reasons: Sequence[tuple[str, str]]) -> Table:
 
 
 def _print_steps(console: Console, result: Result) -> None:
-    """Print why training stopped early, and which step the model is of, if not of the last."""
+    """Print why training stopped early, and the step of the model if it is not the last one."""
     steps, lines = len(result.steps), list[str]()
     if result.stopped:
         lines.append(
-            f"stopped after step {steps}: {result.stopped}; resume the run with more to go on"
+            f"stopped after step {steps}: {result.stopped}; to continue, resume the run with more"
         )
     if result.model_step is not None and result.model_step < steps:
         lines.append(

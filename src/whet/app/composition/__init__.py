@@ -1,1 +1,1 @@
-"""A run put together from its parts: stores, engines, gateways, trainers and drivers."""
+"""Composition of a run from its parts: stores, engines, gateways, trainers and drivers."""

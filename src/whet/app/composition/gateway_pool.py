@@ -71,11 +71,11 @@ class GatewaySettings(Value):
 async def open_gateway_pool(
     count: int, settings: GatewaySettings, server: EngineServer, store: Store, progress: Progress
 ) -> AsyncGenerator[tuple[Gateway, Endpoints]]:
-    """Run gateways in processes; yields the first one, and the endpoints of attempts at all.
+    """Run gateways in processes; yields the first one, and the endpoints of attempts at them all.
 
     Raises:
         ConfigError: a gateway cannot be started.
-        EngineError: a gateway died again and again; raised where the block is.
+        EngineError: a gateway died too often; raised inside the block.
     """
     gateway = settings.config.gateway
     secret = bytes.fromhex(settings.secret)
@@ -154,7 +154,7 @@ class GatewayProcess:
 
         Raises:
             ConfigError: it cannot be started.
-            EngineError: it died again and again.
+            EngineError: it died too often.
         """
         backoff = RestartBackoff(first_pause_s=0.1)
         while True:

@@ -23,7 +23,7 @@ from whet.io.threads import run_async
 from whet.store.sqlite import SQLiteStore
 
 PARENT_POLL_S = 1.0
-"""Seconds between looks for the parent: its stdin stays open if a process it forked has it."""
+"""Seconds between checks for the parent: a process that it forked may keep our stdin open."""
 
 
 def main() -> None:

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 FILES = ("index.html", "app.js", "app.css", "icon.svg")
 PULSE_S = 1.0
-"""Seconds between two looks at a run that somebody watches."""
+"""Seconds between two polls of a run that an open page follows."""
 CHECKS = 4
-"""Times in between that an open stream looks whether the server stops."""
+"""Checks between two polls whether the server stops."""
 KEEP_ALIVE_S = 15.0
 MAX_BODY = 1000
 
@@ -128,7 +128,7 @@ class DashboardApp:
 
     async def _open_session(self, request: Request) -> Response:
         """Exchange a one-time code for a cookie that only this origin sends back."""
-        body = await _read_small(request)
+        body = await _read_short_body(request)
         try:
             code = json.loads(body).get("code")
         except (ValueError, AttributeError):
@@ -211,7 +211,8 @@ def _read_id(request: Request) -> str:
     return request.path_params["id"]
 
 
-async def _read_small(request: Request) -> bytes:
+async def _read_short_body(request: Request) -> bytes:
+    """Read a body; empty if it is longer than any valid one."""
     body = b""
     async for chunk in request.stream():
         body += chunk

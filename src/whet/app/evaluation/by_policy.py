@@ -1,4 +1,4 @@
-"""An evaluation of several policies, one by one: the tasks in which each of them acted."""
+"""Evaluation by policy: models compared on the tasks in which each of several policies acted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class PolicyResult:
 
     comparison: Comparison
     uses: Mapping[str, PolicyUse]
-    """By model; one whose calls name no policy has none."""
+    """By model; a model whose calls name no policy has no entry."""
 
     def as_json(self) -> dict[str, object]:
         """All numbers, by model."""

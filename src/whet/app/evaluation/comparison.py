@@ -127,8 +127,8 @@ def print_comparison(console: Console, comparison: Comparison, title: str) -> No
     console.print(f"{comparison.describe_tasks()}; in brackets {about} over tasks")
     if len(comparison.compared) < comparison.tasks:
         console.print(
-            "the other tasks have a rollout that failed without saying anything of the model, and "
-            "are left out of every number",
+            "the other tasks have a rollout that failed for a reason other than the model, and are "
+            "left out of every number",
             soft_wrap=True,
         )
     for name, scores in comparison.scores.items():

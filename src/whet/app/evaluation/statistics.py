@@ -18,8 +18,8 @@ from whet.types import Failure, FailureKind
 AGENT_FAILURES = frozenset(
     {FailureKind.AGENT, FailureKind.CONTEXT, FailureKind.TIMEOUT, FailureKind.REWARD}
 )
-"""Failures that count as a reward of 0: a model that breaks its agent is not better for it. Those
-of workers, gateways and producers say nothing of the model and are left out."""
+"""Failures that count as a reward of 0: a model that breaks its agent is not better for it. Other
+failures, of workers, gateways and producers, say nothing about the model and are left out."""
 
 Z = 1.959964
 """The 97.5 % quantile of the normal distribution."""

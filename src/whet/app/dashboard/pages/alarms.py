@@ -7,7 +7,7 @@ from typing import NamedTuple
 from whet.store.queries.browse import StepRow
 
 WINDOW = 5
-"""Last steps that a rule looks at."""
+"""Latest steps that rules are checked on."""
 
 
 class Alarm(NamedTuple):
