@@ -69,9 +69,9 @@ class RunnerConfig(Section):
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Attempts that run at once, in all processes."""
     processes: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """Processes to run agents in: 0 runs all attempts in this process, as many as `concurrency` give
-    each attempt one of its own. If absent half the cores, or all but four where that is more, at
-    most 12; 0 with at most two cores, or for an agent that cannot be imported by name."""
+    """Processes to run agents in: 0 runs all attempts in this process, as many as `concurrency` one
+    attempt in each. If absent half the cores, or all but four where that is more, at most 12; 0
+    with at most two cores, or for an agent that cannot be imported by name."""
     tracer: TracerName | None = None
     """Record the spans of an agent's SDK: `otel` those of OpenTelemetry, `openai-agents` those of
     the OpenAI Agents SDK, which are then not uploaded."""

@@ -17,8 +17,8 @@ MAX_GRAPH_TOKENS = 8_000_000
 
 MAX_ATTEMPTS = 10_000
 ATTEMPT_CACHE_TTL_S = 1.0
-"""How long an attempt counts as running without a look at the store: if it has ended meanwhile,
-recording the call fails."""
+"""Seconds for which an attempt counts as running before the store is read again: if it has ended
+meanwhile, recording the call fails."""
 
 MAX_PROMPT_TOKENS = 1_000_000
 """Tokens of rendered prompts in memory."""

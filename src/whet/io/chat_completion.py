@@ -26,7 +26,7 @@ async def complete(
     *,
     timeout_s: float | None = None,
 ) -> Completion:
-    """Request one completion. Raises TransportError for a reply that is none."""
+    """Request one completion. Raises TransportError for a reply that is not a completion."""
     url = f"{base_url.rstrip('/')}/chat/completions"
     response = await http.request(
         "POST", url, json=dict(body), timeout_s=timeout_s, max_bytes=MAX_REPLY_BYTES

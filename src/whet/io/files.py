@@ -1,6 +1,6 @@
 """Files that survive a kill: atomic writes of files and folders, and append-only JSON lines.
 
-And a folder in memory, for those that need not.
+`memory_folder` is for files that need not survive.
 """
 
 import fcntl

@@ -87,7 +87,7 @@ class HttpClient:
     ) -> Response:
         """Send a request and read the whole response. Raises TransportError.
 
-        `timeout_s` is for all of it, without one a response takes as long as it takes.
+        `timeout_s` limits request and response together; without it there is no limit.
         """
         try:
             async with (

@@ -273,7 +273,7 @@ class LocalPolicy:
         if stable[0] < self.context_length:
             self.context_length = stable[0]
             logger.warning(
-                "%r encodes positions otherwise beyond %d tokens: the context is limited to them",
+                "%r encodes positions differently beyond %d tokens: the context is limited to them",
                 config.model_type,
                 stable[0],
             )

@@ -42,7 +42,7 @@ CLAIM_WAIT_S = 30.0
 MAX_CONCURRENT_CLAIMS = 128
 """A store commits concurrent claims together."""
 CLAIM_GROWTH = 8
-"""How many times as many claims follow those that all succeeded."""
+"""Factor by which the number of claims grows while all of them succeed."""
 
 RELEASED = Outcome(
     failure=Failure(

@@ -26,10 +26,10 @@ Result = tuple[Item, Any]
 """An item and its result; a WhetError is raised for its caller."""
 
 MAX_SLEEP_S = 60.0
-"""Leases are looked at this often at least: timers stand still while a machine is suspended."""
+"""Longest time between two checks of leases: timers stand still while a machine is suspended."""
 
 MAX_TRIES = 10
-"""How often a transaction is begun again after a conflict with another process."""
+"""Attempts at a transaction that conflicts with another process."""
 
 
 class _Refused(WhetError):
@@ -122,7 +122,7 @@ class Writer:
                     if not item.in_transaction:
                         self._apply_outside(item)
         finally:
-            # However the thread ends, no caller waits for it in vain.
+            # However the thread ends, every caller that still waits gets an error.
             self._refuse_more()
             stopped = StoreClosed("the store's writer has stopped")
             _resolve((item, stopped) for item in self._begun + self._take_waiting()[0])

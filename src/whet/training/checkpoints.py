@@ -23,7 +23,7 @@ from whet.training.stopping import best_step
 from whet.types import StepRecord
 
 QUICK_S = 0.25
-"""Checkpoints that are written in so many seconds are never left out."""
+"""Checkpoints that are written within this many seconds are never left out."""
 MAX_SHARE = 0.2
 """Share of the time in which others may be written: the store needs the disk as well."""
 

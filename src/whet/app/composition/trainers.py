@@ -120,8 +120,8 @@ def check_served(policy: LocalPolicy, config: RunConfig) -> None:
     trained, limit = policy.context_length, config.engine.max_context
     if trained < (limit or model_context(policy.folder)):
         raise ConfigError(
-            f"the model's position encoding changes beyond {trained} tokens, and servers choose it "
-            f"by their own context limit: set engine.max_context to {trained} or less"
+            f"the model encodes positions differently beyond {trained} tokens, and servers decide "
+            f"that by their own context limit: set engine.max_context to {trained} or less"
         )
     if policy.config.weights == "lora" and any(".experts." in n for n in policy.trainable()):
         raise ConfigError(

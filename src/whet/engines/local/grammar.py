@@ -18,7 +18,7 @@ from torch import Tensor
 from whet.errors import RequestError, boundary
 
 MAX_COMPILED = 64
-"""Compiled grammars to keep; an agent uses the same few again and again."""
+"""Compiled grammars to keep; an agent uses the same few repeatedly."""
 
 
 class Matcher:

@@ -36,7 +36,8 @@ from whet.gateway.templates.constraint import ANY_OBJECT, Constraint, Schema, bu
 from whet.types import CallId
 
 HOSTED_TOOLS = ("web_search", "image_generation", "namespace")
-"""Beginnings of the types of tools that clients offer unasked: of OpenAI, and groups of tools."""
+"""Prefixes of tool types that clients send by default, of tools that OpenAI hosts and of groups of
+tools: such tools are left out."""
 LOGPROBS = "message.output_text.logprobs"
 
 

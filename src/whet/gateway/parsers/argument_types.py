@@ -10,7 +10,7 @@ from whet.gateway.parsers.literals import parse_literal
 
 INTEGER = re.compile(r"-?+[0-9]{1,18}")
 MAX_OPTIONS = 100
-"""Alternatives of one schema that are looked at."""
+"""Maximum number of alternatives of one schema that are considered."""
 
 
 def coerce_value(text: str, schema: JsonValue = None) -> JsonValue:

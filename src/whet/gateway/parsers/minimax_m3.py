@@ -1,10 +1,10 @@
-"""Tool calls as nested elements, as MiniMax M3 writes them; below, M is its token ]<]minimax[>[.
+"""Tool calls as nested elements, as MiniMax M3 writes them. M stands for its token ]<]minimax[>[.
 
 M<tool_call>
 M<invoke name="plot">M<points>M<item>M<x>1M</x>M<y>2M</y>M</item>M</points>M</invoke>
 M</tool_call>
 
-Elements named item are those of a list, all others the keys of an object.
+Elements named `item` are the items of a list; any other names are the keys of an object.
 """
 
 import re

@@ -375,7 +375,7 @@ def _find_dropped_thinking(
 # ------------------------------------------------------------------- omissions
 
 PROBED = f"{PROBE_TEXT}1"
-"""Text that is looked for in the prompt."""
+"""Text by which a part of a request is found in the prompt."""
 PROBED_CALLS = tuple(
     ToolCall(f"call_{number}", "calculator", f'{{"expression": "{text}"}}')
     for number, text in ((1, "2 + 3"), (2, PROBED))

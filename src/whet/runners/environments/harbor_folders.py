@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 OPTIONS = {"max_turns": 8, "max_tokens": 512}
 COMMAND_S = 60.0
 HELD_OUT = 5
-"""One in so many tasks is held out."""
+"""One in this many tasks is held out."""
 BLOCK = re.compile(r"```(?:sh|bash)?\n(.*?)```", re.DOTALL)
 SYSTEM = (
     "You work in a Linux shell without a network. Reply with one block of commands, ```sh ... ```, "

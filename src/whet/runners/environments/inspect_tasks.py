@@ -25,7 +25,7 @@ from whet.runners.loading import import_file
 from whet.types import Endpoint
 
 HELD_OUT = 5
-"""One in so many samples is held out."""
+"""One in this many samples is held out."""
 MARK = "whet-reward:"
 """Begins the line with the reward: tasks print as well."""
 SHOWN_CHARS = 600

@@ -16,7 +16,7 @@ from whet.types import Endpoint
 SEEDS: dict[Split, int] = {"train": 1, "held_out": 1_000_003}
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 HELD_OUT = 5
-"""One in so many questions is held out."""
+"""One in this many questions is held out."""
 GENERATED: dict[Split, int] = {"train": 8, "held_out": 8 * HELD_OUT}
 """Questions generated for each task that is wanted: equal ones are dropped."""
 

@@ -15,7 +15,7 @@ from whet.runners.environments.environment import Options, Split, import_package
 from whet.types import Endpoint
 
 HELD_OUT = 5
-"""One in so many tasks is held out."""
+"""One in this many tasks is held out."""
 NO_KEY = "WHET_NO_KEY"
 """A variable that is not set: the key of an attempt travels in a header instead."""
 

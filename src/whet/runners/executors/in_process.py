@@ -39,7 +39,7 @@ CANCEL_GRACE_S = 2.0
 
 COLLECT_EVERY_S = 0.2
 FULL_COLLECTION = 50
-"""One in so many collections is of all generations."""
+"""One in this many collections is of all generations."""
 
 BLOCKED = "another attempt blocked the event loop they shared"
 

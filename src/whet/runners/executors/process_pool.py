@@ -44,12 +44,12 @@ FAILURES: dict[str, type[AttemptError | Evicted]] = {
 
 
 class ProcessPool(Executor):
-    """A number of processes, each with up to a number of attempts at once.
+    """A fixed number of processes, each of which runs up to `attempts_each` attempts at once.
 
     Requests and responses are lines of JSON on stdin and stdout; nothing is unpickled. An attempt
     that exceeded its limit or was canceled is canceled in its process, where it has a moment to
-    clean up. Then the process is killed, for a plain function would run on in its thread: at once
-    if the attempt was alone in it, else after the others, which it gets no more of.
+    clean up. Then the process is killed, since a plain function would continue in its thread: at
+    once if the attempt was alone in it, else after its other attempts. It gets no new ones.
 
     A process that dies fails an attempt that was alone in it. If there were several, one of them is
     at fault: each of them runs again, alone.

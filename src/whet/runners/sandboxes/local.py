@@ -125,7 +125,10 @@ class BubblewrapSandbox(Sandbox):
 
 
 def build_launcher(groups: ControlGroups, limits: Mapping[str, int], folder: Path) -> list[str]:
-    """Begin of a command line that joins groups and has limits; `folder` gets its process id."""
+    """Build the start of a command line that joins groups and sets limits.
+
+    The id of its process is written to `folder`.
+    """
     pid = str(folder / PID_FILE)
     settings = json.dumps({"groups": groups.files, "limits": dict(limits), "pid": pid})
     return [*PYTHON, str(limit_launcher.__file__), settings]

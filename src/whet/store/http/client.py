@@ -57,7 +57,7 @@ _BATCH_RESULT = TypeAdapter(BatchResult)
 
 PATIENCE_S = 300.0
 LONG_TIMEOUT_S = 24 * 3600.0
-"""For maintenance, which takes as long as it takes."""
+"""For maintenance, whose duration grows with the store."""
 GIVE_BACK_S = 10.0
 ROLLOUTS_PER_READ = 64
 """Rollouts whose trajectories come in one response."""
@@ -370,7 +370,7 @@ class HTTPStore(Store):
 
 
 _LONG = {"size", "prune", "drop", "vacuum"}
-"""Operations that take as long as they take."""
+"""Operations of maintenance."""
 
 
 def _bind(method: RemoteMethod[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

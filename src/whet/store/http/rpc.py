@@ -80,7 +80,7 @@ _BOUNDS: dict[str, Any] = {  # Any: annotations
 """Limits of parameters that arrive from outside, by name."""
 _BOUNDED_INT = Annotated[int, Field(ge=-1, lt=2**31)]
 _POLL_S = Annotated[FiniteFloat, Field(ge=0.1, le=MAX_WAIT_S)]
-"""Of methods that wait without a limit: long enough to look once."""
+"""Time that one request waits for a method without a limit: long enough to check once."""
 
 _FORBID = ConfigDict(extra="forbid")
 

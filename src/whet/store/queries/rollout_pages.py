@@ -159,7 +159,7 @@ class Page(NamedTuple):
     next: PageCursor | None
     """Where the next page begins; None if there is none."""
     searched: int
-    """Candidates that were looked at."""
+    """Number of candidates that were checked."""
 
 
 def read_page(

@@ -1,4 +1,4 @@
-"""Trackers record a run's metrics where people look at them, each in a thread of its own.
+"""Trackers, which send a run's metrics to files and services, each in a thread of its own.
 
 A tracker's package is imported when the config names it. A slow or failing tracker neither stops
 training nor delays it.
