@@ -29,7 +29,7 @@ from whet.gateway.templates.suffix import QUESTION, TOOL
 from whet.io.attempt_url import build_attempt_url
 from whet.io.server import AppServer
 from whet.protocols import Engine
-from whet.runners.executors.remote import build_environment
+from whet.runners.executors.external_agents import build_environment
 from whet.store.sqlite import SQLiteStore
 from whet.training.rows import build_rows
 from whet.types import Credit, Endpoint, Outcome, Rollout, Sampling, TokenChunk, Trajectory

@@ -18,7 +18,7 @@ from whet.engines.request import remaining_context
 from whet.errors import PromptTooLong
 from whet.gateway.dialects.wire import omit_tool
 from whet.gateway.messages import OMITTED_IMAGE
-from whet.runners.executors.remote import build_environment
+from whet.runners.executors.external_agents import build_environment
 from whet.types import Endpoint, Fork
 
 pytestmark = pytest.mark.anyio

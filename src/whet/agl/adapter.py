@@ -1,4 +1,4 @@
-"""Adapters by name: spans of model calls as triplets for training, or as chat messages."""
+"""Agent Lightning's adapters: convert spans of model calls to triplets or to chat messages."""
 
 import json
 import re

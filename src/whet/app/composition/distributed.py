@@ -1,4 +1,4 @@
-"""Processes of a distributed run: how each reaches store and gateways, and which runners live.
+"""Processes of a distributed run: how each reaches store and gateways, and which are alive.
 
 Light to import: every command uses the default addresses.
 """

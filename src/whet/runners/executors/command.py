@@ -15,7 +15,7 @@ import anyio
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, BadReward, ConfigError
-from whet.runners.executors.remote import (
+from whet.runners.executors.external_agents import (
     HIDDEN_VARIABLES,
     build_environment,
     fetch_posted_rewards,

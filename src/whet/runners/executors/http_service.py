@@ -11,7 +11,11 @@ from pydantic import JsonValue
 from whet.errors import AgentFailed, ConfigError
 from whet.io.attempt_url import parse_attempt_ids
 from whet.io.http_client import ConnectError, HttpClient, Response, TransportError
-from whet.runners.executors.remote import fetch_posted_rewards, get_last_reward, parse_reward
+from whet.runners.executors.external_agents import (
+    fetch_posted_rewards,
+    get_last_reward,
+    parse_reward,
+)
 from whet.types import Endpoint, Rollout
 
 logger = logging.getLogger(__name__)

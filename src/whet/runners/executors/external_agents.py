@@ -1,4 +1,4 @@
-"""Agents outside this process: their environment variables, and the rewards they return or post."""
+"""Agents outside of this process: the variables they get, and the rewards they return or post."""
 
 import math
 from collections.abc import Sequence
