@@ -46,7 +46,7 @@ def test_merging_leaves_its_arguments_as_they_were() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_in_one_line(values: dict[str, object], message: str) -> None:
+def test_an_invalid_value_is_named_in_one_line(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(values)  # pyright: ignore[reportArgumentType]
     assert "\n" not in str(caught.value)

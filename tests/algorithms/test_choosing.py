@@ -17,7 +17,7 @@ def test_a_name_gives_its_algorithm(name: str) -> None:
     assert type(build_algorithm(config({"name": name}, **values))) is BY_NAME[name]
 
 
-def test_every_key_is_read_by_somebody() -> None:
+def test_every_key_is_read_by_some_algorithm() -> None:
     read = {key for keys in READ_BY.values() for key in keys}
     assert read | {"name", "oversample", "reward_keys", "logged_keys"} == set(
         AlgorithmConfig.model_fields

@@ -76,7 +76,7 @@ def test_an_invalid_name_is_refused(text: str) -> None:
         ("reasoning-gym:gcd?max_tokens=1.5", "'max_tokens' is a positive integer; found 1.5"),
     ],
 )
-def test_what_cannot_be_opened_is_one_line(text: str, says: str) -> None:
+def test_an_environment_that_cannot_be_opened_is_an_error_in_one_line(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         open_environment(EnvironmentName.parse(text))
 

@@ -280,7 +280,7 @@ def test_a_run_without_a_model_names_how_to_see_its_errors(
     assert "mean reward of steps" not in shown, "an empty curve"
 
 
-def test_a_run_of_0_steps_is_said_to_train_nothing(
+def test_a_run_of_0_steps_reports_that_it_trains_nothing(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(model, "fine", "--steps=0") == 0

@@ -28,9 +28,7 @@ def test_tasks_come_from_a_list_or_from_a_file_with_one_json_value_a_line(tmp_pa
         (b"\xff\xfe\n", "are not UTF-8"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_an_error_in_a_file_names_its_line(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):

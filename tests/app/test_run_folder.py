@@ -41,7 +41,9 @@ def test_a_run_is_not_started_over(tmp_path: Path) -> None:
         RunFolder.create(config(tmp_path), "demo")
 
 
-def test_what_a_kill_left_half_made_is_no_run_and_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_folder_that_a_kill_left_unfinished_is_not_a_run_and_does_not_block_one(
+    tmp_path: Path,
+) -> None:
     half = tmp_path / "runs" / "a"
     half.mkdir(parents=True)
     (half / "gateway.key").write_bytes(b"")

@@ -198,7 +198,7 @@ async def test_an_export_from_before_there_were_advantages_is_loaded(
     assert await copy.advantages(0) == {}
 
 
-async def test_what_is_no_export_is_not_loaded(store: Store, clock: Clock, tmp_path: Path) -> None:
+async def test_an_invalid_export_is_not_loaded(store: Store, clock: Clock, tmp_path: Path) -> None:
     await fill(store, clock)
     file = tmp_path / "run.zip"
     await store.export(file)

@@ -204,7 +204,7 @@ def test_a_checkpoint_without_its_commit_did_not_happen(tmp_path: Path) -> None:
     anyio.run(audit, folder, TASKS, HELD_OUT)
 
 
-def test_a_lost_checkpoint_is_said_and_nothing_is_trained_on_top_of_the_wrong_weights(
+def test_a_lost_checkpoint_is_reported_and_nothing_is_trained_on_top_of_the_wrong_weights(
     tmp_path: Path,
 ) -> None:
     folder = new_run(tmp_path)

@@ -106,7 +106,7 @@ async def test_what_verl_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize(
     "output", [{"stop_reason": "aborted"}, {"log_probs": None}, {"token_ids": [], "log_probs": []}]
 )
-async def test_what_is_not_whole_is_an_error_that_may_be_retried(output: dict[str, Any]) -> None:
+async def test_an_incomplete_reply_is_an_error_that_may_be_retried(output: dict[str, Any]) -> None:
     with pytest.raises(EngineError):
         await ask(open_engine(Client(**output)), PROMPT, max_tokens=3)
 

@@ -368,7 +368,7 @@ def test_what_is_trained_is_what_was_sampled(
 @pytest.mark.slow
 @settings(MANY, max_examples=1500)
 @given(did=st.lists(steps, min_size=1, max_size=16))
-def test_what_is_trained_is_what_was_sampled_in_many_long_lives(
+def test_what_is_trained_is_what_was_sampled_over_many_long_conversations(
     store: SQLiteStore, thinking_renderer: Renderer, did: list[Step]
 ) -> None:
     anyio.run(live, store, thinking_renderer, did)

@@ -49,7 +49,7 @@ async def test_the_key_that_a_models_tools_may_see_posts_no_reward(gateway: Gate
     assert await gateway.store.rewards(gateway.attempt.id) == []
 
 
-async def test_what_is_no_reward_is_refused(gateway: Gateway) -> None:
+async def test_an_invalid_reward_is_refused(gateway: Gateway) -> None:
     bad: list[Json | bytes] = [
         {},
         {"value": "much"},

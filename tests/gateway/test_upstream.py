@@ -172,7 +172,9 @@ def test_an_unreachable_endpoint_or_a_wrong_key_is_reported_at_start(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_passed_on_is_a_clear_refusal(tmp_path: Path, upstream: Upstream) -> None:
+def test_a_request_that_cannot_be_forwarded_is_refused_with_the_reason(
+    tmp_path: Path, upstream: Upstream
+) -> None:
     seen: dict[str, int] = {}
 
     async def rude(task: str, llm: whet.Endpoint) -> float:
@@ -229,7 +231,7 @@ def test_an_attempts_key_reaches_no_other_path_of_the_endpoint(
     assert not upstream.other_paths
 
 
-def test_what_an_agent_tells_of_itself_is_not_for_the_endpoint(
+def test_posted_rewards_do_not_reach_the_endpoint(
     tmp_path: Path, upstream: Upstream
 ) -> None:
     posts = """
@@ -293,7 +295,7 @@ def test_an_endpoint_is_named_as_it_should_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_is_too_large_for_the_gateway_is_so_before_it_too() -> None:
+async def test_a_body_too_large_for_the_gateway_is_refused_by_the_proxy_too() -> None:
     sent: list[Any] = []
 
     async def beyond(scope: Any, receive: Any, send: Any) -> None:

@@ -16,7 +16,7 @@ def test_pauses_double_up_to_a_limit_and_deaths_in_a_row_give_up() -> None:
     assert [backoff.count_death(lived_s=1) for _ in range(5)] == [1, 2, 3, 3, None]
 
 
-def test_a_healthy_process_starts_the_count_anew() -> None:
+def test_a_healthy_process_resets_the_count() -> None:
     backoff = RestartBackoff(first_pause_s=1, healthy_s=60, max_deaths=3)
     assert [backoff.count_death(lived_s=1) for _ in range(2)] == [1, 2]
     assert backoff.count_death(lived_s=61) == 1

@@ -297,7 +297,7 @@ async def test_a_runner_that_leaves_lets_short_attempts_end_and_hands_back_the_r
     assert (await store.attempts("long"))[0].failure == RELEASED.failure
 
 
-async def test_a_runner_started_anew_under_its_name_returns_what_it_ran_when_it_was_killed(
+async def test_a_runner_restarted_under_its_name_returns_what_it_ran_when_it_was_killed(
     store: SQLiteStore,
 ) -> None:
     async def one(task: object, llm: Endpoint) -> float:

@@ -138,7 +138,9 @@ async def test_an_invalid_span_does_not_fail_its_agent(
     assert "cannot record a span of the agent's SDK: ValidationError" in caplog.text
 
 
-def test_what_keeps_spans_from_us_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_keeps_spans_from_the_tracer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     with pytest.raises(ConfigError, match="unset OTEL_SDK_DISABLED=true"):
         install_tracer("otel")
@@ -149,7 +151,7 @@ def test_what_keeps_spans_from_us_is_an_error(monkeypatch: pytest.MonkeyPatch) -
             check_tracer("openai-agents")
 
 
-def test_what_the_agents_sdk_tells_has_the_names_of_the_conventions() -> None:
+def test_spans_of_the_agents_sdk_have_the_names_of_the_conventions() -> None:
     recorded: list[tuple[str, Any]] = json.loads(gzip.decompress(RECORDED.read_bytes()))
     exported = [each for kind, each in recorded if kind == "span"]
     spans = [convert_agents_span(each) for each in exported]

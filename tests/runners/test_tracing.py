@@ -138,7 +138,7 @@ async def test_they_work_in_threads_that_copy_the_context(store: SQLiteStore) ->
     assert (await store.trajectories(["r0"]))[0].reward == 0.5
 
 
-async def test_what_a_failed_attempt_told_is_kept(store: SQLiteStore) -> None:
+async def test_the_spans_of_a_failed_attempt_are_kept(store: SQLiteStore) -> None:
     async def one(task: str) -> float:
         whet.emit_message("before the end")
         raise OSError
@@ -146,7 +146,7 @@ async def test_what_a_failed_attempt_told_is_kept(store: SQLiteStore) -> None:
     assert len(await spans_of(one, store)) == 1
 
 
-async def test_what_cannot_be_kept_is_the_agents_failure(store: SQLiteStore) -> None:
+async def test_a_value_that_cannot_be_recorded_fails_the_attempt(store: SQLiteStore) -> None:
     async def one(task: str) -> float:
         whet.emit_object(threading.Lock())
         return 1.0
@@ -189,7 +189,7 @@ def test_a_decorated_function_is_itself_outside_an_agent() -> None:
     assert (double.__name__, double.__doc__) == ("double", "Twice.")
 
 
-async def test_a_thread_that_outlives_its_attempt_is_told_so(store: SQLiteStore) -> None:
+async def test_a_thread_that_outlives_its_attempt_gets_an_error(store: SQLiteStore) -> None:
     late: list[str] = []
     ended = threading.Event()
 

@@ -22,7 +22,7 @@ NOBODY = "http://127.0.0.1:9/v1"
         ("openai", "nobody_asked", "made no model call"),
     ],
 )
-def test_a_spoiler_is_found_and_said_once(
+def test_a_known_pitfall_is_found_and_reported_once(
     pins: str, agent: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_said(spoiled(pins, agent, tmp_path, monkeypatch), said)

@@ -82,7 +82,7 @@ async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Pa
         assert metrics["logprob_gap"] < 1e-4
 
 
-async def test_a_forgotten_setting_is_told_with_the_call(tmp_path: Path) -> None:
+async def test_a_forgotten_setting_is_reported_with_the_call(tmp_path: Path) -> None:
     async with finished(f"{HERE / 'spoiled.py'}:without_token_ids", tmp_path) as (store, policy):
         [said] = (await read_warnings(store)).values()
         [trajectory] = await store.trajectories(["0-0"])

@@ -146,7 +146,7 @@ async def wakes(store: Store) -> dict[str, float]:
     return {how: statistics.median(times) for how, times in took.items()}
 
 
-async def test_whoever_waits_is_woken_at_once(served: SQLiteStore, store: HTTPStore) -> None:
+async def test_a_waiting_client_is_notified_at_once(served: SQLiteStore, store: HTTPStore) -> None:
     # Some milliseconds; a busy machine takes longer, looking again in intervals takes a second.
     for each in (served.for_run("in-process"), store):
         took_ms = await wakes(each)
@@ -207,7 +207,7 @@ async def test_a_wait_may_be_longer_than_a_request_is_held(
     assert await store.claim("w", lease_s=MINUTE, wait_s=0.5) is None
 
 
-async def test_whoever_leaves_frees_what_was_held_for_them(
+async def test_a_client_that_disconnects_frees_what_was_held_for_it(
     served: SQLiteStore, server: StoreServer
 ) -> None:
     await served.enqueue(rollouts("a"))
@@ -348,7 +348,7 @@ async def test_beyond_this_machine_bodies_are_compressed(
 # ------------------------------------------------------------------ a server that goes away
 
 
-async def test_a_closing_server_answers_whoever_waits_and_finishes_what_was_begun(
+async def test_a_closing_server_answers_waiting_clients_and_finishes_what_was_begun(
     served: SQLiteStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     await served.enqueue(rollouts("a", "b"))
@@ -419,12 +419,12 @@ async def test_a_wrong_token_is_no_reason_to_wait(server: StoreServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http://host:port", "https://:80", "http://h/?x=1"])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_of_a_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="invalid store URL"):
         open_store(url, token="t")
 
 
-async def test_somebody_else_at_the_address_is_told_apart(tmp_path: Path) -> None:
+async def test_another_server_at_the_address_is_an_error_that_says_so(tmp_path: Path) -> None:
     async def hello(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             await stream.receive()

@@ -103,7 +103,7 @@ async def claim(http: httpx.AsyncClient, id_: str = "a") -> None:
     "header",
     [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x"],
 )
-async def test_nothing_is_told_without_the_token(url: str, header: str | None) -> None:
+async def test_nothing_is_answered_without_the_token(url: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
     async with httpx.AsyncClient(base_url=url, headers=headers) as stranger:
         for path in (f"{RUN}/rollouts", f"{RUN}/gateways", "/metrics", "/v1/size"):
@@ -173,7 +173,7 @@ async def test_a_service_can_ask_where_the_model_is(http: httpx.AsyncClient) -> 
     assert (await http.get("/v1/runs/other/gateways")).json() == []
 
 
-async def test_a_wrong_method_is_told_the_right_one(http: httpx.AsyncClient) -> None:
+async def test_a_wrong_method_is_refused_with_the_right_one(http: httpx.AsyncClient) -> None:
     response = await http.get(f"{RUN}/calls")
     assert refusal(response) == (405, "wrong_method")
     assert "POST" in response.headers["allow"]
@@ -270,7 +270,7 @@ async def test_a_wrong_query_is_named(http: httpx.AsyncClient, query: str, field
         b"9" * 10_000,
     ],
 )
-async def test_what_is_no_json_is_malformed(http: httpx.AsyncClient, body: bytes) -> None:
+async def test_a_body_that_is_not_json_is_malformed(http: httpx.AsyncClient, body: bytes) -> None:
     assert refusal(await http.post(f"{RUN}/rollouts", content=body)) == (400, "malformed")
 
 
@@ -377,7 +377,7 @@ async def test_a_bomb_is_not_unpacked(http: httpx.AsyncClient, url: str) -> None
     assert time.monotonic() - began < 5
 
 
-async def test_what_is_badly_packed_is_refused(http: httpx.AsyncClient) -> None:
+async def test_a_body_that_cannot_be_decompressed_is_refused(http: httpx.AsyncClient) -> None:
     packed = gzip.compress(json.dumps({"rollouts": [rollout("a")]}).encode())
     for wrong in (b"no gzip", packed[:-5], packed + b"more", zlib.compress(b"{}")):
         response = await http.post(
@@ -395,7 +395,9 @@ async def test_what_is_badly_packed_is_refused(http: httpx.AsyncClient) -> None:
     assert response.status_code == 204
 
 
-async def test_large_answers_are_packed_for_whoever_understands_it(http: httpx.AsyncClient) -> None:
+async def test_large_answers_are_compressed_for_clients_that_accept_it(
+    http: httpx.AsyncClient,
+) -> None:
     body = {"rollouts": [rollout(f"r{n}") for n in range(50)]}
     await http.post(f"{RUN}/rollouts", json=body)
     packed = await http.get(f"{RUN}/rollouts", headers={"Accept-Encoding": "gzip"})

@@ -84,7 +84,7 @@ async def test_a_key_is_of_its_run(store: SQLStore) -> None:
     assert await claim(store, "t") == "a.1"
 
 
-async def test_what_is_given_back_is_as_if_it_had_not_been_claimed(store: SQLStore) -> None:
+async def test_a_claim_that_is_given_back_counts_as_never_made(store: SQLStore) -> None:
     await enqueue(store, "a", max_attempts=1)
     assert await claim(store, "t1") == "a.1"
     for _ in range(2):

@@ -270,7 +270,7 @@ async def test_runs_have_paths_of_their_own(send: Send, store: SQLiteStore) -> N
         (b"", "text/plain", 415, "application/x-protobuf"),
     ],
 )
-async def test_what_is_no_export_is_refused_in_its_own_encoding(
+async def test_an_invalid_export_is_refused_in_its_own_encoding(
     url: str, body: bytes, kind: str, status: int, says: str
 ) -> None:
     async with httpx.AsyncClient(base_url=url, headers=BEARER) as http:

@@ -80,7 +80,7 @@ def test_an_empty_token_is_none(tmp_path: Path) -> None:
         find_token(tmp_path)
 
 
-def test_without_a_token_it_is_said_where_it_comes_from(
+def test_a_missing_token_is_an_error_that_says_where_it_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -283,7 +283,9 @@ async def test_a_policy_that_nobody_calls_is_reported_once(
         ({"policies": {"a": {"algorithm": {"name": "greedy"}}}}, "set it for the run"),
     ],
 )
-def test_what_cannot_go_together_is_one_line(values: dict[str, JsonValue], message: str) -> None:
+def test_settings_that_exclude_each_other_are_an_error_in_one_line(
+    values: dict[str, JsonValue], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(values)
     assert "\n" not in str(caught.value)

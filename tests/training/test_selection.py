@@ -65,7 +65,7 @@ def test_calls_are_chosen_by_agent_model_system_prompt_and_tools() -> None:
     assert kept(SelectionConfig(tools=("calc",))) == ours
 
 
-def test_what_is_left_out_says_why() -> None:
+def test_generations_that_are_left_out_have_a_reason() -> None:
     reasons = explain_exclusions(CALLS, SelectionConfig(agents=("solver",)))
     assert reasons == {"title.0": "agent 'titler' is not among selection.agents"}
     assert count_reasons(reasons) == {"agent 'titler' is not among selection.agents": 1}

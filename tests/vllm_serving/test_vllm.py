@@ -217,7 +217,7 @@ async def running(url: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_whoever_leaves_stops_the_sampling(
+async def test_a_client_that_disconnects_stops_the_sampling(
     engine: RemoteEngine, replicas: list[VLLMProcess], stream: bool
 ) -> None:
     begun = engine.generate(PROMPT, Sampling(max_tokens=900), stream=stream)

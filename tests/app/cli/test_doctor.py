@@ -94,7 +94,7 @@ def test_tools_in_an_unknown_format_are_named(
         (args_of(template="x.jinja", tokenizer=str(TINY)), "no template file"),
     ],
 )
-def test_what_is_missing_is_said(args: argparse.Namespace, says: str) -> None:
+def test_missing_or_wrong_arguments_are_reported(args: argparse.Namespace, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run_doctor(args)
 
@@ -153,7 +153,7 @@ TRAFFIC = [
 ]
 
 
-def test_recorded_traffic_is_told_what_rendering_it_again_changes(
+def test_a_report_on_recorded_traffic_lists_what_rendering_it_again_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "traffic.jsonl"
@@ -183,7 +183,7 @@ def test_thinking_in_recorded_traffic_is_read(
     assert (found["turns_back"], found["matched"]) == (1, 1)
 
 
-def test_traffic_that_is_not_json_is_told_by_its_line(tmp_path: Path) -> None:
+def test_traffic_that_is_not_json_is_an_error_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     file.write_text("{}\nnonsense\n")
     with pytest.raises(ConfigError, match="line 2 is not JSON"):

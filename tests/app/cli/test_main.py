@@ -234,7 +234,7 @@ def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
     assert advice in done.stderr
 
 
-def test_a_full_disk_is_told_with_what_to_do() -> None:
+def test_a_full_disk_is_reported_with_what_to_do() -> None:
     for reason in ("I/O error: No space left on device", "database or disk is full"):
         full = main_module.describe(WhetError(f"training failed: {reason}"))
         assert "; make room on the disk, then continue with --resume; if `whet runs` does" in full

@@ -83,7 +83,7 @@ def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_what_cannot_be_merged_is_one_line(
+def test_a_model_that_cannot_be_merged_is_an_error_in_one_line(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")

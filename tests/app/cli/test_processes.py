@@ -203,7 +203,7 @@ def test_all_of_them_train_the_model_behind_a_command(folder: Path) -> None:
     check(folder, json.loads((folder / ".whet/runs/default/report.json").read_text()))
 
 
-def test_what_the_user_has_to_mend_ends_all_of_it(folder: Path) -> None:
+def test_an_error_that_the_user_has_to_fix_ends_all_processes(folder: Path) -> None:
     with start(folder, "up", "agent.py:slove", *TRAINING) as up:
         assert up.ends() == 2
         assert "runner-1 | whet: 'agent.py' has no 'slove', did you mean 'solve'?" in up.lines

@@ -77,7 +77,7 @@ def test_without_held_out_tasks_the_report_compares_nothing(tmp_path: Path) -> N
     assert "tokens trained" in text
 
 
-def test_a_run_without_trained_tokens_is_said_to_have_trained_nothing(tmp_path: Path) -> None:
+def test_a_run_without_trained_tokens_reports_that_it_trained_nothing(tmp_path: Path) -> None:
     def trained(tokens: float) -> str:
         metrics = {**record(0, 0.0).metrics, "trained_tokens": tokens}
         step = record(0, 0.0).model_copy(update={"metrics": metrics})

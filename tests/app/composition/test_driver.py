@@ -1,4 +1,4 @@
-"""Algorithms of users' own: what they may ask for, and that they get it."""
+"""Drivers: the parameters that a user's function may have, and the values it gets."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from whet.errors import ConfigError
 from whet.types import Endpoint
 
 
-def test_what_there_is_not_cannot_be_asked_for() -> None:
+def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r"'mine' has an unknown parameter 'dataset'; there are store",
@@ -22,7 +22,7 @@ def test_what_there_is_not_cannot_be_asked_for() -> None:
             pass
 
 
-def test_it_stays_the_function_it_was() -> None:
+def test_a_driver_can_still_be_called_as_a_function() -> None:
     @whet.algorithm
     def double(tasks: list[int], factor: int = 2) -> list[int]:
         """Twice as much."""
@@ -34,7 +34,7 @@ def test_it_stays_the_function_it_was() -> None:
     assert double.names == {"tasks"}
 
 
-def test_alone_it_needs_an_agent() -> None:
+def test_without_a_store_it_needs_an_agent() -> None:
     @whet.algorithm
     def nothing(store: object) -> None:
         pass
@@ -43,7 +43,7 @@ def test_alone_it_needs_an_agent() -> None:
         nothing.run()
 
 
-def test_a_scorer_needs_the_weights_here() -> None:
+def test_a_scorer_needs_weights_in_this_process() -> None:
     @whet.algorithm
     def scores(scorer: object) -> None:
         pass
@@ -57,7 +57,7 @@ async def repeat(task: str, llm: Endpoint, resources: dict[str, Any]) -> float:
     return float(resources["prompt"] == f"Say {task}")
 
 
-def test_it_gets_what_it_names_and_agents_get_the_resources_of_their_rollout(
+def test_it_gets_its_parameters_and_agents_get_the_resources_of_their_rollout(
     model: Path, tmp_path: Path
 ) -> None:
     @whet.algorithm

@@ -81,7 +81,7 @@ def test_an_object_is_named_so_that_a_resumed_run_can_make_another() -> None:
         (f"{__name__}:Demanding", "cannot make the algorithm .*'temper'"),
     ],
 )
-def test_what_is_no_algorithm_is_refused_by_name(name: str, message: str) -> None:
+def test_an_invalid_algorithm_is_refused_by_name(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(name)
 

@@ -182,7 +182,7 @@ async def test_attempts_that_want_no_version_get_what_is_newest(
     assert same(side.policy, policy)
 
 
-async def test_what_cannot_be_served_is_said(
+async def test_weights_that_cannot_be_served_are_an_error_with_what_to_do(
     model: Path, store: SQLiteStore, tmp_path: Path
 ) -> None:
     side = Side(model, store, tmp_path / "weights")

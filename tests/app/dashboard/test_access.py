@@ -34,7 +34,7 @@ def test_a_link_opens_one_session_with_a_cookie_that_scripts_and_other_sites_can
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"code": 5}', b'{"code": "x"}', b"9" * 5000])
-def test_what_is_no_code_opens_nothing(dashboard: Dashboard, body: bytes) -> None:
+def test_an_invalid_code_opens_no_session(dashboard: Dashboard, body: bytes) -> None:
     assert httpx.post(f"{dashboard.url}/api/session", content=body).status_code == 403
 
 

@@ -79,7 +79,7 @@ def test_all_measures_and_models_of_a_table_share_their_tasks() -> None:
         assert gained.mean == pytest.approx(after.mean - before.mean)
 
 
-def test_nothing_comparable_is_said_to_be_so() -> None:
+def test_an_evaluation_without_comparable_tasks_reports_that() -> None:
     base = Scores(sampled=((1.0, None), (None, 1.0)))
     trained = Scores(sampled=((1.0, 1.0), (0.0, 1.0)))
     found = compare({"base": base, "trained": trained}, EvaluationConfig())

@@ -170,7 +170,7 @@ def test_best_and_worst_of_a_group_are_a_pair(run: Path, tmp_path: Path) -> None
         ("dpo x.jsonl --min-reward 1", "unknown flag --min-reward"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_an_impossible_request_is_an_error_in_one_line(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     try:

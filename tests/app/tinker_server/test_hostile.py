@@ -127,7 +127,9 @@ def refused(server: Server, route: str, body: Any, **headers: str) -> tuple[int,
         ("training_runs", {}, 405, "unknown endpoint POST"),
     ],
 )  # fmt: skip
-def test_what_is_no_request(server: Server, route: str, body: Any, status: int, said: str) -> None:
+def test_an_invalid_request_is_refused(
+    server: Server, route: str, body: Any, status: int, said: str
+) -> None:
     code, detail = refused(server, route, body)
     assert code == status
     assert said in detail
@@ -171,7 +173,9 @@ def test_no_host_or_path_opens_the_server_without_a_key(
          "shape (2, 0)"),
     ],
 )  # fmt: skip
-def test_what_is_no_datum(run: Run, change: Callable[[pb.Datum], Any], said: str) -> None:
+def test_an_invalid_datum_is_refused(
+    run: Run, change: Callable[[pb.Datum], Any], said: str
+) -> None:
     found = json.loads(run.train(change))
     assert said in found["error"]
     assert found["category"] == "user"
@@ -194,7 +198,7 @@ def test_what_is_no_datum(run: Run, change: Callable[[pb.Datum], Any], said: str
         ("load_weights", {"path": "tinker://x/weights/y", "optimizer": True}, "unknown checkpoint"),
     ],
 )
-def test_what_cannot_be_done_takes_its_turn(
+def test_a_request_that_fails_takes_its_turn(
     run: Run, route: str, body: dict[str, Any], said: str
 ) -> None:
     found = json.loads(run.ask(route, body))
@@ -235,7 +239,7 @@ def sample(server: Server, session: str) -> dict[str, Any]:
         ({"target_prompt_logprobs": {"data": [HUGE], "shape": [1, 1]}}, "data.0"),
     ],
 )
-def test_what_is_no_sample(
+def test_an_invalid_sample_request_is_refused(
     server: Server, sample: dict[str, Any], asked: dict[str, Any], said: str
 ) -> None:
     code, detail = refused(server, "asample", {**sample, **asked})
@@ -259,7 +263,7 @@ def test_what_is_no_sample(
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 9}, "at most 1"),
     ],
 )
-def test_what_cannot_be_sampled(
+def test_sampling_that_is_impossible_is_refused(
     server: Server, run: Run, sample: dict[str, Any], asked: dict[str, Any], said: str
 ) -> None:
     sent = json.loads(server.post("asample", json.dumps({**sample, **asked})))["request_id"]

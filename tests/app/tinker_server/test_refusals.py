@@ -27,7 +27,7 @@ def test_the_table_has_every_method_of_the_client() -> None:
     assert {client.__name__ for client in CLIENTS} == offered
 
 
-def test_a_wrong_key_is_told_so(server: Server) -> None:
+def test_a_wrong_key_is_refused_with_the_reason(server: Server) -> None:
     other = tinker.ServiceClient(base_url=server.url, api_key="tml-another")
     with pytest.raises(tinker.AuthenticationError, match="invalid API key"):
         other.get_server_capabilities()

@@ -62,7 +62,7 @@ def test_system_messages_that_no_rule_can_save_are_marked(
     assert find_omissions(renderer.left_out, messages, messages) == omitted
 
 
-def test_only_messages_that_are_rendered_anew_are_marked(tmp_path: Path) -> None:
+def test_only_messages_that_are_rendered_again_are_marked(tmp_path: Path) -> None:
     renderer = Renderer(template_of(tmp_path, "llama3_1", trl_templates()["llama3_1"]))
     call = ToolCall("call_1", "calculator", "{}")
     turn = Message("assistant", "Let me see.", (call,))

@@ -117,7 +117,7 @@ def test_a_run_in_two_processes_is_tracked_as_one(
 
 
 @pytest.mark.parametrize("name", ["jsonl", "tensorboard"])
-def test_a_record_cut_off_by_a_kill_is_told_again(name: str, run: TrackedRun) -> None:
+def test_a_record_cut_off_by_a_kill_is_written_again(name: str, run: TrackedRun) -> None:
     tracker = build(name, run)
     for step in (1, 2):
         tracker.step(step, metrics_of(step))
