@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from sdks.recipes import RECIPES, Recipe  # noqa: E402 - found by the line above
 
 
-def documented() -> str:
+def build_page() -> str:
     """Return the page with its generated part up to date."""
     found = json.loads((ROOT / "tests" / "sdks" / "matrix.json").read_text())
     columns = list(next(iter(found.values())))
@@ -44,4 +44,4 @@ def _section(recipe: Recipe) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(documented())
+    PAGE.write_text(build_page())

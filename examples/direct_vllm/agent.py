@@ -8,7 +8,7 @@ from strands_vllm import VLLMModel, VLLMTokenRecorder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sdks"))
 
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 
 async def solve(task, llms):
@@ -27,4 +27,4 @@ async def solve(task, llms):
         tools=[tool(calculator)],
         callback_handler=VLLMTokenRecorder(),
     )
-    return graded(await agent.invoke_async(task["question"]), task)
+    return grade(await agent.invoke_async(task["question"]), task)

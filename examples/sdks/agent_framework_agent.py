@@ -2,7 +2,7 @@
 
 from agent_framework import Agent, MCPStdioTool
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
-from sums import SYSTEM, graded
+from sums import SYSTEM, grade
 
 
 async def solve(task, llm):
@@ -33,4 +33,4 @@ async def answer(task, client):
         else:
             result = await agent.run(task["question"])
         parts = [part.type for message in result.messages for part in message.contents]
-        return graded(result.text, task, has_calculated="function_result" in parts)
+        return grade(result.text, task, has_calculated="function_result" in parts)

@@ -1,7 +1,7 @@
 """The `anthropic` package without a framework. It takes the base URL as it is."""
 
 from anthropic import AsyncAnthropic
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 TOOL = {
     "name": "calculator",
@@ -23,7 +23,7 @@ async def solve(task, llm):
         reply = await ask(client, llm.model, messages, task.get("stream"))
         uses = [block for block in reply.content if block.type == "tool_use"]
         if not uses:
-            return graded("".join(block.text for block in reply.content), task)
+            return grade("".join(block.text for block in reply.content), task)
         results = [
             {"type": "tool_result", "tool_use_id": use.id, "content": run(use)} for use in uses
         ]

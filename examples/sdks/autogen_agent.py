@@ -2,7 +2,7 @@
 
 from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 ABILITIES = {
     "function_calling": True,
@@ -28,4 +28,4 @@ async def solve(task, llm):
         model_client_stream=task.get("stream", False),
     )
     result = await agent.run(task=task["question"])
-    return graded(result.messages[-1].content, task)
+    return grade(result.messages[-1].content, task)

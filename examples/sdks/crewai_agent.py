@@ -2,7 +2,7 @@
 
 from crewai import LLM, Agent
 from crewai.tools import tool
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 
 async def solve(task, llm):
@@ -20,4 +20,4 @@ async def solve(task, llm):
     )
     result = await agent.kickoff_async(task["question"])
     used = any(message["role"] == "tool" for message in result.messages)
-    return graded(result.raw, task, has_calculated=used)
+    return grade(result.raw, task, has_calculated=used)

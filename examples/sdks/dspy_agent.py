@@ -2,7 +2,7 @@
 
 import dspy
 from dspy.utils.exceptions import AdapterParseError
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 
 class Plain(dspy.ChatAdapter):
@@ -53,7 +53,7 @@ async def solve(task, llm):
             reply = await ask(Solver(), task)
         except AdapterParseError:  # an empty reply
             return 0.0
-    return graded(reply.answer, task, has_calculated=bool(reply.results))
+    return grade(reply.answer, task, has_calculated=bool(reply.results))
 
 
 async def ask(solver, task):

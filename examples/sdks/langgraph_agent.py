@@ -4,7 +4,7 @@ from langchain.agents import create_agent
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 
 async def solve(task, llm):
@@ -20,8 +20,8 @@ async def solve(task, llm):
             async for part, _ in agent.astream(request, limits, stream_mode="messages"):
                 if part.type == "AIMessageChunk":
                     text += part.text
-            return graded(text, task)
+            return grade(text, task)
         result = await agent.ainvoke(request, limits)
     except GraphRecursionError:
         return 0.0
-    return graded(result["messages"][-1].text, task)
+    return grade(result["messages"][-1].text, task)

@@ -10,7 +10,7 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 set_tracing_disabled(True)  # traces would be uploaded to OpenAI with the key of the rollout
 
@@ -44,4 +44,4 @@ async def answer(task, model):
             result = await Runner.run(agent, task["question"], max_turns=4)
     except AgentsException:  # it called an unknown tool, or too many
         return 0.0
-    return graded(result.final_output, task)
+    return grade(result.final_output, task)

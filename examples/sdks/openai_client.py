@@ -1,7 +1,7 @@
 """The `openai` package without a framework. Its streams work as well: see the helper."""
 
 from openai import AsyncOpenAI
-from sums import SYSTEM, graded
+from sums import SYSTEM, grade
 
 from whet.demos.problems import CALCULATOR, use_tool
 
@@ -17,7 +17,7 @@ async def solve(task, llm):
     for _ in range(3):
         message = await ask(client, llm.model, messages, task.get("stream"))
         if not message.tool_calls:
-            return graded(message.content, task)
+            return grade(message.content, task)
         messages.append(message)
         for call in message.tool_calls:
             result = use_tool(call.function.name, call.function.arguments)

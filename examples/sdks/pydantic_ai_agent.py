@@ -4,7 +4,7 @@ from pydantic_ai import Agent
 from pydantic_ai.exceptions import AgentRunError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 
 async def solve(task, llm):
@@ -16,8 +16,8 @@ async def solve(task, llm):
     try:
         if task.get("stream"):
             async with agent.run_stream(task["question"]) as result:
-                return graded(await result.get_output(), task)
+                return grade(await result.get_output(), task)
         result = await agent.run(task["question"])
     except AgentRunError:
         return 0.0
-    return graded(result.output, task)
+    return grade(result.output, task)

@@ -2,7 +2,7 @@
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES
-from sums import SYSTEM, graded
+from sums import SYSTEM, grade
 
 from whet.demos.problems import calculate
 
@@ -40,4 +40,4 @@ def solve(task, llm):
     )
     answer = agent.run(task["question"])
     steps = agent.memory.get_full_steps()
-    return graded(answer, task, has_calculated=any(step.get("observations") for step in steps))
+    return grade(answer, task, has_calculated=any(step.get("observations") for step in steps))

@@ -2,7 +2,7 @@
 
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 
 async def solve(task, llm):
@@ -15,4 +15,4 @@ async def solve(task, llm):
         model=model, system_prompt=SYSTEM, tools=[tool(calculator)], callback_handler=None
     )
     result = await agent.invoke_async(task["question"])
-    return graded(result, task)
+    return grade(result, task)

@@ -2,7 +2,7 @@
 
 from strands import Agent, tool
 from strands_vllm import VLLMModel, VLLMTokenRecorder
-from sums import SYSTEM, calculator, graded
+from sums import SYSTEM, calculator, grade
 
 
 async def solve(task, llm):
@@ -20,4 +20,4 @@ async def answer(task, llm, recorder):
         model=model, system_prompt=SYSTEM, tools=[tool(calculator)], callback_handler=recorder
     )
     result = await agent.invoke_async(task["question"])
-    return graded(result, task)
+    return grade(result, task)

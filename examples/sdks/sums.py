@@ -1,4 +1,4 @@
-"""Task of the agents in this folder: word problems, with a calculator."""
+"""System prompt, tool and reward of the agents in this folder: word problems with a calculator."""
 
 import re
 
@@ -13,8 +13,8 @@ def calculator(expression: str) -> str:
     return calculate(expression)
 
 
-def graded(answer, task, *, has_calculated=False):
-    """1.0 if the last number of an answer is the right one; a little for having calculated."""
+def grade(answer, task, *, has_calculated=False):
+    """Return 1.0 if the last number of an answer is right; else 0.1 if the calculator was used."""
     numbers = NUMBER.findall(str(answer))
     if numbers and float(numbers[-1].replace(",", "")) == task["answer"]:
         return 1.0

@@ -7,7 +7,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "sdks"))
 
-from sums import graded
+from sums import grade
 
 
 async def dspy_with_its_cache(task, llm):
@@ -15,7 +15,7 @@ async def dspy_with_its_cache(task, llm):
 
     lm = dspy.LM(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)
     said = await lm.acall(messages=[{"role": "user", "content": task["question"]}])
-    return graded(said[0], task)
+    return grade(said[0], task)
 
 
 async def agents_with_traces(task, llm):
@@ -25,14 +25,14 @@ async def agents_with_traces(task, llm):
     client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
     model = OpenAIChatCompletionsModel(model=llm.model, openai_client=client)
     result = await Runner.run(Agent(name="solver", model=model), task["question"])
-    return graded(result.final_output, task)
+    return grade(result.final_output, task)
 
 
 def crewai_with_telemetry(task, llm):
     from crewai import LLM
 
     model = LLM(model=llm.model, provider="openai", base_url=llm.base_url, api_key=llm.api_key)
-    return graded(model.call(task["question"]), task)
+    return grade(model.call(task["question"]), task)
 
 
 async def openai_elsewhere(task, llm):
@@ -41,11 +41,11 @@ async def openai_elsewhere(task, llm):
     client = AsyncOpenAI(base_url=os.environ["ELSEWHERE"], api_key="a key", max_retries=0)
     question: Any = {"role": "user", "content": task["question"]}
     reply = await client.chat.completions.create(model=llm.model, messages=[question])
-    return graded(reply.choices[0].message.content, task)
+    return grade(reply.choices[0].message.content, task)
 
 
 async def nobody_asked(task, llm):
-    return graded("It is 42.", task)
+    return grade("It is 42.", task)
 
 
 async def without_token_ids(task, llms):
@@ -57,4 +57,4 @@ async def without_token_ids(task, llms):
         base_url=llm.base_url, api_key=llm.api_key, model_id=llm.model, return_token_ids=False
     )
     agent = Agent(model=model, callback_handler=VLLMTokenRecorder())
-    return graded(await agent.invoke_async(task["question"]), task)
+    return grade(await agent.invoke_async(task["question"]), task)

@@ -14,7 +14,7 @@ def test_the_page_is_as_the_script_writes_it() -> None:
     assert found.loader is not None
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
-    assert (ROOT / "docs" / "guides" / "sdks.md").read_text() == script.documented()
+    assert (ROOT / "docs" / "guides" / "sdks.md").read_text() == script.build_page()
 
 
 def test_every_recipe_has_its_cells_and_every_example_a_recipe() -> None:
