@@ -231,9 +231,7 @@ def test_an_attempts_key_reaches_no_other_path_of_the_endpoint(
     assert not upstream.other_paths
 
 
-def test_posted_rewards_do_not_reach_the_endpoint(
-    tmp_path: Path, upstream: Upstream
-) -> None:
+def test_posted_rewards_do_not_reach_the_endpoint(tmp_path: Path, upstream: Upstream) -> None:
     posts = """
 import os, urllib.request
 

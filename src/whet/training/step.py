@@ -305,8 +305,8 @@ def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
     without = [t.attempt.rollout.id for t in trajectories if not t.calls]
     if without:
         logger.warning(
-            "%d of %d rollouts made no model call, such as %s: is something cached, or the agent's "
-            "base URL another one?",
+            "%d of %d rollouts made no model call, such as %s: is a reply cached, or does the "
+            "agent's client use another base URL?",
             len(without),
             len(trajectories),
             without[0],
