@@ -25,6 +25,33 @@ WINDOW = 24
 """Most ids decoded at once, unless they end in half a character."""
 
 
+class IncrementalDecoder:
+    """Decodes ids as they come to whole characters, of which one may span several ids."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        """The latest ids; earlier ones do not change the text any more."""
+        self._decoded = ""
+        """The text of `_ids` that was returned already."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that these ids complete; empty while the last character is not whole."""
+        self._ids += ids
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        new, self._decoded = text[len(self._decoded) :], text
+        if len(self._ids) > WINDOW:
+            del self._ids[:-OVERLAP]
+            self._decoded = self._decode(self._ids)
+        return new
+
+    def finish(self) -> str:
+        """Return the rest of the text, with a character that was never completed."""
+        return self._decode(self._ids)[len(self._decoded) :]
+
+
 class Delta(NamedTuple):
     """New text of a message."""
 
@@ -90,12 +117,8 @@ class StreamDecoder:
         self._parser = _new_parser(
             renderer, self._visibility, tools=tools, prompt=prompt, as_text=as_text
         )
-        self._decode = renderer.template.decode_all
+        self._decoder = IncrementalDecoder(renderer.template.decode_all)
         self._stops = sampling.stop
-        self._ids: list[int] = []
-        """The latest ids; earlier ones do not change the text any more."""
-        self._decoded = ""
-        """The text of `_ids` that was returned already."""
         self._pending = ""
         """Text that may become a stop string."""
         self._stopped = False
@@ -103,7 +126,8 @@ class StreamDecoder:
 
     def feed(self, ids: Sequence[int]) -> Delta:
         """Add sampled ids; returns the text that may be sent now."""
-        delta = self._parser.feed(self._cut_at_stop(self._decode_new(ids)))
+        text = self._decoder.feed(self._visibility.filter(ids))
+        delta = self._parser.feed(self._cut_at_stop(text))
         self._sent_content += len(delta.content)
         self._sent_reasoning += len(delta.reasoning)
         return delta
@@ -115,18 +139,6 @@ class StreamDecoder:
         )
         self._sent_content, self._sent_reasoning = len(message.content), len(message.reasoning)
         return rest
-
-    def _decode_new(self, ids: Sequence[int]) -> str:
-        """Return the whole characters that these ids complete."""
-        self._ids += self._visibility.filter(ids)
-        text = self._decode(self._ids)
-        if text.endswith("\ufffd"):  # the last character is not complete
-            return ""
-        new, self._decoded = text[len(self._decoded) :], text
-        if len(self._ids) > WINDOW:
-            del self._ids[:-OVERLAP]
-            self._decoded = self._decode(self._ids)
-        return new
 
     def _cut_at_stop(self, text: str) -> str:
         """Return the text before a stop string, without what may become one."""

@@ -6,29 +6,16 @@ from pathlib import Path
 
 from whet.errors import ConfigError
 from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.detokenize import IncrementalDecoder
 from whet.models.catalog import find_model
-
-OVERLAP = 4
-"""Ids decoded again: a character may span tokens, and some decoders drop the first space."""
-WINDOW = 24
-"""Most ids decoded at once, unless they end in half a character."""
-BROKEN = "\ufffd"
 
 
 def split_text(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
     """Return the text of each id; one that only begins a character has an empty text."""
-    texts: list[str] = []
-    first, done = 0, ""
-    for index in range(len(ids)):
-        text = decode(ids[first : index + 1])
-        if text.endswith(BROKEN) and index + 1 < len(ids):
-            texts.append("")
-            continue
-        texts.append(text[len(done) :])
-        done = text
-        if index + 1 - first > WINDOW:
-            first = index + 1 - OVERLAP
-            done = decode(ids[first : index + 1])
+    decoder = IncrementalDecoder(decode)
+    texts = [decoder.feed([id]) for id in ids]
+    if texts:
+        texts[-1] += decoder.finish()
     return texts
 
 
