@@ -130,7 +130,7 @@ def _read_algorithm(
 
 
 def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
-    """Raise ConfigError for what belongs where agents run, or to a trainer of its own."""
+    """Raise ConfigError for hooks and tracers of agents that run elsewhere, and for verl."""
     if config.trainer.kind == "verl":
         raise ConfigError("train with verl by whet.Trainer(algorithm=whet.VERL(...)).fit")
     if hooks and (store is not None or config.runner.ray is not None):

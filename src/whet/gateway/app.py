@@ -70,7 +70,7 @@ class _Gateway:
         self, pipelines: Sequence[CallPipeline], secret: bytes, config: GatewayConfig
     ) -> None:
         self._pipeline = pipelines[0]
-        """For what concerns attempts, whose calls all pipelines share."""
+        """Used for requests about an attempt: all pipelines share its calls."""
         self._pipelines = {name: each for each in pipelines for name in each.models}
         self._secret = secret
         self._config = config

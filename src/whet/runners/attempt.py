@@ -171,7 +171,7 @@ async def open_attempt_execution(
                 install_tracer(config.tracer)
             executor = InProcessExecutor(inspect_agent(agent), sandbox)
         await hook_runner.on_start(name)
-        is_alone = config.concurrency == 1  # in this process: those of a pool know for themselves
+        is_alone = config.concurrency == 1  # in this process; a pool decides it by process
         yield AttemptExecution(executor, hook_runner, endpoints, store, is_alone=is_alone)
     finally:
         with CancelScope(shield=True):

@@ -29,7 +29,7 @@ class AttemptContext:
     """A running attempt, with the rewards and spans it has emitted so far."""
 
     def __init__(self, attempt: Attempt, llm: Endpoint, *, is_alone: bool = False) -> None:
-        """`is_alone`: no other attempt runs in this process meanwhile."""
+        """`is_alone`: no other attempt runs in this process at the same time."""
         self.is_alone = is_alone
         self.environment: dict[str, str | None] = {}
         """Environment variables that the agent has changed, with their previous values."""

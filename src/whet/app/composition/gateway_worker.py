@@ -61,7 +61,7 @@ async def _serve(settings: GatewaySettings, messages: MessageWriter) -> None:
                     progress=lambda text: messages.send({"note": text}),
                 ),
             ):
-                gc.freeze()  # what is loaded by now stays
+                gc.freeze()  # modules and tokenizers live as long as the process
                 messages.send({"ready": True})
                 while os.getppid() == parent:  # noqa: ASYNC110 - no event tells of its death
                     await anyio.sleep(PARENT_POLL_S)

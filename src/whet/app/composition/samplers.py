@@ -42,7 +42,7 @@ SMALL_MODEL = 20_000_000
 SERVER_LOG = "vllm.log"
 
 ROOM = {"full": 6.0, "lora": 0.5}
-"""Memory for weights in transfer, in sizes of the model: some versions, published and served."""
+"""Memory for weights in transfer, as a multiple of the model's size: a few versions of them."""
 
 NO_ADAPTERS: Mapping[str, Path] = {}
 

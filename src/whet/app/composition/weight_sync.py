@@ -62,7 +62,7 @@ class PublishedPolicy(Value):
     """The file, on a disk that trainer and engines share, or the path at a Tinker service; empty
     for the weights of the model itself."""
     algorithm: AlgorithmConfig | None = None
-    """Settings of the algorithm that reads posted rewards; None if nothing is known of it."""
+    """Settings of the algorithm that reads posted rewards; None if they are unknown."""
     staleness: int = 0
     """Updates that sampled tokens may be behind: up to one more version is sampled at once."""
 

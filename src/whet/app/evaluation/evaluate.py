@@ -140,7 +140,7 @@ class PreparedEvaluation(NamedTuple):
     prompts: Mapping[str, Mapping[str, JsonValue]]
     """Resources of the agent, by model."""
     policies: Mapping[str, PolicyConfig]
-    """Of a model that has several; each of the others is served by all of their names."""
+    """Those of a run of several; every other model is served under all of their names."""
 
 
 def prepare_evaluation(
@@ -349,9 +349,9 @@ def _remember_models(
     prompts: ModelPrompts,
     progress: Callable[[str], None],
 ) -> tuple[list[Model], ModelPrompts]:
-    """All models of an evaluation: those it had before, then the new ones, which are recorded.
+    """Record the new models of an evaluation; returns all its models, earlier ones first.
 
-    The second part are the prompts of each.
+    With them it returns the prompts of each model.
 
     Raises:
         ConfigError: a name had other weights before, or its weights are missing now.

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -111,16 +112,15 @@ async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
     """
     try:
         return RunFolder.find(name, directory), None
-    except ConfigError as missing:
-        for run in list_runs(directory):
-            folder = RunFolder(directory / "runs" / run.name)
-            try:
-                async with folder.open_records() as store:
-                    if await store.attempts(name):
-                        return folder, name
-            except (ConfigError, StoreError):  # no records on this machine, or no such rollout
-                continue
-        raise ConfigError(f"{missing}; and no run there has such a rollout") from missing
+    except ConfigError as error:
+        no_run = error
+    for run in list_runs(directory):
+        folder = RunFolder(directory / "runs" / run.name)
+        with suppress(ConfigError, StoreError):  # no records on this machine, or no such rollout
+            async with folder.open_records() as store:
+                if await store.attempts(name):
+                    return folder, name
+    raise ConfigError(f"{no_run}; and no run there has such a rollout") from no_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def run_search(args: argparse.Namespace) -> int:
             **settings,
         )
     except KeyboardInterrupt:
-        sys.stderr.write("whet: stopped; the same command with the run's --name goes on\n")
+        sys.stderr.write("whet: stopped; the same command with the run's --name continues\n")
         return 130
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")

@@ -81,7 +81,7 @@ class PromptSearch(Driver):
     """Searches for better prompts; override `optimize`.
 
     `run(agent, tasks, resources={"prompt": PromptTemplate(...)})` or `whet.Trainer(algorithm=...)`
-    drive it. The same call with the same `name` goes on after a kill.
+    drive it. After a kill the same call with the same `name` continues the search.
     """
 
     def __init__(self, *, reflection: Endpoint | None = None) -> None:

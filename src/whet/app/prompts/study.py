@@ -2,7 +2,7 @@
 
 Both are functions of their inputs by the run's records: rollouts have ids made of candidate and
 task, and replies of the reflection model are kept in a file. A search that is started again with
-the same seed therefore repeats what it did, without running or asking anything twice, and goes on.
+the same seed therefore repeats its steps without running or asking anything twice, and continues.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class Study:
     config: RunConfig
     tasks: Sequence[JsonValue]
     held_out: Sequence[JsonValue]
-    """The tasks that decide; the training tasks if there are no others."""
+    """Tasks whose rewards decide between candidates; the training tasks if there are no others."""
     prompts: Prompts
     """The prompts to start from."""
     ask: Callable[[str], Awaitable[str]]

@@ -42,7 +42,8 @@ BILLING = "x-anthropic-billing-header"
 
 CONTEXT_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens.*?(\d+) tokens")
 HOSTED_TOOLS = ("web_search_", "web_fetch_", "tool_search_")
-"""Beginnings of the types of tools that clients offer unasked and that Anthropic runs."""
+"""Prefixes of tool types that clients send by default, of tools that Anthropic runs: such tools are
+left out."""
 
 ERROR_KINDS = {
     400: "invalid_request_error",
