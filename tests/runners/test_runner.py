@@ -142,6 +142,25 @@ async def test_a_turn_before_the_first_is_no_turn(store: SQLiteStore) -> None:
     assert failures == {"r0": "reward: turns are counted from 0; found a reward for turn -1"}
 
 
+async def test_an_agent_may_emit_and_fail_where_its_working_folder_is_gone(
+    store: SQLiteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+
+    def one(task: float, llm: Endpoint) -> None:
+        whet.emit_reward(task)
+        if task < 0:
+            raise LookupError("no word")
+
+    [[trajectory], []] = await run(one, [1.0, -1.0], store)
+    assert trajectory.reward == 1.0
+    [failure] = (await store.failures(["r1"])).values()
+    assert failure.startswith(f"agent: the agent raised: LookupError: no word ({__file__}:")
+
+
 async def test_rewards_emitted_in_a_thread_find_their_attempt(store: SQLiteStore) -> None:
     def one(task: float, llm: Endpoint) -> None:
         whet.emit_reward(task)

@@ -8,6 +8,7 @@ import sysconfig
 import traceback
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from itertools import dropwhile
 from numbers import Real
@@ -163,8 +164,9 @@ def _find_user_line(frames: Iterable[tuple[str, int | None]]) -> str:
     for name, line in frames:
         file = Path(name)
         if file.is_absolute() and not _is_library(file):
-            is_below = file.is_relative_to(Path.cwd())
-            return f"{file.relative_to(Path.cwd()) if is_below else file}:{line}"
+            with suppress(OSError, ValueError):  # the working folder is gone, or not above
+                file = file.relative_to(Path.cwd())
+            return f"{file}:{line}"
     return ""
 
 
