@@ -13,6 +13,7 @@ from whet.config import RunnerConfig
 from whet.io.genai_spans import REFUSED_CALL
 from whet.runners.diagnostics import (
     MAX_CHECKED,
+    MAX_REWARD_KINDS,
     Diagnostics,
     find_fixed_sampling,
     find_known_pitfalls,
@@ -27,6 +28,7 @@ from whet.types import (
     FailureKind,
     Mode,
     Outcome,
+    Reward,
     Rollout,
     Sampling,
     SamplingOverride,
@@ -154,6 +156,38 @@ async def test_a_refusal_that_the_first_failure_has_as_its_reason_is_not_reporte
         await runner.ends(rollout, 0, failed("the agent raised: 400 - too long"), spans=[span])
     assert len(runner.warnings) == 1 + len(earlier)
     assert "too long" in runner.warnings[-1]
+
+
+async def test_a_refusal_in_a_failure_that_is_not_reported_is_reported_by_itself(
+    store: SQLiteStore,
+) -> None:
+    runner = EndedAttempts(store, {})
+    span = Span(
+        trace_id="0" * 32, span_id="1" * 16, name=REFUSED_CALL, start=1, end=2, message="too long"
+    )  # fmt: skip
+    lost = Failure(kind=FailureKind.MODEL_LOST, message="the agent raised: 400 - too long")
+    await runner.ends("a", 0, Outcome(failure=lost), spans=[span])
+    [line] = runner.warnings
+    assert line.endswith("refused the model calls of rollout a: too long")
+
+
+async def test_unread_rewards_are_reported_by_their_kind_whichever_runner_finds_them(
+    store: SQLiteStore,
+) -> None:
+    async def find_unread(reward: Reward) -> str:
+        return f"unknown key {reward.key!r}"
+
+    reported: list[str] = []
+    for keys in (["a", "b"], ["c", "a"], [f"task-{n}" for n in range(2 * MAX_REWARD_KINDS)]):
+        runner = Diagnostics(store, "worker", reported.append, find_unread, {}, {})
+        await store.enqueue([Rollout(id=f"r-{keys[0]}", task=0, group="g")])
+        attempt = await store.claim("worker", lease_s=30, wait_s=1)
+        assert attempt is not None
+        rewards = {Reward(value=1.0, key=key): "agent.py:3" for key in keys}
+        await runner.check(attempt, ENDED, rewards)
+    kept = " ".join((await read_warnings(store)).values())
+    assert all(f"unknown key '{key}'" in kept for key in "abc")
+    assert sum("key 'task-" in line for line in reported) == MAX_REWARD_KINDS
 
 
 async def test_a_rollout_that_was_answered_from_a_cache_is_reported(store: SQLiteStore) -> None:

@@ -1,5 +1,6 @@
 """Warnings about misconfigurations that silently spoil training, after the first rollouts."""
 
+import hashlib
 import os
 import re
 import sys
@@ -21,6 +22,9 @@ PREFIX = "warning-"
 
 MAX_CHECKED = 64
 """Attempts of a runner that are checked; for later ones the metrics of each step show problems."""
+
+MAX_REWARD_KINDS = 32
+"""Kinds of rewards that are checked: an agent may name the keys by its tasks."""
 
 CLIENTS = ("openai", "anthropic", "litellm", "dspy", "boto3", "google.genai", "ollama")
 """Modules of model clients. If one is loaded and no call arrives, it uses another server."""
@@ -84,11 +88,12 @@ class Diagnostics:
         found: dict[str, str] = {}
         for reward, line in rewards.items() if mode is Mode.TRAIN else ():
             kind = reward.key, reward.target is None
-            if kind not in self._rewards:
+            if kind not in self._rewards and len(self._rewards) < MAX_REWARD_KINDS:
                 self._rewards.add(kind)
                 if reason := await self.find_unread(reward):
                     where = f" ({line})" if line else ""
-                    name = f"unread-reward-{len(self._rewards)}"
+                    digest = hashlib.blake2b(repr(kind).encode(), digest_size=4).hexdigest()
+                    name = f"unread-reward-{digest}"  # the same for all runners
                     found[name] = f"a reward is left out of training{where}: {reason}"
         return found
 
@@ -103,7 +108,7 @@ class Diagnostics:
             return find_fixed_sampling(attempt.rollout, calls)
         if refusals := find_refusals(spans):
             reason = refusals[0].message
-            if "failed" not in self._reported and _contains(outcome, reason):
+            if "failed" not in self._reported and _is_reason(reason, outcome):
                 self._reported.add("refused")  # by the first failure, which follows
             rollout = attempt.rollout.id
             return {
@@ -145,8 +150,12 @@ class Diagnostics:
         }
 
 
-def _contains(outcome: Outcome, reason: str) -> bool:
-    return outcome.failure is not None and reason.removeprefix("401: ") in outcome.failure.message
+def _is_reason(refusal: str, outcome: Outcome) -> bool:
+    """Whether the reason of a refused call is in a failure that is reported."""
+    failure = outcome.failure
+    if failure is None or failure.kind in NO_FAULT:
+        return False
+    return refusal.removeprefix("401: ") in failure.message
 
 
 def find_fixed_sampling(rollout: Rollout, calls: Sequence[Call]) -> dict[str, str]:
