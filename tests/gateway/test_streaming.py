@@ -73,6 +73,18 @@ async def test_tokens_leave_while_the_record_is_slow_but_the_last_chunk_waits(
     assert [id for some in tokens(client) for id in some] == [*call.generations[0].tokens]
 
 
+async def test_a_choice_that_has_ended_does_not_wait_for_the_others(gateway: Gateway) -> None:
+    gateway.engine.next = anyio.Event()
+    ids = scripted_ids(gateway)
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            client = start(tasks, gateway, {**STREAM, "n": 2})
+            await until(lambda: sum(map(len, tokens(client))) == len(ids))
+            gateway.engine.next.set()
+            await client.done.wait()
+            assert sum(map(len, tokens(client))) == 2 * len(ids)
+
+
 @pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 1}, {"n": 2}])
 async def test_the_text_is_the_same_for_any_size_of_chunks(
     new_gateway: NewGateway, more: Json

@@ -54,7 +54,7 @@ class ScriptedEngine(Engine):
     """Engine with scripted answers, a token per chunk or all `at_once`; the last one repeats.
 
     An answer that is an error is raised. The last chunk waits for the `gate`, if there is one, and
-    is the error of `breaks`, if there is one.
+    is the error of `breaks`, if there is one. Requests after the first wait for `next`.
     """
 
     def __init__(self, answers: Sequence[Sequence[int] | Exception]) -> None:
@@ -65,6 +65,7 @@ class ScriptedEngine(Engine):
         self.left = threading.Event()
         """Set once a request has ended."""
         self.gate: anyio.Event | None = None
+        self.next: anyio.Event | None = None
         self.breaks: Exception | None = None
         self.at_once = False
         self.vocabulary = 1280
@@ -81,6 +82,8 @@ class ScriptedEngine(Engine):
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens")
         if max(prompt) >= self.vocabulary:
             raise RequestError("the prompt has ids outside the vocabulary")
+        if self.next is not None and self.prompts:
+            await self.next.wait()
         self.prompts.append(list(prompt))
         self.samplings.append(sampling)
         answer = self.script.popleft() if len(self.script) > 1 else self.script[0]

@@ -29,6 +29,8 @@ class EventStream:
         self._reply = reply
         self._decoders = [_build_decoder(renderer, call) for _ in range(call.request.n)]
         """One for each choice."""
+        self._unended = call.request.n
+        """Number of choices that are still sampled."""
         self._unsent = reply.first_events()
         """Events that the next write sends first."""
         self._started = False
@@ -46,9 +48,10 @@ class EventStream:
                 pinger.cancel()
 
     async def send_chunk(self, index: int, chunk: TokenChunk) -> None:
-        """Send the next tokens of a choice; its last ones leave with the next write."""
+        """Send the next tokens of a choice; the last ones of all leave with the next write."""
         events = self._reply.chunk_events(index, chunk, self._decoders[index].feed(chunk.tokens))
-        if chunk.stop is None:
+        self._unended -= chunk.stop is not None
+        if self._unended:
             await self._write(events)
         else:  # what follows them is not far, and each write wakes the client
             self._unsent += events
