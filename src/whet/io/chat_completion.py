@@ -26,7 +26,7 @@ async def complete(
     *,
     timeout_s: float | None = None,
 ) -> Completion:
-    """Request one completion. Raises TransportError for a reply that is not a completion."""
+    """Request one completion. Raises TransportError for an error status or an invalid reply."""
     url = f"{base_url.rstrip('/')}/chat/completions"
     response = await http.request(
         "POST", url, json=dict(body), timeout_s=timeout_s, max_bytes=MAX_REPLY_BYTES
@@ -46,6 +46,6 @@ async def complete(
 
 
 def _count(usage: JsonValue, name: str) -> int:
-    """A count of tokens that the endpoint sent; 0 if it is missing or not one."""
+    """Return a count of tokens from the reply; 0 if it is missing or invalid."""
     value = usage.get(name) if isinstance(usage, dict) else None
     return value if isinstance(value, int) and value >= 0 else 0

@@ -23,4 +23,4 @@ async def complete(
         async with HttpClient(token=llm.api_key) as http:
             return (await chat_completion.complete(http, llm.base_url, body)).text
     except TransportError as error:
-        raise AgentFailed(f"the model does not answer: {error}") from error
+        raise AgentFailed(f"the model call failed: {error}") from error
