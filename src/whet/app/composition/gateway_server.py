@@ -31,6 +31,7 @@ from whet.io.threads import unwrap_group
 from whet.protocols import Collector, Resources, Store
 from whet.runners.agent import POLICY, Agent
 from whet.runners.collector import QueueCollector
+from whet.runners.diagnostics import FindUnread, read_all
 from whet.runners.endpoints import Connection, Endpoints
 from whet.runners.hooks import Hooks
 from whet.runners.judges.group_ranking import JudgedCollector
@@ -235,6 +236,16 @@ async def serve_published(
         yield gateway
 
 
+def read_algorithms(config: RunConfig) -> list[AlgorithmConfig]:
+    """The settings of the algorithms of every trained policy."""
+    return [config.for_policy(name).algorithm for name in config.trained_policies]
+
+
+async def find_unread(algorithms: Sequence[AlgorithmConfig], reward: Reward) -> str:
+    """Return why no algorithm of the run reads a reward; empty if one may."""
+    return find_unread_reward(reward, algorithms)
+
+
 def check_reward(algorithms: Callable[[], Sequence[AlgorithmConfig]], reward: Reward) -> None:
     """Raise RequestError for a reward that no algorithm of the run reads."""
     if reason := find_unread_reward(reward, algorithms()):
@@ -250,23 +261,19 @@ async def run_agents(
     on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     *,
     hooks: Sequence[Hooks] = (),
-    algorithms: Sequence[AlgorithmConfig] = (),
+    find_unread: FindUnread = read_all,
     on_warning: Callable[[str], None] | None = None,
 ) -> AsyncGenerator[None]:
     """Claim and run rollouts until the block ends; an error of either is raised unwrapped.
 
-    `on_warning` is called with what would make training useless, such as a reward that none of the
-    `algorithms` reads.
+    `on_warning` is called with what would make training useless, such as a reward for which
+    `find_unread` returns why the training does not read it.
 
     Raises:
         ConfigError: the config asks for runners elsewhere.
     """
     if config.ray is not None:
         raise ConfigError("runner.ray is for training: this command runs agents in its own process")
-
-    async def find_unread(reward: Reward) -> str:
-        return find_unread_reward(reward, algorithms)
-
     runner = Runner(
         agent,
         config,

@@ -8,6 +8,7 @@ import gc
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -18,7 +19,9 @@ from whet.app.composition.gateway_pool import serve_in_processes
 from whet.app.composition.gateway_server import (
     Gateway,
     count_gateways,
+    find_unread,
     open_collector,
+    read_algorithms,
     run_agents,
     serve_gateway,
 )
@@ -45,7 +48,7 @@ from whet.app.composition.weight_sync import (
 )
 from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
 from whet.app.run_folder import RunFolder
-from whet.config import AlgorithmConfig, RunConfig
+from whet.config import RunConfig
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError
 from whet.models.catalog import resolve_model
@@ -347,14 +350,9 @@ def _run_agent(
         endpoints,
         on_outcome,
         hooks=context.hooks,
-        algorithms=read_algorithms(folder.config()),
+        find_unread=partial(find_unread, read_algorithms(folder.config())),
         on_warning=progress,
     )
-
-
-def read_algorithms(config: RunConfig) -> list[AlgorithmConfig]:
-    """The settings of the algorithms of every trained policy."""
-    return [config.for_policy(name).algorithm for name in config.trained_policies]
 
 
 def describe_processes(agent: Agent, config: RunConfig) -> str | None:

@@ -14,6 +14,7 @@ import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
+from whet.algorithms.returns import REWARD, is_of_judge
 from whet.app.cli.display import open_console
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
@@ -40,6 +41,7 @@ from whet.store.http import token
 from whet.store.http.server import StoreServer
 from whet.store.sql_store import SQLStore
 from whet.trainers.verl.settings import SECTION, Overrides, build_overrides
+from whet.types import Reward
 
 EXIT_CONFIG_ERROR = 2
 STOP_TIMEOUT_S = 60.0
@@ -124,7 +126,7 @@ async def _run(
                 config.runner,
                 store,
                 endpoints,
-                algorithms=[config.algorithm],
+                find_unread=find_unread,
                 on_warning=note,
             )
         else:
@@ -142,6 +144,13 @@ async def _run(
 
 
 # ------------------------------------------------------------------- settings of verl
+
+
+async def find_unread(reward: Reward) -> str:
+    """Return why verl does not read a reward; empty if it does."""
+    if is_of_judge(reward) or (reward.key == REWARD and reward.target is None):
+        return ""
+    return "verl reads only the reward of the attempt: add it to what the agent returns"
 
 
 def write_settings(
