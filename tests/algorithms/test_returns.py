@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.trajectories import Conversation, generation, single
-from whet.algorithms import find_unread_reward
+from whet.algorithms import explain_unread_reward
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.returns import TurnKey, compute_returns
 from whet.algorithms.rloo import RLOO
@@ -130,14 +130,14 @@ def test_a_reward_that_nobody_reads_is_left_out_with_the_reason(
     talk, _ = talk_of(2)
     config = AlgorithmConfig()
     assert compute_returns(rewarded(talk, 0.5, reward), config).whole == 0.5
-    assert find_unread_reward(reward, [config]).startswith(reason)
+    assert explain_unread_reward(reward, [config]).startswith(reason)
 
 
 def test_a_reward_is_read_if_one_of_several_algorithms_or_a_custom_one_may_read_it() -> None:
     reward, plain = Reward(value=1, key="style"), AlgorithmConfig()
     for other in (AlgorithmConfig(logged_keys=("style",)), AlgorithmConfig(name="mine.py:Mine")):
-        assert not find_unread_reward(reward, [plain, other])
-    assert not find_unread_reward(reward, [])
+        assert not explain_unread_reward(reward, [plain, other])
+    assert not explain_unread_reward(reward, [])
 
 
 @pytest.mark.parametrize(

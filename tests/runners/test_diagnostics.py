@@ -174,12 +174,12 @@ async def test_a_refusal_in_a_failure_that_is_not_reported_is_reported_by_itself
 async def test_unread_rewards_are_reported_by_their_kind_whichever_runner_finds_them(
     store: SQLiteStore,
 ) -> None:
-    async def find_unread(reward: Reward) -> str:
+    async def explain_unread(reward: Reward) -> str:
         return f"unknown key {reward.key!r}"
 
     reported: list[str] = []
     for keys in (["a", "b"], ["c", "a"], [f"task-{n}" for n in range(2 * MAX_REWARD_KINDS)]):
-        runner = Diagnostics(store, "worker", reported.append, find_unread, {}, {})
+        runner = Diagnostics(store, "worker", reported.append, explain_unread, {}, {})
         await store.enqueue([Rollout(id=f"r-{keys[0]}", task=0, group="g")])
         attempt = await store.claim("worker", lease_s=30, wait_s=1)
         assert attempt is not None

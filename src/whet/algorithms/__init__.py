@@ -10,7 +10,7 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.positive import PositiveOnly
 from whet.algorithms.reinforce import Reinforce
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from whet.algorithms.returns import find_unread
+from whet.algorithms.returns import explain_unread
 from whet.algorithms.rloo import RLOO
 from whet.config import AlgorithmConfig, RunConfig, changed_keys
 from whet.errors import ConfigError
@@ -51,9 +51,11 @@ def is_custom(name: str) -> bool:
     return ":" in name
 
 
-def find_unread_reward(reward: Reward, configs: Sequence[AlgorithmConfig]) -> str:
+def explain_unread_reward(reward: Reward, configs: Sequence[AlgorithmConfig]) -> str:
     """Return why no algorithm of a run reads a reward; empty if one does, or is not built in."""
-    reasons = ["" if is_custom(config.name) else find_unread(reward, config) for config in configs]
+    reasons = [
+        "" if is_custom(config.name) else explain_unread(reward, config) for config in configs
+    ]
     return reasons[0] if reasons and all(reasons) else ""
 
 

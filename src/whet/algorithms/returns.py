@@ -69,7 +69,7 @@ def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
     read = [
         reward
         for reward in trajectory.rewards
-        if not (reward.key in logged or is_of_judge(reward) or find_unread(reward, config))
+        if not (reward.key in logged or is_of_judge(reward) or explain_unread(reward, config))
     ]
     # The attempt's own reward is the outcome's: what was returned, or the last that was emitted.
     further = sum(r.value for r in read if r.target is None and r.key != REWARD)
@@ -85,7 +85,7 @@ def score(trajectory: Trajectory, config: AlgorithmConfig) -> float:
     return compute_returns(trajectory, config).whole
 
 
-def find_unread(reward: Reward, config: AlgorithmConfig) -> str:
+def explain_unread(reward: Reward, config: AlgorithmConfig) -> str:
     """Return why the built-in algorithms do not read a reward; empty if they do."""
     if is_of_judge(reward) or reward.key in config.logged_keys:
         return ""

@@ -35,7 +35,7 @@ CLIENT_ERROR = re.compile(r"authentication|api.?key|connect|permission|\b40[134]
 CLIENT_HINT = "give its client base_url=llm.base_url and api_key=llm.api_key"
 
 
-FindUnread = Callable[[Reward], Awaitable[str]]
+ExplainUnread = Callable[[Reward], Awaitable[str]]
 """Returns why the training does not read a reward; empty if it does."""
 
 NO_REWARDS: Mapping[Reward, str] = MappingProxyType({})
@@ -57,7 +57,7 @@ class Diagnostics:
     store: DiagnosticsStore
     worker: str
     report: Callable[[str], None]
-    find_unread: FindUnread = read_all
+    explain_unread: ExplainUnread = read_all
     modules: Modules = field(default_factory=lambda: sys.modules)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     _checked: int = field(default=0, init=False)
@@ -90,7 +90,7 @@ class Diagnostics:
             kind = reward.key, reward.target is None
             if kind not in self._rewards and len(self._rewards) < MAX_REWARD_KINDS:
                 self._rewards.add(kind)
-                if reason := await self.find_unread(reward):
+                if reason := await self.explain_unread(reward):
                     where = f" ({line})" if line else ""
                     digest = hashlib.blake2b(repr(kind).encode(), digest_size=4).hexdigest()
                     name = f"unread-reward-{digest}"  # the same for all runners

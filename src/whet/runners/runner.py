@@ -31,7 +31,7 @@ from whet.runners.attempt import (
     open_attempt_execution,
 )
 from whet.runners.context import AttemptContext
-from whet.runners.diagnostics import Diagnostics, FindUnread, read_all
+from whet.runners.diagnostics import Diagnostics, ExplainUnread, read_all
 from whet.runners.endpoints import Connection, Endpoints
 from whet.runners.hooks import Hooks
 from whet.types import Attempt, AttemptId, Failure, FailureKind, Outcome
@@ -85,12 +85,12 @@ class Runner:
         hooks: Sequence[Hooks] = (),
         on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
         on_warning: Callable[[str], None] | None = None,
-        find_unread: FindUnread = read_all,
+        explain_unread: ExplainUnread = read_all,
     ) -> None:
         """`name` is the worker's in the store; a previous worker of that name counts as dead.
 
         `on_warning` is called with what `Diagnostics` finds; without it nothing is checked.
-        `find_unread` returns why the training reads no such reward; empty if it does.
+        `explain_unread` returns why the training reads no such reward; empty if it does.
 
         Raises:
             ConfigError: the agent is invalid, or cannot be imported by the processes.
@@ -108,7 +108,7 @@ class Runner:
         self._on_outcome = on_outcome
         self._diagnostics: Diagnostics | None = None
         if on_warning is not None:
-            self._diagnostics = Diagnostics(store, self.name, on_warning, find_unread)
+            self._diagnostics = Diagnostics(store, self.name, on_warning, explain_unread)
         self._slots = Semaphore(self._capacity)
         self._running: dict[AttemptId, CancelScope] = {}
         self._claiming = CancelScope()

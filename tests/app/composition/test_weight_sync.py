@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.records import step
-from whet.app.composition.distributed import find_unread
+from whet.app.composition.distributed import explain_unread
 from whet.app.composition.samplers import LocalWeights
 from whet.app.composition.weight_sync import (
     PolicyFollower,
@@ -202,7 +202,7 @@ async def test_runners_of_other_processes_know_which_rewards_the_training_reads(
     model: Path, store: SQLiteStore, tmp_path: Path
 ) -> None:
     reward = Reward(value=1, key="style")
-    assert not await find_unread(store, reward), "nothing is known of the training yet"
+    assert not await explain_unread(store, reward), "nothing is known of the training yet"
     await Side(model, store, tmp_path / "weights").trainer.publish()
-    assert (await find_unread(store, reward)).startswith("unknown key 'style'")
-    assert not await find_unread(store, Reward(value=1))
+    assert (await explain_unread(store, reward)).startswith("unknown key 'style'")
+    assert not await explain_unread(store, Reward(value=1))

@@ -23,9 +23,9 @@ from whet.app.cli.flags import (
 from whet.app.composition.distributed import (
     StoreAddress,
     connect_store,
+    explain_unread,
     find_endpoints,
     find_store,
-    find_unread,
     print_line,
     raise_file_limit,
 )
@@ -195,7 +195,7 @@ async def _run(
             hooks=hooks,
             on_outcome=on_outcome,
             on_warning=print_line,
-            find_unread=partial(find_unread, store),
+            explain_unread=partial(explain_unread, store),
         )
         print_line(f"runner {runner.name} joined run {place.run} of {place.url}")
 

@@ -131,13 +131,13 @@ def find_endpoints(
     return RemoteEndpoints(store, mint_key, mint_reward_key, addresses=addresses, report=report)
 
 
-async def find_unread(resources: Resources, reward: Reward) -> str:
+async def explain_unread(resources: Resources, reward: Reward) -> str:
     """Return why the training of a store's run does not read a reward; empty if it may."""
-    from whet.algorithms import find_unread_reward  # noqa: PLC0415 - not for `--help`
+    from whet.algorithms import explain_unread_reward  # noqa: PLC0415 - not for `--help`
     from whet.app.composition.weight_sync import read_policies  # noqa: PLC0415
 
     policies = await read_policies(resources)
-    return find_unread_reward(reward, [p.algorithm for p in policies if p.algorithm])
+    return explain_unread_reward(reward, [p.algorithm for p in policies if p.algorithm])
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import anyio
 from anyio import create_task_group
 
-from whet.algorithms import find_unread_reward
+from whet.algorithms import explain_unread_reward
 from whet.app.composition.samplers import Sampler, TextEngine
 from whet.app.composition.weight_sync import PolicyFollower, PublishedPolicy
 from whet.config import AlgorithmConfig, RunConfig, RunnerConfig
@@ -31,7 +31,7 @@ from whet.io.threads import unwrap_group
 from whet.protocols import Collector, Resources, Store
 from whet.runners.agent import POLICY, Agent
 from whet.runners.collector import QueueCollector
-from whet.runners.diagnostics import FindUnread, read_all
+from whet.runners.diagnostics import ExplainUnread, read_all
 from whet.runners.endpoints import Connection, Endpoints
 from whet.runners.hooks import Hooks
 from whet.runners.judges.group_ranking import JudgedCollector
@@ -241,14 +241,14 @@ def read_algorithms(config: RunConfig) -> list[AlgorithmConfig]:
     return [config.for_policy(name).algorithm for name in config.trained_policies]
 
 
-async def find_unread(algorithms: Sequence[AlgorithmConfig], reward: Reward) -> str:
+async def explain_unread(algorithms: Sequence[AlgorithmConfig], reward: Reward) -> str:
     """Return why no algorithm of the run reads a reward; empty if one may."""
-    return find_unread_reward(reward, algorithms)
+    return explain_unread_reward(reward, algorithms)
 
 
 def check_reward(algorithms: Callable[[], Sequence[AlgorithmConfig]], reward: Reward) -> None:
     """Raise RequestError for a reward that no algorithm of the run reads."""
-    if reason := find_unread_reward(reward, algorithms()):
+    if reason := explain_unread_reward(reward, algorithms()):
         raise RequestError(f"the reward is refused: {reason}")
 
 
@@ -261,13 +261,13 @@ async def run_agents(
     on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     *,
     hooks: Sequence[Hooks] = (),
-    find_unread: FindUnread = read_all,
+    explain_unread: ExplainUnread = read_all,
     on_warning: Callable[[str], None] | None = None,
 ) -> AsyncGenerator[None]:
     """Claim and run rollouts until the block ends; an error of either is raised unwrapped.
 
     `on_warning` is called with what would make training useless, such as a reward for which
-    `find_unread` returns why the training does not read it.
+    `explain_unread` returns why the training does not read it.
 
     Raises:
         ConfigError: the config asks for runners elsewhere.
@@ -282,7 +282,7 @@ async def run_agents(
         hooks=hooks,
         on_outcome=on_outcome,
         on_warning=on_warning,
-        find_unread=find_unread,
+        explain_unread=explain_unread,
     )
     try:
         async with create_task_group() as tasks:

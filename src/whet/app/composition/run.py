@@ -19,7 +19,7 @@ from whet.app.composition.gateway_pool import serve_in_processes
 from whet.app.composition.gateway_server import (
     Gateway,
     count_gateways,
-    find_unread,
+    explain_unread,
     open_collector,
     read_algorithms,
     run_agents,
@@ -350,7 +350,7 @@ def _run_agent(
         endpoints,
         on_outcome,
         hooks=context.hooks,
-        find_unread=partial(find_unread, read_algorithms(folder.config())),
+        explain_unread=partial(explain_unread, read_algorithms(folder.config())),
         on_warning=progress,
     )
 

@@ -126,7 +126,7 @@ async def _run(
                 config.runner,
                 store,
                 endpoints,
-                find_unread=find_unread,
+                explain_unread=explain_unread,
                 on_warning=note,
             )
         else:
@@ -146,7 +146,7 @@ async def _run(
 # ------------------------------------------------------------------- settings of verl
 
 
-async def find_unread(reward: Reward) -> str:
+async def explain_unread(reward: Reward) -> str:
     """Return why verl does not read a reward; empty if it does."""
     if is_of_judge(reward) or (reward.key == REWARD and reward.target is None):
         return ""
