@@ -394,9 +394,9 @@ class EvaluationConfig(Section):
     `whet eval`."""
 
     greedy: bool = True
-    """Run every held-out task once at temperature 0."""
+    """Run every task of an evaluation once at temperature 0."""
     samples: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Sampled rollouts of each held-out task; pass@k is reported for k up to this."""
+    """Sampled rollouts of each task of an evaluation; pass@k is reported for k up to this."""
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Temperature of the samples."""
     pass_threshold: float = 1.0

@@ -63,7 +63,7 @@ ERRORS: list[tuple[type[WhetError], int, str]] = [
     (LeaseLost, 409, "attempt_ended"),
     (EngineBusy, 429, "engine_busy"),
     (EngineError, 503, "engine_error"),
-    (StoreError, 500, "store_error"),  # which the store has logged
+    (StoreError, 500, "store_error"),  # the store logs the first of failed writes
 ]
 """Status and code of each error; the first class that fits counts."""
 

@@ -122,7 +122,7 @@ def select_batch(batch: StepBatch, policy: str) -> StepBatch:
     """The part of a step that concerns a policy: the rollouts with its calls, and its credit."""
     credits: list[Credit] = []
     for credit in batch.credits:
-        own = _list_generations(credit.trajectory.calls, policy)
+        own = _collect_generations(credit.trajectory.calls, policy)
         advantages = {id: value for id, value in credit.advantages.items() if id in own}
         if advantages:  # of the whole trajectory: rows need the context of every call
             credits.append(replace(credit, advantages=advantages))
@@ -179,5 +179,5 @@ def _concerns(reward: Reward, calls: Sequence[Call]) -> bool:
     )
 
 
-def _list_generations(calls: Sequence[Call], policy: str) -> set[GenerationId]:
+def _collect_generations(calls: Sequence[Call], policy: str) -> set[GenerationId]:
     return {id for call in calls if call.origin.policy == policy for id in call.generations_by_id}

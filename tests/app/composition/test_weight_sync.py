@@ -206,3 +206,8 @@ async def test_runners_of_other_processes_know_which_rewards_the_training_reads(
     await Side(model, store, tmp_path / "weights").trainer.publish()
     assert (await explain_unread(store, reward)).startswith("unknown key 'style'")
     assert not await explain_unread(store, Reward(value=1))
+
+
+async def test_a_policy_that_cannot_be_read_does_not_end_a_runner(store: SQLiteStore) -> None:
+    await store.publish("policy", {"unknown": 1})
+    assert not await explain_unread(store, Reward(value=1, key="style"))

@@ -181,9 +181,11 @@ def _run_driver(
     args: argparse.Namespace, values: Config, tasks: list[JsonValue], held_out: list[JsonValue]
 ) -> int:
     if ":" not in args.algorithm:
+        problem = f"found --algorithm {args.algorithm}, expected file.py:function"
+        if args.algorithm.endswith(".py"):
+            raise ConfigError(problem)
         raise ConfigError(
-            f"found --algorithm {args.algorithm}, expected file.py:function: built-in ones are "
-            f"chosen with --algorithm.name {args.algorithm}"
+            f"{problem}: built-in ones are chosen with --algorithm.name {args.algorithm}"
         )
     driver = load_function(args.algorithm, "algorithm")
     if not isinstance(driver, Driver):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 from anyio import create_task_group
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, StoreError
 from whet.protocols import Resources, Store
 from whet.store import DEFAULT_RUN, open_store
 from whet.store.http import token
@@ -136,7 +136,10 @@ async def explain_unread(resources: Resources, reward: Reward) -> str:
     from whet.algorithms import explain_unread_reward  # noqa: PLC0415 - not for `--help`
     from whet.app.composition.weight_sync import read_policies  # noqa: PLC0415
 
-    policies = await read_policies(resources)
+    try:
+        policies = await read_policies(resources)
+    except StoreError:  # of another version of whet, which its gateway reports
+        return ""
     return explain_unread_reward(reward, [p.algorithm for p in policies if p.algorithm])
 
 

@@ -346,9 +346,10 @@ class Samplers:
         try:
             yield slot
         finally:
-            async with self._slot_free:
-                slot.busy -= 1
-                self._slot_free.notify_all()
+            with CancelScope(shield=True):  # a canceled request frees its engine too
+                async with self._slot_free:
+                    slot.busy -= 1
+                    self._slot_free.notify_all()
 
     async def _claim_slot(self, weights: Weights | None) -> _EngineSlot:
         """Return an engine with these weights: one that has them, else an idle or a new one.
