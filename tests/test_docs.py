@@ -168,6 +168,16 @@ def test_files_named_in_decisions_and_internals_exist() -> None:
             assert any(place.exists() for place in places), f"{file.name}: {name}"
 
 
+def test_tests_named_in_decisions_and_internals_exist() -> None:
+    files = (ROOT / "tests").rglob("test_*.py")
+    known = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    for page in [*(DOCS / "decisions").glob("0*.md"), *(DOCS / "internals").glob("*.md")]:
+        text = page.read_text()
+        assert set(re.findall(r"`(test_\w+)`", text)) <= known, page.name
+        for file in re.findall(r"`(tests/[\w/]+\.py)`", text):
+            assert (ROOT / file).is_file(), f"{page.name}: {file}"
+
+
 def run(folder: Path, *program: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *program],
