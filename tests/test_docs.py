@@ -2,9 +2,11 @@
 
 import argparse
 import ast
+import builtins
 import importlib.util
 import re
 import subprocess
+import symtable
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,9 @@ from whet.training.step import PHASES
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+WITH_PROGRAMS = [  # each program of the page on SDKs is a link
+    page for page in PAGES if page.parent.name != "reference" and page.name != "sdks.md"
+]
 CONFIGURATION = (DOCS / "reference" / "configuration.md").read_text()
 COMMANDS = (DOCS / "reference" / "cli.md").read_text()
 METRIC_FUNCTIONS = {
@@ -31,6 +36,7 @@ METRIC_FUNCTIONS = {
     "trainers/local.py": {"_measure"},
     "trainers/tinker.py": {"_metrics"},
 }
+SNIPPET = re.compile(r"```python(?: \S+)?\n(.*?)```", re.DOTALL)  # fragments are marked `py`
 PROGRAM = re.compile(r"```python (\S+)\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 
@@ -79,6 +85,28 @@ def test_every_command_and_flag_is_documented(parser: argparse.ArgumentParser) -
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def find_undefined(source: str) -> set[str]:
+    """The names that a program reads and neither defines nor imports."""
+    module = symtable.symtable(source, "page", "exec")
+    tables, read = [module], set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        read |= {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_referenced() and (table is module or symbol.is_global())
+        }
+    known = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported()}
+    return read - known - set(dir(builtins))
+
+
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_programs_of_a_page_import_what_they_use(page: Path) -> None:
+    # What the page has defined above counts: its blocks are pasted one after the other.
+    assert find_undefined("\n".join(SNIPPET.findall(page.read_text()))) == set()
 
 
 def test_the_index_leads_to_every_page() -> None:
@@ -140,6 +168,16 @@ def test_files_named_in_decisions_and_internals_exist() -> None:
             assert any(place.exists() for place in places), f"{file.name}: {name}"
 
 
+def test_tests_named_in_decisions_and_internals_exist() -> None:
+    files = (ROOT / "tests").rglob("test_*.py")
+    known = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    for page in [*(DOCS / "decisions").glob("0*.md"), *(DOCS / "internals").glob("*.md")]:
+        text = page.read_text()
+        assert set(re.findall(r"`(test_\w+)`", text)) <= known, page.name
+        for file in re.findall(r"`(tests/[\w/]+\.py)`", text):
+            assert (ROOT / file).is_file(), f"{page.name}: {file}"
+
+
 def run(folder: Path, *program: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *program],
@@ -178,8 +216,7 @@ def test_the_blocks_on_agents_as_code_are_one_program_that_runs(tmp_path: Path) 
     # Few answers may all be right: this algorithm learns from them.
     training = training.replace('"grpo"', '"positive"')
     small = "steps=1, tasks_per_step=2, group_size=4, hooks=[Sandboxes()]"
-    tasks = 'train = test = [{"question": "What is 2 + 3?", "answer": "5"}] * 2\n'
-    (tmp_path / "program.py").write_text(agent + hooks + tasks + training.replace(large, small))
+    (tmp_path / "program.py").write_text(agent + hooks + training.replace(large, small))
     done = run(tmp_path, "program.py")
     assert done.returncode == 0, done.stderr
     assert "mean reward of held-out tasks" in done.stdout

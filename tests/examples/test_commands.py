@@ -1,6 +1,7 @@
-"""Commands in the READMEs and scripts of the examples: whet takes them, their programs exist."""
+"""Commands in READMEs, pages and scripts: whet takes them, their programs exist."""
 
 import argparse
+import itertools
 import re
 import shlex
 import subprocess
@@ -19,16 +20,31 @@ CONTINUED = re.compile(r"\\\n\s*")
 CLUSTER = EXAMPLES / "cluster"
 SCRIPTS = [CLUSTER / "ray_job.sh", CLUSTER / "cluster.slurm"]
 READMES = sorted(EXAMPLES.glob("*/README.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OPERATORS = "&|;"
 
 
 def relative(path: Path) -> str:
     return str(path.relative_to(EXAMPLES))
 
 
-def read_commands(shell: str, program: str) -> Iterator[list[str]]:
-    """The arguments of each command of a program, wherever it stands in a line."""
+def relative_page(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def split_commands(shell: str) -> Iterator[list[str]]:
+    """The words of each command of a script, without comments."""
     for line in CONTINUED.sub(" ", shell).splitlines():
-        words = shlex.split(line, comments=True)
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=OPERATORS)
+        lexer.whitespace_split = True
+        for operator, words in itertools.groupby(lexer, lambda word: not word.strip(OPERATORS)):
+            if not operator:
+                yield [*words]
+
+
+def read_commands(shell: str, program: str) -> Iterator[list[str]]:
+    """The arguments of each command of a program, wherever it stands in a command."""
+    for words in split_commands(shell):
         for place, word in enumerate(words):
             if re.fullmatch(program, word) and not set(words[:place]) & {"pip", "echo"}:
                 yield [*words[place + 1 :]]
@@ -37,10 +53,15 @@ def read_commands(shell: str, program: str) -> Iterator[list[str]]:
 
 def check_whet(arguments: list[str]) -> None:
     """Parse a command line of whet as its `main` does. Raises ConfigError."""
-    if arguments[-1:] == ["&"]:
-        arguments = arguments[:-1]
     before, after = split_after(arguments)
     check_after(build_parser().parse_args(before, argparse.Namespace(**{AFTER: after})))
+
+
+def check_programs(shell: str, *places: Path) -> None:
+    """Check that the Python files that a script runs exist in one of some folders."""
+    for program, *_ in filter(None, read_commands(shell, r"(?:.*/)?python3?")):
+        if program.endswith(".py"):
+            assert any((place / program).is_file() for place in places), program
 
 
 @pytest.mark.parametrize("readme", READMES, ids=relative)
@@ -48,9 +69,17 @@ def test_the_commands_of_a_readme_are_valid(readme: Path) -> None:
     shell = "\n".join(BLOCK.findall(readme.read_text()))
     for arguments in read_commands(shell, "whet"):
         check_whet(arguments)
-    for program, *_ in read_commands(shell, r"(?:.*/)?python3?"):
-        if program.endswith(".py"):
-            assert any((place / program).is_file() for place in (readme.parent, ROOT)), program
+    check_programs(shell, readme.parent, ROOT)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative_page)
+def test_the_commands_of_a_page_are_valid(page: Path) -> None:
+    for shell in BLOCK.findall(page.read_text()):
+        for arguments in read_commands(shell, "whet"):
+            assert "..." not in arguments, f"{arguments} cannot be pasted"
+            check_whet(arguments)
+        entered = [ROOT / folder for folder, *_ in read_commands(shell, "cd")]
+        check_programs(shell, ROOT, *entered)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=relative)
