@@ -20,7 +20,7 @@ pytestmark = MARKS
 
 
 def test_opposite_tasks_are_learned_by_two_policies_through_a_kill(tmp_path: Path) -> None:
-    check_learned(train_through_a_kill(tmp_path, 10))
+    check_learned(train_through_a_kill(tmp_path, 16))
 
 
 def test_each_is_trained_by_its_own_client_at_a_tinker_service(
