@@ -54,6 +54,8 @@ class ServerState:
     """Events after which the next streams break off; whole answers then fail."""
     pause_s: float = 0.0
     """Between two tokens."""
+    load_s: float = 0.0
+    """vLLM: time that loading weights takes."""
     engines: dict[str, FakeEngine] = field(default_factory=dict[str, FakeEngine])
     """By the names of models; an adapter's weights are of version 1 and so on."""
     loaded: list[str] = field(default_factory=list[str])
@@ -107,6 +109,7 @@ def vllm_app(state: ServerState) -> Starlette:  # noqa: C901 - one function for 
             return NO_ROUTE
         body = await request.json()
         state.loaded.append(body["lora_path"])
+        await anyio.sleep(state.load_s)
         state.engines[body["lora_name"]] = state.new_engine(len(state.loaded))
         return Response("Success")
 
@@ -120,6 +123,7 @@ def vllm_app(state: ServerState) -> Starlette:  # noqa: C901 - one function for 
         if not state.loads_weights:
             return NO_ROUTE
         state.loaded.append((await request.json())["kwargs"]["weights_path"])
+        await anyio.sleep(state.load_s)
         state.engines["model"] = state.new_engine(len(state.loaded))
         return JSONResponse({"results": [None]})
 

@@ -151,6 +151,29 @@ async def test_a_restarted_replica_gets_the_weights_before_requests() -> None:
         assert b.states[0].loaded == ["/adapters/2"]
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
+async def test_a_replica_that_comes_back_during_a_load_gets_the_newest_weights(
+    kind: Literal["lora", "full"],
+) -> None:
+    old, new = adapter(1), adapter(2)
+    if kind == "full":
+        old, new = (WeightsSpec(v, "full", Path(f"/weights/{v}")) for v in (1, 2))
+    async with bench(2) as b:
+        await b.engine.load(old)
+        await ask(b.engine, PROMPT, max_tokens=1)
+        back = b.engine._replicas.all[0]
+        port = b.kill(0)
+        b.engine._replicas.mark_down(back, "killed")
+        b.start(0, port)
+        state = b.states[0]
+        state.load_s = 0.3
+        await until(lambda: len(state.loaded) == 1)  # the old weights, not loaded entirely
+        await b.engine.load(new)
+        b.engine._replicas.mark_down(b.engine._replicas.all[1], "killed")
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (2, 2)
+        assert len(state.loaded) == 2
+
+
 FULL = WeightsSpec(7, "full", Path("/weights/7"))
 
 

@@ -321,19 +321,21 @@ class RemoteEngine(Engine):
 
     async def _load_into(self, replica: Replica) -> None:
         """Load the engine's weights into a replica; it is up afterwards, or else down."""
-        weights = self._weights
+        weights = None
         try:
-            identity = await self._server.load_weights(self._http, replica.url, weights)
+            while weights is not self._weights:  # `load` skips it while it is down
+                weights = self._weights
+                identity = await self._server.load_weights(self._http, replica.url, weights)
+                if replica.weights.model:
+                    replica.in_use.setdefault(replica.weights.model, 0)
+                replica.weights = weights
+                replica.identity, replica.verified = identity, -1
         except ReplicaFailed as error:
             self._replicas.mark_down(replica, str(error))
             return
         except EngineError as error:
             self._replicas.mark_down(replica, str(error))
             raise
-        if replica.weights.model:
-            replica.in_use.setdefault(replica.weights.model, 0)
-        replica.weights = weights
-        replica.identity, replica.verified = identity, -1
         self._replicas.mark_up(replica)
         await self._unload_unused(replica)
 
