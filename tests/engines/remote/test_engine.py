@@ -318,6 +318,18 @@ async def test_full_weights_wait_for_active_requests_and_hold_back_new_ones() ->
         assert [state.loaded for state in b.states] == [["/weights/1"], ["/weights/1"]]
 
 
+async def test_full_weights_that_are_given_up_let_requests_go_on() -> None:
+    async with bench(1, pause_s=0.01) as b:
+        early = b.engine.generate(PROMPT, Sampling(max_tokens=40), stream=True)
+        await anext(early)
+        with anyio.move_on_after(0.05):
+            await b.engine.load(FULL)
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (0, 0)
+        await early.aclose()
+        await b.engine.load(FULL)
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (7, 7)
+
+
 @pytest.mark.parametrize(
     ("lacking", "weights", "message"),
     [
