@@ -5,7 +5,7 @@ that may still turn out to be a tag, a call or a stop string is held back, so th
 has sent is always a prefix of the whole message.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -28,8 +28,12 @@ WINDOW = 24
 class IncrementalDecoder:
     """Decodes ids as they come to whole characters, of which one may span several ids."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], byte_ids: Collection[int] = ()
+    ) -> None:
+        """`byte_ids` are those of `ChatTemplate`."""
         self._decode = decode
+        self._byte_ids = byte_ids
         self._ids: list[int] = []
         """The latest ids; earlier ones do not change the text any more."""
         self._decoded = ""
@@ -38,6 +42,8 @@ class IncrementalDecoder:
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that these ids complete; empty while the last character is not whole."""
         self._ids += ids
+        if self._ids and self._ids[-1] in self._byte_ids:
+            return ""  # the next byte may be one with which none of them is text
         text = self._decode(self._ids)
         if text.endswith("\ufffd"):
             return ""
@@ -117,7 +123,7 @@ class StreamDecoder:
         self._parser = _new_parser(
             renderer, self._visibility, tools=tools, prompt=prompt, as_text=as_text
         )
-        self._decoder = IncrementalDecoder(renderer.template.decode_all)
+        self._decoder = IncrementalDecoder(renderer.template.decode_all, renderer.template.byte_ids)
         self._stops = sampling.stop
         self._pending = ""
         """Text that may become a stop string."""
