@@ -95,6 +95,20 @@ def test_special_tokens_that_no_parser_needs_are_removed() -> None:
     assert decode(llama, "<|python_tag|>oops<|eot_id|>").content == "oops"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("qwen2_5", "a</tool<tool_call>_call>b", "a</tool_call>b"),
+        ("gptoss", "a<|call<|channel|>|>b", "a<|call|>b"),
+        ("gptoss", "a<|chan<|call|>nel|>b", "a<|channel|>b"),
+    ],
+)
+def test_what_removed_tokens_leave_together_is_not_removed(
+    name: str, text: str, content: str
+) -> None:
+    assert decode(real_renderer(name), text).content == content
+
+
 def test_calls_are_not_parsed_unless_there_are_tools() -> None:
     assert decode(real_renderer("tiny"), CALL, tools=False).tool_calls == ()
 

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from whet.gateway.messages import Message
 from whet.gateway.parsers.formats import NO_REASONING, ReasoningFormat
 from whet.gateway.parsers.harmony import MESSAGE, START, HarmonyParser
-from whet.gateway.parsers.parser import ToolParser
+from whet.gateway.parsers.parser import ToolParser, remove_words
 from whet.gateway.templates.renderer import Renderer
 from whet.types import Sampling
 
@@ -277,13 +277,11 @@ class InlineMessageParser(MessageParser):
 
     def parse(self, text: str, tools: Sequence[JsonValue]) -> Message:
         thinking, text = self._split_thinking(text)
-        for tag in self._tags:
-            text = text.replace(tag, "")
-        parsed = self._parser.parse(text, tools) if self._parser else None
-        content, calls = parsed or (text.removeprefix(self._prefix), ())
-        for token in self._removed:
-            content = content.replace(token, "")
-        return Message("assistant", content, calls, reasoning=thinking)
+        if self._parser and (parsed := self._parser.parse(remove_words(text, self._tags), tools)):
+            content = remove_words(parsed.content, self._removed)
+            return Message("assistant", content, parsed.calls, reasoning=thinking)
+        content = remove_words(text.removeprefix(self._prefix), (*self._tags, *self._removed))
+        return Message("assistant", content, reasoning=thinking)
 
     def _split_thinking(self, text: str) -> tuple[str, str]:
         """Split a whole text into thinking and the text after it."""
@@ -410,7 +408,7 @@ class HarmonyMessageParser(MessageParser):
 
     def parse(self, text: str, tools: Sequence[JsonValue]) -> Message:
         if MESSAGE not in text:
-            return Message("assistant", self._remove_tokens(text))
+            return Message("assistant", remove_words(text, self._parser.format.special_tokens))
         parsed = self._parser.parse(text, tools) if self._parse_calls else None
         bodies: dict[BodyKind, list[str]] = {kind: [] for kind in BodyKind}
         for header, body in self._parser.split_messages(text):
@@ -445,8 +443,3 @@ class HarmonyMessageParser(MessageParser):
             return BodyKind.CALL
         thinks = self._parser.thinking_header.search(header)
         return BodyKind.REASONING if thinks else BodyKind.CONTENT
-
-    def _remove_tokens(self, text: str) -> str:
-        for token in self._parser.format.special_tokens:
-            text = text.replace(token, "")
-        return text
