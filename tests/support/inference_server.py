@@ -108,9 +108,12 @@ def vllm_app(state: ServerState) -> Starlette:  # noqa: C901 - one function for 
         if not state.loads_adapters:
             return NO_ROUTE
         body = await request.json()
+        if (name := body["lora_name"]) in state.engines:
+            message = f"The lora adapter '{name}' has already been loaded."
+            return JSONResponse({"error": {"message": message, "code": 400}}, 400)
         state.loaded.append(body["lora_path"])
         await anyio.sleep(state.load_s)
-        state.engines[body["lora_name"]] = state.new_engine(len(state.loaded))
+        state.engines[name] = state.new_engine(len(state.loaded))
         return Response("Success")
 
     async def unload(request: Request) -> Response:
@@ -236,8 +239,11 @@ def sglang_app(state: ServerState) -> Starlette:  # noqa: C901 - one function fo
 
     async def load(request: Request) -> Response:
         body = await request.json()
+        if (name := body["lora_name"]) in state.engines:
+            message = f"Failed to load LoRA adapter {name} because it is already loaded"
+            return JSONResponse({"success": False, "error_message": message}, 400)
         state.loaded.append(body["lora_path"])
-        state.engines[body["lora_name"]] = state.new_engine(len(state.loaded))
+        state.engines[name] = state.new_engine(len(state.loaded))
         return JSONResponse({"success": True})
 
     async def unload(request: Request) -> Response:

@@ -214,6 +214,18 @@ async def test_an_adapter_that_a_restarted_sglang_lost_is_loaded_again() -> None
         assert b.states[0].loaded == ["/adapters/2"]
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_server_that_still_has_its_adapter_comes_back(
+    kind: Literal["vllm", "sglang"],
+) -> None:
+    async with bench(1, kind) as b:
+        b.engine._wait_timeout_s = 3
+        await b.engine.load(adapter(2))
+        b.engine._replicas.mark_down(b.engine._replicas.all[0], "a request failed")
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (2, 2)
+        assert b.states[0].loaded == ["/adapters/2"]
+
+
 async def test_with_no_replica_left_the_reason_is_reported() -> None:
     async with bench(1) as b:
         b.engine._wait_timeout_s = 0.2
