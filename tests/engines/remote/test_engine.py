@@ -128,6 +128,14 @@ async def test_a_failed_reply_is_requested_from_another_replica() -> None:
         assert [answer.stop for answer in answers] == ["length"] * 4
 
 
+async def test_a_request_that_fails_whenever_it_is_sent_is_reported() -> None:
+    async with bench(1) as b:
+        b.states[0].breaks_after = 0
+        with pytest.raises(EngineError, match="failed"):
+            await ask(b.engine, PROMPT, max_tokens=3)
+        assert b.request_counts() == [3]
+
+
 async def test_a_stream_that_breaks_after_its_first_token_fails() -> None:
     async with bench(2) as b:
         b.states[0].breaks_after = b.states[1].breaks_after = 3

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Json = Mapping[str, Any]
 
 MAX_REPLICAS_PER_REQUEST = 3
-"""Replicas a request is sent to before its failure is reported."""
+"""Replicas a request is sent to before its failure is reported, or one of them as many times."""
 WAIT_TIMEOUT_S = 60.0
 """How long a request waits while no replica is up."""
 CHECK_INTERVAL_S, CHECK_DOWN_INTERVAL_S = 5.0, 0.5
@@ -129,7 +129,7 @@ class RemoteEngine(Engine):
         affinity: str = "",
     ) -> AsyncGenerator[TokenChunk]:
         remaining = remaining_context(prompt, self.context_length)
-        tokens, failed = list(prompt), set[Replica]()
+        tokens, failed = list(prompt), list[Replica]()
         while True:
             self._start_monitor()
             request = SampleRequest(
@@ -255,14 +255,14 @@ class RemoteEngine(Engine):
         return ReplicaFailed(message)
 
     def _record_failure(
-        self, replica: Replica, request: SampleRequest, failed: set[Replica], error: ReplicaFailed
+        self, replica: Replica, request: SampleRequest, failed: list[Replica], error: ReplicaFailed
     ) -> None:
         """Mark a replica as down; raises EngineError unless another one may be tried."""
         if self._closed:
             raise EngineError("the engine was closed") from error
         logger.warning("a server failed url=%s error=%s", replica.url, error)
         self._replicas.mark_down(replica, str(error))
-        failed.add(replica)
+        failed.append(replica)
         if request.delivered or len(failed) >= MAX_REPLICAS_PER_REQUEST:
             raise EngineError(f"sampling at {replica.url} failed: {error}") from error
 
