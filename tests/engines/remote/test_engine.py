@@ -121,6 +121,17 @@ async def test_a_dead_replica_is_not_noticed_by_the_caller(stream: bool) -> None
         assert len(b.states[1].requests) == 2 + 4
 
 
+async def test_a_request_at_a_server_that_hangs_is_sent_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.01)
+    async with bench(2) as b:
+        b.states[0].pause_s, b.states[0].healthy = 60.0, False
+        with anyio.fail_after(10):
+            assert (await ask(b.engine, PROMPT, max_tokens=3)).stop == "length"
+        assert [state.requests[-1]["max_tokens"] for state in b.states] == [3, 3]
+
+
 async def test_a_failed_reply_is_requested_from_another_replica() -> None:
     async with bench(2) as b:
         b.states[0].breaks_after = 0

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
@@ -231,7 +231,10 @@ class RemoteEngine(Engine):
         replica.in_use[model] += 1
         try:
             url = replica.url + self._server.path
-            async with self._http.stream("POST", url, json=body) as response:
+            async with AsyncExitStack() as stack:
+                sent = self._http.stream("POST", url, json=body)
+                async with replica.abortable():  # until all is sampled, if it is not a stream
+                    response = await stack.enter_async_context(sent)
                 if response.status != 200:
                     raise await self._refusal(response, model)
                 replica.aborts.add(response.close)
