@@ -349,6 +349,18 @@ async def test_full_weights_wait_for_active_requests_and_hold_back_new_ones() ->
         assert [state.loaded for state in b.states] == [["/weights/1"], ["/weights/1"]]
 
 
+async def test_full_weights_hold_requests_back_from_the_moment_they_load() -> None:
+    async with bench(1) as b, anyio.create_task_group() as tasks:
+        early = await b.engine._replicas.acquire("", wait_timeout_s=1)
+        tasks.start_soon(b.engine.load, FULL)
+        await anyio.lowlevel.checkpoint()  # the thread that waits may not run yet
+        tasks.start_soon(partial(ask, b.engine, PROMPT, max_tokens=1))
+        await anyio.lowlevel.checkpoint()
+        active = b.engine._replicas.active
+        b.engine._replicas.release(early)
+        assert active == 1
+
+
 async def test_full_weights_that_are_given_up_let_requests_go_on() -> None:
     async with bench(1, pause_s=0.01) as b:
         early = b.engine.generate(PROMPT, Sampling(max_tokens=40), stream=True)

@@ -163,7 +163,8 @@ class RemoteEngine(Engine):
         try:
             if weights.kind == "full":
                 # All replicas together and without active requests: a generation is of one version.
-                await to_thread.run_sync(self._replicas.pause, abandon_on_cancel=True)
+                self._replicas.pause()
+                await to_thread.run_sync(self._replicas.wait_until_idle, abandon_on_cancel=True)
             self._weights = weights
             up = [replica for replica in self._replicas.all if replica.up]
             await asyncio.gather(*(self._load_into(replica) for replica in up))

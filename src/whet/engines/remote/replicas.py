@@ -155,9 +155,13 @@ class Replicas:
             replica.up, replica.reason = False, reason
 
     def pause(self) -> None:
-        """Hold new requests back and return once none is active. Blocks the thread."""
+        """Hold new requests back until `resume`."""
         with self._lock:
             self._paused = True
+
+    def wait_until_idle(self) -> None:
+        """Return once no request is active. Blocks the thread."""
+        with self._lock:
             self._idle.wait_for(lambda: not any(replica.active for replica in self.all))
 
     def resume(self) -> None:
