@@ -54,6 +54,8 @@ class ServerState:
     """Events after which the next streams break off; whole answers then fail."""
     pause_s: float = 0.0
     """Between two tokens."""
+    load_s: float = 0.0
+    """vLLM: time that loading weights takes."""
     engines: dict[str, FakeEngine] = field(default_factory=dict[str, FakeEngine])
     """By the names of models; an adapter's weights are of version 1 and so on."""
     loaded: list[str] = field(default_factory=list[str])
@@ -106,8 +108,12 @@ def vllm_app(state: ServerState) -> Starlette:  # noqa: C901 - one function for 
         if not state.loads_adapters:
             return NO_ROUTE
         body = await request.json()
+        if (name := body["lora_name"]) in state.engines:
+            message = f"The lora adapter '{name}' has already been loaded."
+            return JSONResponse({"error": {"message": message, "code": 400}}, 400)
         state.loaded.append(body["lora_path"])
-        state.engines[body["lora_name"]] = state.new_engine(len(state.loaded))
+        await anyio.sleep(state.load_s)
+        state.engines[name] = state.new_engine(len(state.loaded))
         return Response("Success")
 
     async def unload(request: Request) -> Response:
@@ -120,6 +126,7 @@ def vllm_app(state: ServerState) -> Starlette:  # noqa: C901 - one function for 
         if not state.loads_weights:
             return NO_ROUTE
         state.loaded.append((await request.json())["kwargs"]["weights_path"])
+        await anyio.sleep(state.load_s)
         state.engines["model"] = state.new_engine(len(state.loaded))
         return JSONResponse({"results": [None]})
 
@@ -232,8 +239,11 @@ def sglang_app(state: ServerState) -> Starlette:  # noqa: C901 - one function fo
 
     async def load(request: Request) -> Response:
         body = await request.json()
+        if (name := body["lora_name"]) in state.engines:
+            message = f"Failed to load LoRA adapter {name} because it is already loaded"
+            return JSONResponse({"success": False, "error_message": message}, 400)
         state.loaded.append(body["lora_path"])
-        state.engines[body["lora_name"]] = state.new_engine(len(state.loaded))
+        state.engines[name] = state.new_engine(len(state.loaded))
         return JSONResponse({"success": True})
 
     async def unload(request: Request) -> Response:

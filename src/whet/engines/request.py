@@ -121,5 +121,10 @@ class SampleRequest:
         # A token holds at least one byte, so a stop string that ends in the newest token
         # began no more than its own length in tokens ago.
         reach = max(len(s.encode()) for s in self.sampling.stop) + 1
-        text = decode(self.tokens[-min(reach, len(self.logprobs)) :])
-        return any(s in text for s in self.sampling.stop)
+        for start in range(reach, reach + 4):  # within a character, bytes may be no text at all
+            text = decode(self.tokens[-min(start, len(self.logprobs)) :])
+            if any(s in text for s in self.sampling.stop):
+                return True
+            if not text.startswith("\ufffd"):
+                return False
+        return False

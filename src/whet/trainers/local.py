@@ -261,7 +261,8 @@ class MicroBatches:
         """Pack rows into trees and yield what `run_tree` returns for each.
 
         `run_tree` accumulates a tree's gradient wholly or not at all. On any other failure the
-        accumulated gradient is dropped: half of one is worse than none.
+        accumulated gradient is dropped: half of one is worse than none. Passes without a gradient
+        leave it alone.
         """
         waiting: Sequence[PrefixTree[R]] = self._trees(rows)
         try:
@@ -274,7 +275,8 @@ class MicroBatches:
                 waiting = waiting[1:]
                 yield cast(T, found)
         except BaseException:
-            self.weights.drop_gradient()
+            if torch.is_grad_enabled():
+                self.weights.drop_gradient()
             raise
 
     def hidden_states(self, tree: PrefixTree[R]) -> Tensor:

@@ -32,7 +32,7 @@ from whet.app.tinker_server.storage import (
 )
 from whet.config import AdamStep, resolve
 from whet.engines.scorer import ScoreRequest
-from whet.errors import ConfigError
+from whet.errors import ConfigError, RequestError
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.tinker_datums import Datum
@@ -104,6 +104,19 @@ def test_a_gpu_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tinker-server", "--dir", str(tmp_path), "--engine", "vllm"]) == 2
     assert "found engine.kind 'vllm'" in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_a_forward_pass_that_fails_keeps_the_gradient(base: BaseModel) -> None:
+    def example(weight: float) -> Datum:
+        return Datum(TOKENS[:-1], np.array(TOKENS[1:]), {"weights": np.full(3, weight, np.float32)})
+
+    runs = TrainingRuns(base)
+    await runs.create("run", LORA, 1)
+    await runs.forward_backward("run", [example(1)], "cross_entropy", {}, forward_only=False)
+    with pytest.raises(RequestError, match="too large"):
+        await runs.forward_backward("run", [example(3e38)], "cross_entropy", {}, forward_only=True)
+    assert (await runs.optim_step("run", AdamStep(lr=1e-2)))["grad_norm:mean"] > 0
 
 
 @pytest.mark.anyio

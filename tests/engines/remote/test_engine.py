@@ -121,11 +121,30 @@ async def test_a_dead_replica_is_not_noticed_by_the_caller(stream: bool) -> None
         assert len(b.states[1].requests) == 2 + 4
 
 
+async def test_a_request_at_a_server_that_hangs_is_sent_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.01)
+    async with bench(2) as b:
+        b.states[0].pause_s, b.states[0].healthy = 60.0, False
+        with anyio.fail_after(10):
+            assert (await ask(b.engine, PROMPT, max_tokens=3)).stop == "length"
+        assert [state.requests[-1]["max_tokens"] for state in b.states] == [3, 3]
+
+
 async def test_a_failed_reply_is_requested_from_another_replica() -> None:
     async with bench(2) as b:
         b.states[0].breaks_after = 0
         answers = [await ask(b.engine, PROMPT, max_tokens=3) for _ in range(4)]
         assert [answer.stop for answer in answers] == ["length"] * 4
+
+
+async def test_a_request_that_fails_whenever_it_is_sent_is_reported() -> None:
+    async with bench(1) as b:
+        b.states[0].breaks_after = 0
+        with pytest.raises(EngineError, match="failed"):
+            await ask(b.engine, PROMPT, max_tokens=3)
+        assert b.request_counts() == [3]
 
 
 async def test_a_stream_that_breaks_after_its_first_token_fails() -> None:
@@ -149,6 +168,29 @@ async def test_a_restarted_replica_gets_the_weights_before_requests() -> None:
             b.start(0, port)
             assert (await waits).versions == (2, 2)
         assert b.states[0].loaded == ["/adapters/2"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+async def test_a_replica_that_comes_back_during_a_load_gets_the_newest_weights(
+    kind: Literal["lora", "full"],
+) -> None:
+    old, new = adapter(1), adapter(2)
+    if kind == "full":
+        old, new = (WeightsSpec(v, "full", Path(f"/weights/{v}")) for v in (1, 2))
+    async with bench(2) as b:
+        await b.engine.load(old)
+        await ask(b.engine, PROMPT, max_tokens=1)
+        back = b.engine._replicas.all[0]
+        port = b.kill(0)
+        b.engine._replicas.mark_down(back, "killed")
+        b.start(0, port)
+        state = b.states[0]
+        state.load_s = 0.3
+        await until(lambda: len(state.loaded) == 1)  # the old weights, not loaded entirely
+        await b.engine.load(new)
+        b.engine._replicas.mark_down(b.engine._replicas.all[1], "killed")
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (2, 2)
+        assert len(state.loaded) == 2
 
 
 FULL = WeightsSpec(7, "full", Path("/weights/7"))
@@ -187,6 +229,18 @@ async def test_an_adapter_that_a_restarted_sglang_lost_is_loaded_again() -> None
     async with bench(1, "sglang") as b:
         await b.engine.load(adapter(2))
         b.start(0, b.kill(0), sglang_app)
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (2, 2)
+        assert b.states[0].loaded == ["/adapters/2"]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_server_that_still_has_its_adapter_comes_back(
+    kind: Literal["vllm", "sglang"],
+) -> None:
+    async with bench(1, kind) as b:
+        b.engine._wait_timeout_s = 3
+        await b.engine.load(adapter(2))
+        b.engine._replicas.mark_down(b.engine._replicas.all[0], "a request failed")
         assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (2, 2)
         assert b.states[0].loaded == ["/adapters/2"]
 
@@ -293,6 +347,30 @@ async def test_full_weights_wait_for_active_requests_and_hold_back_new_ones() ->
             assert versions == {0}
             assert late.versions == (1, 1)
         assert [state.loaded for state in b.states] == [["/weights/1"], ["/weights/1"]]
+
+
+async def test_full_weights_hold_requests_back_from_the_moment_they_load() -> None:
+    async with bench(1) as b, anyio.create_task_group() as tasks:
+        early = await b.engine._replicas.acquire("", wait_timeout_s=1)
+        tasks.start_soon(b.engine.load, FULL)
+        await anyio.lowlevel.checkpoint()  # the thread that waits may not run yet
+        tasks.start_soon(partial(ask, b.engine, PROMPT, max_tokens=1))
+        await anyio.lowlevel.checkpoint()
+        active = b.engine._replicas.active
+        b.engine._replicas.release(early)
+        assert active == 1
+
+
+async def test_full_weights_that_are_given_up_let_requests_go_on() -> None:
+    async with bench(1, pause_s=0.01) as b:
+        early = b.engine.generate(PROMPT, Sampling(max_tokens=40), stream=True)
+        await anext(early)
+        with anyio.move_on_after(0.05):
+            await b.engine.load(FULL)
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (0, 0)
+        await early.aclose()
+        await b.engine.load(FULL)
+        assert (await ask(b.engine, PROMPT, max_tokens=2)).versions == (7, 7)
 
 
 @pytest.mark.parametrize(

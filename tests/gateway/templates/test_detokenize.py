@@ -4,11 +4,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from support.real_templates import real_renderer, template_of, trl_templates
-from whet.gateway.templates.detokenize import Delta, StreamDecoder, decode_message
+from whet.gateway.templates.chat_template import find_byte_ids
+from whet.gateway.templates.detokenize import (
+    Delta,
+    IncrementalDecoder,
+    StreamDecoder,
+    decode_message,
+)
 from whet.gateway.templates.renderer import Renderer
 from whet.types import Sampling
 
@@ -86,6 +93,20 @@ def test_special_tokens_that_no_parser_needs_are_removed() -> None:
     llama = real_renderer("llama3_1")
     assert decode(llama, "Hello<|start_header_id|> there<|eot_id|>").content == "Hello there"
     assert decode(llama, "<|python_tag|>oops<|eot_id|>").content == "oops"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("qwen2_5", "a</tool<tool_call>_call>b", "a</tool_call>b"),
+        ("gptoss", "a<|call<|channel|>|>b", "a<|call|>b"),
+        ("gptoss", "a<|chan<|call|>nel|>b", "a<|channel|>b"),
+    ],
+)
+def test_what_removed_tokens_leave_together_is_not_removed(
+    name: str, text: str, content: str
+) -> None:
+    assert decode(real_renderer(name), text).content == content
 
 
 def test_calls_are_not_parsed_unless_there_are_tools() -> None:
@@ -186,6 +207,56 @@ def test_however_ids_are_cut_a_stream_adds_up_to_the_whole_message(
     deltas.append(stream.finish(whole))
     assert "".join(delta.content for delta in deltas) == whole.content
     assert "".join(delta.reasoning for delta in deltas) == whole.reasoning
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["<s>", "\u2581", "\u2581\u2581\u2581", "\u2581the", "a", "é", "\u2581\ufffd", "\n"]
+SPACES, STRIP = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+DECODERS = {
+    "llama": decoders.Sequence([SPACES, decoders.ByteFallback(), decoders.Fuse(), STRIP]),
+    "gemma": decoders.Sequence([SPACES, decoders.ByteFallback(), decoders.Fuse()]),
+    "metaspace": decoders.Metaspace(),
+}
+
+
+def sentencepiece(name: str) -> Tokenizer:
+    """A tokenizer with the decoder of a family, whose first ids are the 256 bytes."""
+    ids = {token: id for id, token in enumerate([*BYTES, *WORDS])}
+    tokenizer = Tokenizer(models.BPE(ids, [], byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.decoder = DECODERS[name]
+    return tokenizer
+
+
+def test_ids_of_bytes_are_those_that_are_decoded_as_bytes() -> None:
+    assert find_byte_ids(sentencepiece("llama")) == frozenset(range(256))
+    assert find_byte_ids(sentencepiece("metaspace")) == frozenset()
+    assert real_renderer("tiny").template.byte_ids == frozenset()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@settings(max_examples=100)
+@given(
+    parts=st.lists(
+        st.one_of(
+            st.lists(st.integers(0, 255 + len(WORDS)), max_size=6),
+            st.text(max_size=12).map(lambda text: list(text.encode(errors="replace"))),
+        ),
+        max_size=8,
+    )
+)
+@example(parts=[[0x63, 0x9B, 0x20]])
+@example(parts=[list(("\u65e5\u672c\u8a9e" * 3).encode()), [260], list("\u65e5".encode()) * 3])
+def test_ids_decoded_one_by_one_are_the_text_of_all(name: str, parts: list[list[int]]) -> None:
+    tokenizer, ids = sentencepiece(name), [id for part in parts for id in part]
+    decoder = IncrementalDecoder(
+        lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        find_byte_ids(tokenizer),
+    )
+    texts = [decoder.feed([id]) for id in ids]
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    assert whole.startswith("".join(texts))
+    assert "".join(texts) + decoder.finish() == whole
 
 
 def test_an_empty_generation_is_an_empty_message(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Json = Mapping[str, Any]
 
 MAX_REPLICAS_PER_REQUEST = 3
-"""Replicas a request is sent to before its failure is reported."""
+"""Replicas a request is sent to before its failure is reported, or one of them as many times."""
 WAIT_TIMEOUT_S = 60.0
 """How long a request waits while no replica is up."""
 CHECK_INTERVAL_S, CHECK_DOWN_INTERVAL_S = 5.0, 0.5
@@ -129,7 +129,7 @@ class RemoteEngine(Engine):
         affinity: str = "",
     ) -> AsyncGenerator[TokenChunk]:
         remaining = remaining_context(prompt, self.context_length)
-        tokens, failed = list(prompt), set[Replica]()
+        tokens, failed = list(prompt), list[Replica]()
         while True:
             self._start_monitor()
             request = SampleRequest(
@@ -160,10 +160,11 @@ class RemoteEngine(Engine):
         Raises:
             EngineError: a server does not accept them, or none is up.
         """
-        if weights.kind == "full":
-            # All replicas together and without active requests: a generation is of one version.
-            await to_thread.run_sync(self._replicas.pause, abandon_on_cancel=True)
         try:
+            if weights.kind == "full":
+                # All replicas together and without active requests: a generation is of one version.
+                self._replicas.pause()
+                await to_thread.run_sync(self._replicas.wait_until_idle, abandon_on_cancel=True)
             self._weights = weights
             up = [replica for replica in self._replicas.all if replica.up]
             await asyncio.gather(*(self._load_into(replica) for replica in up))
@@ -231,7 +232,10 @@ class RemoteEngine(Engine):
         replica.in_use[model] += 1
         try:
             url = replica.url + self._server.path
-            async with self._http.stream("POST", url, json=body) as response:
+            async with AsyncExitStack() as stack:
+                sent = self._http.stream("POST", url, json=body)
+                async with replica.abortable():  # until all is sampled, if it is not a stream
+                    response = await stack.enter_async_context(sent)
                 if response.status != 200:
                     raise await self._refusal(response, model)
                 replica.aborts.add(response.close)
@@ -255,14 +259,14 @@ class RemoteEngine(Engine):
         return ReplicaFailed(message)
 
     def _record_failure(
-        self, replica: Replica, request: SampleRequest, failed: set[Replica], error: ReplicaFailed
+        self, replica: Replica, request: SampleRequest, failed: list[Replica], error: ReplicaFailed
     ) -> None:
         """Mark a replica as down; raises EngineError unless another one may be tried."""
         if self._closed:
             raise EngineError("the engine was closed") from error
         logger.warning("a server failed url=%s error=%s", replica.url, error)
         self._replicas.mark_down(replica, str(error))
-        failed.add(replica)
+        failed.append(replica)
         if request.delivered or len(failed) >= MAX_REPLICAS_PER_REQUEST:
             raise EngineError(f"sampling at {replica.url} failed: {error}") from error
 
@@ -321,19 +325,21 @@ class RemoteEngine(Engine):
 
     async def _load_into(self, replica: Replica) -> None:
         """Load the engine's weights into a replica; it is up afterwards, or else down."""
-        weights = self._weights
+        weights = None
         try:
-            identity = await self._server.load_weights(self._http, replica.url, weights)
+            while weights is not self._weights:  # `load` skips it while it is down
+                weights = self._weights
+                identity = await self._server.load_weights(self._http, replica.url, weights)
+                if replica.weights.model:
+                    replica.in_use.setdefault(replica.weights.model, 0)
+                replica.weights = weights
+                replica.identity, replica.verified = identity, -1
         except ReplicaFailed as error:
             self._replicas.mark_down(replica, str(error))
             return
         except EngineError as error:
             self._replicas.mark_down(replica, str(error))
             raise
-        if replica.weights.model:
-            replica.in_use.setdefault(replica.weights.model, 0)
-        replica.weights = weights
-        replica.identity, replica.verified = identity, -1
         self._replicas.mark_up(replica)
         await self._unload_unused(replica)
 

@@ -7,8 +7,8 @@ one event loop: a waiting request is woken in its own.
 import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -58,6 +58,21 @@ class Replica:
     """Connections established when the identity was last compared."""
     failed_checks: int = 0
     """Consecutive health checks that failed."""
+
+    @asynccontextmanager
+    async def abortable(self) -> AsyncGenerator[None]:
+        """Context in which an abort of active requests raises TimeoutError."""
+        async with asyncio.timeout(None) as waiting:
+
+            def abort() -> None:
+                self.aborts.discard(abort)
+                waiting.reschedule(0.0)
+
+            self.aborts.add(abort)
+            try:
+                yield
+            finally:
+                self.aborts.discard(abort)
 
 
 @dataclass(eq=False, slots=True)
@@ -140,9 +155,13 @@ class Replicas:
             replica.up, replica.reason = False, reason
 
     def pause(self) -> None:
-        """Hold new requests back and return once none is active. Blocks the thread."""
+        """Hold new requests back until `resume`."""
         with self._lock:
             self._paused = True
+
+    def wait_until_idle(self) -> None:
+        """Return once no request is active. Blocks the thread."""
+        with self._lock:
             self._idle.wait_for(lambda: not any(replica.active for replica in self.all))
 
     def resume(self) -> None:

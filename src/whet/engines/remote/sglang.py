@@ -37,6 +37,9 @@ UNSCALED = (
 MIN_SPREAD = 1e-2
 """Difference of log-probabilities below which rounding hides what a temperature does to it."""
 
+LOADED = ("already loaded", "already exists")
+"""How newer and older versions refuse an adapter that they have."""
+
 Entry = tuple[float, int, str | None]
 """Log-probability, id and text of a token."""
 
@@ -125,8 +128,10 @@ class SGLang(ServerApi):
             needs = "a version that has it (0.4 or newer)"
         status, reply = await send(http, url + path, body, timeout_s=LOAD_TIMEOUT_S)
         worked = status == 200 and not (isinstance(reply, dict) and reply.get("success") is False)
-        if not worked:
-            text = error_text(reply if isinstance(reply, str) else json.dumps(reply))
+        text = error_text(reply if isinstance(reply, str) else json.dumps(reply))
+        # It still has the adapter if only a request to it has failed.
+        has_adapter = weights.kind == "lora" and any(words in text for words in LOADED)
+        if not worked and not has_adapter:
             raise EngineError(
                 f"the SGLang at {url} does not load weights by {path} ({status}, {text}): start it "
                 f"with {needs}"

@@ -183,6 +183,8 @@ class ChatTemplate:
         added = self._tokenizer.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
         """Ids of added tokens: their text is always one token, whatever stands beside it."""
+        self.byte_ids = find_byte_ids(self._tokenizer)
+        """Ids of bytes. Several in a row are text only if all of them together are UTF-8."""
         self.special_tokens = {id: token.content for id, token in added.items() if token.special}
         """Text of the special tokens by id."""
         self.message_format = detect_message_format(self._render, self.source)
@@ -357,6 +359,15 @@ class ChatTemplate:
             ids += cast(list[int], eos if isinstance(eos, list) else [] if eos is None else [eos])
         id = self._tokenizer.token_to_id(self._special_texts.get("eos_token", ""))
         return tuple(dict.fromkeys([*ids, *([] if id is None else [id])]))
+
+
+def find_byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that a tokenizer with byte fallback decodes to single bytes."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    ids = {name: id for name in names if (id := tokenizer.token_to_id(name)) is not None}
+    return frozenset(
+        id for name, id in ids.items() if tokenizer.decode([id], skip_special_tokens=False) != name
+    )
 
 
 def _read_json(file: Path) -> dict[str, JsonValue]:

@@ -5,7 +5,7 @@ that may still turn out to be a tag, a call or a stop string is held back, so th
 has sent is always a prefix of the whole message.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from whet.gateway.messages import Message
 from whet.gateway.parsers.formats import NO_REASONING, ReasoningFormat
 from whet.gateway.parsers.harmony import MESSAGE, START, HarmonyParser
-from whet.gateway.parsers.parser import ToolParser
+from whet.gateway.parsers.parser import ToolParser, remove_words
 from whet.gateway.templates.renderer import Renderer
 from whet.types import Sampling
 
@@ -28,8 +28,12 @@ WINDOW = 24
 class IncrementalDecoder:
     """Decodes ids as they come to whole characters, of which one may span several ids."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], byte_ids: Collection[int] = ()
+    ) -> None:
+        """`byte_ids` are those of `ChatTemplate`."""
         self._decode = decode
+        self._byte_ids = byte_ids
         self._ids: list[int] = []
         """The latest ids; earlier ones do not change the text any more."""
         self._decoded = ""
@@ -38,6 +42,8 @@ class IncrementalDecoder:
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that these ids complete; empty while the last character is not whole."""
         self._ids += ids
+        if self._ids and self._ids[-1] in self._byte_ids:
+            return ""  # the next byte may be one with which none of them is text
         text = self._decode(self._ids)
         if text.endswith("\ufffd"):
             return ""
@@ -117,7 +123,7 @@ class StreamDecoder:
         self._parser = _new_parser(
             renderer, self._visibility, tools=tools, prompt=prompt, as_text=as_text
         )
-        self._decoder = IncrementalDecoder(renderer.template.decode_all)
+        self._decoder = IncrementalDecoder(renderer.template.decode_all, renderer.template.byte_ids)
         self._stops = sampling.stop
         self._pending = ""
         """Text that may become a stop string."""
@@ -271,13 +277,11 @@ class InlineMessageParser(MessageParser):
 
     def parse(self, text: str, tools: Sequence[JsonValue]) -> Message:
         thinking, text = self._split_thinking(text)
-        for tag in self._tags:
-            text = text.replace(tag, "")
-        parsed = self._parser.parse(text, tools) if self._parser else None
-        content, calls = parsed or (text.removeprefix(self._prefix), ())
-        for token in self._removed:
-            content = content.replace(token, "")
-        return Message("assistant", content, calls, reasoning=thinking)
+        if self._parser and (parsed := self._parser.parse(remove_words(text, self._tags), tools)):
+            content = remove_words(parsed.content, self._removed)
+            return Message("assistant", content, parsed.calls, reasoning=thinking)
+        content = remove_words(text.removeprefix(self._prefix), (*self._tags, *self._removed))
+        return Message("assistant", content, reasoning=thinking)
 
     def _split_thinking(self, text: str) -> tuple[str, str]:
         """Split a whole text into thinking and the text after it."""
@@ -404,7 +408,7 @@ class HarmonyMessageParser(MessageParser):
 
     def parse(self, text: str, tools: Sequence[JsonValue]) -> Message:
         if MESSAGE not in text:
-            return Message("assistant", self._remove_tokens(text))
+            return Message("assistant", remove_words(text, self._parser.format.special_tokens))
         parsed = self._parser.parse(text, tools) if self._parse_calls else None
         bodies: dict[BodyKind, list[str]] = {kind: [] for kind in BodyKind}
         for header, body in self._parser.split_messages(text):
@@ -439,8 +443,3 @@ class HarmonyMessageParser(MessageParser):
             return BodyKind.CALL
         thinks = self._parser.thinking_header.search(header)
         return BodyKind.REASONING if thinks else BodyKind.CONTENT
-
-    def _remove_tokens(self, text: str) -> str:
-        for token in self._parser.format.special_tokens:
-            text = text.replace(token, "")
-        return text

@@ -17,6 +17,7 @@ from whet.gateway.graph import Turn
 from whet.gateway.messages import Message, ToolCall, join_extensions
 from whet.gateway.parsers.formats import NO_PARSER, choose_parser, choose_reasoning
 from whet.gateway.parsers.harmony import HarmonyParser
+from whet.gateway.parsers.parser import remove_words
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.suffix import (
     PLACEHOLDER,
@@ -337,9 +338,9 @@ class Renderer:
             turn = turn[: turn.find(self.template.token_text(end), at)]
         else:  # the result follows in the same turn
             turn = turn[: max(at, *(turn.rfind(tag) + len(tag) for tag in syntax))]
-        for token in self.template.special_tokens.values():
-            if not has_headers and not any(token in word for word in syntax):
-                turn = turn.replace(token, "")
+        if not has_headers:
+            special = self.template.special_tokens.values()
+            turn = remove_words(turn, (t for t in special if not any(t in word for word in syntax)))
         if self.reasoning.close:
             turn = turn.rpartition(self.reasoning.close)[2]
         parsed = self.parser.parse(turn, (TOOL,))

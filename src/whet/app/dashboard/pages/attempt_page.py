@@ -178,7 +178,8 @@ def _split_texts(
 ) -> list[str] | None:
     if template is None:
         return None
-    return split_text((*before, *ids), template.decode_all)[len(before) :]
+    texts = split_text((*before, *ids), template.decode_all, template.byte_ids)
+    return texts[len(before) :]
 
 
 def _format_spans(spans: Sequence[Span], calls: Sequence[Call]) -> list[dict[str, object]]:

@@ -1,7 +1,7 @@
 """Decoded text of each token id, as the dashboard shows it."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from whet.errors import ConfigError
@@ -10,9 +10,11 @@ from whet.gateway.templates.detokenize import IncrementalDecoder
 from whet.models.catalog import find_model
 
 
-def split_text(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+def split_text(
+    ids: Sequence[int], decode: Callable[[Sequence[int]], str], byte_ids: Collection[int] = ()
+) -> list[str]:
     """Return the text of each id; one that only begins a character has an empty text."""
-    decoder = IncrementalDecoder(decode)
+    decoder = IncrementalDecoder(decode, byte_ids)
     texts = [decoder.feed([id]) for id in ids]
     if texts:
         texts[-1] += decoder.finish()
