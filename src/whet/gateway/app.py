@@ -62,7 +62,8 @@ def build_app(
     `check_reward` raises RequestError for a posted reward that nothing reads. `others` are further
     policies beside the pipeline's; a call chooses one by its model name.
     """
-    return build_router(_Gateway([pipeline, *others], secret, config).routes(check_reward))
+    gateway = _Gateway([pipeline, *others], secret, config)
+    return build_router(gateway.routes(check_reward), POST=gateway.refuse_path)
 
 
 class _Gateway:
@@ -113,6 +114,16 @@ class _Gateway:
 
         errors = ErrorFormat(dialect.error, dialect.error_event)
         return build_route(dialect.path, errors, POST=handle)
+
+    async def refuse_path(self, request: GatewayRequest) -> None:
+        """Refuse a request at an unknown path, which may be a model call of a running attempt."""
+        error = NotFound(
+            f"no such endpoint: POST {request.state.full_path}: after llm.base_url, model calls go "
+            "to /chat/completions, /completions, /responses or /messages"
+        )
+        with suppress(Unauthorized):
+            await self._record_refusal(request, error)
+        raise error
 
     async def _complete_call(self, dialect: Dialect, request: GatewayRequest) -> None:
         """Serve one model call: parse, find, render, sample, record, reply."""
