@@ -188,3 +188,10 @@ async def test_a_call_to_an_unknown_path_is_a_refused_one_of_its_attempt(gateway
     [span] = await gateway.store.spans(gateway.attempt.id)
     assert span.message.startswith(f"no such endpoint: POST {path}: after llm.base_url")
     assert "go to /chat/completions" in span.message
+
+
+async def test_a_judge_that_is_not_served_names_the_settings(gateway: Gateway) -> None:
+    reply = await gateway.send("POST", PATH, {**BODY, "model": "judge"})
+    assert reply.status_code == 404
+    assert "choose a judge with gateway.judge or gateway.endpoints" in reply.text
+    assert "gateway.judge" not in (await gateway.send("POST", PATH, {**BODY, "model": "x"})).text

@@ -38,7 +38,7 @@ from whet.gateway.streaming import EventStream
 from whet.gateway.telemetry import OtlpErrors, Telemetry, accept_reward
 from whet.io.attempt_url import is_attempt_id
 from whet.io.genai_spans import build_refusal
-from whet.types import Attempt, AttemptId, Reward
+from whet.types import JUDGE_MODEL, Attempt, AttemptId, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +251,11 @@ class _Gateway:
     def _find_pipeline(self, model: str) -> CallPipeline:
         if (found := self._pipelines.get(model)) is None:
             models = ", ".join(map(repr, self._pipelines))
-            raise NotFound(f"unknown model {model!r}: this endpoint serves {models}")
+            advice = "; choose a judge with gateway.judge or gateway.endpoints"
+            raise NotFound(
+                f"unknown model {model!r}: this endpoint serves {models}"
+                + advice * (model == JUDGE_MODEL)
+            )
         return found
 
     def _find_attempt(self, request: GatewayRequest, scope: str = "") -> AttemptId | None:
