@@ -186,8 +186,10 @@ async def test_a_call_to_an_unknown_path_is_a_refused_one_of_its_attempt(gateway
     assert await gateway.store.spans(gateway.attempt.id) == []
     assert await status(gateway, path) == 404
     [span] = await gateway.store.spans(gateway.attempt.id)
-    assert span.message.startswith(f"no such endpoint: POST {path}: after llm.base_url")
-    assert "go to /chat/completions" in span.message
+    assert span.message == (
+        "no such endpoint: POST /chat/complete; model calls go to /chat/completions, /completions, "
+        "/responses or /messages, after the base URL"
+    )
 
 
 async def test_a_judge_that_is_not_served_names_the_settings(gateway: Gateway) -> None:

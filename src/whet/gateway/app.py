@@ -118,8 +118,8 @@ class _Gateway:
     async def refuse_path(self, request: GatewayRequest) -> None:
         """Refuse a request at an unknown path, which may be a model call of a running attempt."""
         error = NotFound(
-            f"no such endpoint: POST {request.state.full_path}: after llm.base_url, model calls go "
-            "to /chat/completions, /completions, /responses or /messages"
+            f"no such endpoint: POST {request.url.path}; model calls go to /chat/completions, "
+            "/completions, /responses or /messages, after the base URL"
         )
         with suppress(Unauthorized):
             await self._record_refusal(request, error)
