@@ -1,4 +1,5 @@
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -73,3 +74,24 @@ def test_a_process_that_is_interrupted_twice_at_once_stops_its_work_once() -> No
         run_async(work)
     assert ended == [True]
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        await anyio.sleep(0.1)  # the other thread waits by then
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await anyio.sleep(3)
+            ended.append("not canceled")
+        finally:
+            ended.append("ended")
+
+    async def main() -> None:
+        run_async(work)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert ended == ["ended"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,5 +1,6 @@
 """Long-running processes: signals, supervisors, messages, restarts with backoff, free ports."""
 
+import asyncio
 import json
 import os
 import signal
@@ -110,6 +111,24 @@ def merge_interrupts() -> Generator[None]:
             before(number, frame)
 
     signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interruptible_wait() -> Generator[None]:
+    """Let Ctrl-C raise in a block that waits without giving control to its event loop.
+
+    The handler of `asyncio.run` only requests that its task be canceled, which is not noticed then.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    handler = getattr(before, "func", None)  # a partial of a method of the runner
+    if not isinstance(getattr(handler, "__self__", None), asyncio.Runner):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:

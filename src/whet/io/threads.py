@@ -10,7 +10,7 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 import anyio
 from anyio.from_thread import start_blocking_portal
 
-from whet.io.process import merge_interrupts
+from whet.io.process import interruptible_wait, merge_interrupts
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -45,7 +45,8 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
         with start_blocking_portal() as portal:
             future = portal.start_task_soon(work, *args)
             try:
-                return future.result()
+                with interruptible_wait():
+                    return future.result()
             except KeyboardInterrupt:
                 future.cancel()
                 raise
