@@ -163,6 +163,18 @@ def test_failures_of_a_part_are_counted_by_reason(
     assert "2 of 4 rollouts failed, such as: agent" in caplog.text
 
 
+def test_failures_that_name_the_urls_of_their_attempts_are_counted_as_one_reason(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "other_model", "--steps=1") == 2
+    [count, reason] = capsys.readouterr().out.split("failed rollouts by reason")[1].split("│")[1:3]
+    assert (count.strip(), reason.split()[:2]) == ("4", ["agent:", "the"])
+    assert main(["show", "it", "--failed"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "404 Not Found' for url 'llm.base_url/chat/completions'" in shown
+    assert "/attempt/train-000000-000.2/v1" in "".join(shown.split()), "in the traceback"
+
+
 @pytest.mark.parametrize(
     ("agent", "flags", "cause"),
     [
@@ -297,7 +309,7 @@ def test_a_refused_call_is_not_a_missing_one(
     assert "unknown model 'gpt-4o': this endpoint serves" in shown
     assert "the gateway refused every model call" in shown
     assert "no model call reached" not in shown
-    assert "base_url" not in shown
+    assert "base_url=" not in shown, "the advice for a missing call"
 
 
 def test_a_call_with_a_wrong_key_is_shown_as_a_refused_one(

@@ -62,7 +62,7 @@ def read(
 
 
 def test_a_judge_ranks_the_groups_of_a_run_and_its_cost_is_reported(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serve_judge(rank_by(size)) as server:
         judge = whet.judge("better", base_url=server.url, model="m", samples=2, cache=None)
@@ -73,6 +73,9 @@ def test_a_judge_ranks_the_groups_of_a_run_and_its_cost_is_reported(
     metrics = result.steps[0].metrics
     assert metrics["rows"] == 8  # the agent's own rewards are equal: the judge's made a signal
     assert (metrics["judge/requests"], metrics["judge/tokens"]) == (4, 480)
+    assert main(["show", "run", f"--dir={tmp_path}"]) == 0
+    mean = f"the mean of the step is {metrics['reward']:.2f}"  # each rollout's own reward is 0
+    assert mean in " ".join(capsys.readouterr().out.split())
     assert (metrics["judge/disagreement"], metrics["judge/failed"]) == (0, 0)
     assert metrics["judge/score"] == pytest.approx(0.5)
     assert again.steps == result.steps

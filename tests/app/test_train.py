@@ -41,6 +41,11 @@ def test_a_command_line_names_one_agent(
     assert says in capsys.readouterr().err
 
 
+def test_a_command_in_quotes_is_not_found_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runner", "--", "node agent.js"]) == 2
+    assert "not found: 'node agent.js', did you mean it without" in capsys.readouterr().err
+
+
 def rewards(folder: Path, rollouts: int) -> list[float]:
     """Of every rollout, each of which must have ended well and called its model."""
     (store_file,) = folder.glob(".whet/runs/*/store.db")

@@ -178,3 +178,22 @@ async def test_queries_and_a_missing_version_are_tolerated(gateway: Gateway) -> 
     assert await status(gateway, f"{attempt_path(gateway)}/v1/v1/chat/completions") == 200
     assert await status(gateway, "/v2/chat/completions") == 404
     assert (await gateway.send("GET", PATH)).status_code == 404
+
+
+async def test_a_call_to_an_unknown_path_is_a_refused_one_of_its_attempt(gateway: Gateway) -> None:
+    path = attempt_path(gateway) + "/v1/chat/complete"
+    assert await status(gateway, path, authorization="Bearer sk-other") == 404
+    assert await gateway.store.spans(gateway.attempt.id) == []
+    assert await status(gateway, path) == 404
+    [span] = await gateway.store.spans(gateway.attempt.id)
+    assert span.message == (
+        "no such endpoint: POST /chat/complete; model calls go to /chat/completions, /completions, "
+        "/responses or /messages, after the base URL"
+    )
+
+
+async def test_a_judge_that_is_not_served_names_the_settings(gateway: Gateway) -> None:
+    reply = await gateway.send("POST", PATH, {**BODY, "model": "judge"})
+    assert reply.status_code == 404
+    assert "choose a judge with gateway.judge or gateway.endpoints" in reply.text
+    assert "gateway.judge" not in (await gateway.send("POST", PATH, {**BODY, "model": "x"})).text

@@ -1,10 +1,13 @@
 import asyncio
+import os
+import signal
 import sys
 import threading
 
+import anyio
 import pytest
 
-from whet.io.threads import SWITCH_INTERVAL_S, call_in_loop, resolve_all, short_turns
+from whet.io.threads import SWITCH_INTERVAL_S, call_in_loop, resolve_all, run_async, short_turns
 
 pytestmark = pytest.mark.anyio
 
@@ -53,3 +56,42 @@ def test_threads_take_short_turns_for_a_while() -> None:
     with short_turns():
         assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     assert sys.getswitchinterval() == interval_s
+
+
+def test_a_process_that_is_interrupted_twice_at_once_stops_its_work_once() -> None:
+    ended: list[bool] = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        try:
+            await anyio.sleep(30)
+        finally:
+            signal.raise_signal(signal.SIGINT)  # `timeout` signals the process, then its group
+            ended.append(True)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work)
+    assert ended == [True]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        await anyio.sleep(0.1)  # the other thread waits by then
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await anyio.sleep(3)
+            ended.append("not canceled")
+        finally:
+            ended.append("ended")
+
+    async def main() -> None:
+        run_async(work)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert ended == ["ended"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

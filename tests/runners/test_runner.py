@@ -192,6 +192,15 @@ async def test_a_reward_that_is_no_number_fails_the_rollout(
     assert (await store.counts())["attempts"] == 1
 
 
+async def test_an_agent_that_emits_only_other_keys_is_told_which(store: SQLiteStore) -> None:
+    async def one(task: object, llm: Endpoint) -> None:
+        whet.emit_reward(0.5, key="style")
+        whet.emit_reward(1.0, key="judge.calls")
+
+    reason = await get_failure(one, store)
+    assert "reward: no reward, only 'style': return a number, or call whet.emit_reward" in reason
+
+
 async def test_an_agent_that_raises_fails_its_rollout_and_the_others_go_on(
     store: SQLiteStore,
 ) -> None:

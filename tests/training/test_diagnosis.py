@@ -14,7 +14,7 @@ from whet.training.diagnosis import (
     explain_metrics,
     find_equal_answers,
 )
-from whet.types import Group, Sampling, Trajectory
+from whet.types import Group, Reward, Sampling, Trajectory
 
 FREE = Sampling()
 
@@ -50,6 +50,14 @@ def twice(sampling: Sampling, other: Sampling | None = None) -> Group:
 def test_the_likely_cause_of_a_group_without_signal(group: Group, cause: Cause) -> None:
     assert count_causes([group], group_size=2) == {cause: 1}
     assert EXPLANATIONS[cause]
+
+
+def test_what_a_judge_logs_is_no_difference_in_reward() -> None:
+    one, other = ended(0, [3], 0.5), ended(1, [4], 0.5)
+    judged = one.model_copy(update={"rewards": (Reward(value=1.0, key="judge.failed"),)})
+    assert count_causes([[judged, other]], group_size=2) == {Cause.EQUAL_REWARDS: 1}
+    scored = one.model_copy(update={"rewards": (Reward(value=1.0, key="style"),)})
+    assert count_causes([[scored, other]], group_size=2) == {Cause.NO_CREDIT: 1}
 
 
 def test_different_answers_have_no_cause_of_equality() -> None:

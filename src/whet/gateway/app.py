@@ -38,7 +38,7 @@ from whet.gateway.streaming import EventStream
 from whet.gateway.telemetry import OtlpErrors, Telemetry, accept_reward
 from whet.io.attempt_url import is_attempt_id
 from whet.io.genai_spans import build_refusal
-from whet.types import Attempt, AttemptId, Reward
+from whet.types import JUDGE_MODEL, Attempt, AttemptId, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ def build_app(
     `check_reward` raises RequestError for a posted reward that nothing reads. `others` are further
     policies beside the pipeline's; a call chooses one by its model name.
     """
-    return build_router(_Gateway([pipeline, *others], secret, config).routes(check_reward))
+    gateway = _Gateway([pipeline, *others], secret, config)
+    return build_router(gateway.routes(check_reward), POST=gateway.refuse_path)
 
 
 class _Gateway:
@@ -113,6 +114,16 @@ class _Gateway:
 
         errors = ErrorFormat(dialect.error, dialect.error_event)
         return build_route(dialect.path, errors, POST=handle)
+
+    async def refuse_path(self, request: GatewayRequest) -> None:
+        """Refuse a request at an unknown path, which may be a model call of a running attempt."""
+        error = NotFound(
+            f"no such endpoint: POST {request.url.path}; model calls go to /chat/completions, "
+            "/completions, /responses or /messages, after the base URL"
+        )
+        with suppress(Unauthorized):
+            await self._record_refusal(request, error)
+        raise error
 
     async def _complete_call(self, dialect: Dialect, request: GatewayRequest) -> None:
         """Serve one model call: parse, find, render, sample, record, reply."""
@@ -240,7 +251,11 @@ class _Gateway:
     def _find_pipeline(self, model: str) -> CallPipeline:
         if (found := self._pipelines.get(model)) is None:
             models = ", ".join(map(repr, self._pipelines))
-            raise NotFound(f"unknown model {model!r}: this endpoint serves {models}")
+            advice = "; choose a judge with gateway.judge or gateway.endpoints"
+            raise NotFound(
+                f"unknown model {model!r}: this endpoint serves {models}"
+                + advice * (model == JUDGE_MODEL)
+            )
         return found
 
     def _find_attempt(self, request: GatewayRequest, scope: str = "") -> AttemptId | None:

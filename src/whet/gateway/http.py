@@ -243,9 +243,12 @@ def classify_error(error: WhetError) -> WireError:
     return WireError(500, "internal_error", str(error))
 
 
-def build_router(routes: list[Route]) -> ASGIApp:
-    """Build an app of endpoints, each with and without the prefix of an attempt and `/v1`."""
-    router = Router(routes, redirect_slashes=False, default=HttpEndpoint())
+def build_router(routes: list[Route], **unknown: Handler) -> ASGIApp:
+    """Build an app of endpoints, each with and without the prefix of an attempt and `/v1`.
+
+    `unknown` are the handlers of all other paths, by method.
+    """
+    router = Router(routes, redirect_slashes=False, default=HttpEndpoint(OPENAI_ERRORS, **unknown))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]

@@ -16,6 +16,10 @@ ATTEMPT_PREFIX = re.compile(
 """The beginning of a request's path, before the endpoint; every group is optional. Clients that add
 `/v1` to a base URL that has it already are accepted, and so are those that leave it out."""
 
+_URL = re.compile(
+    r"https?://[^\s/'\"]+(?:/key/[^\s/]+)?/rollout/[^\s/]+/attempt/[^\s/]+(?P<agent>/agent/[^\s/]+)?/v1"
+)
+
 _IDS = re.compile(r"/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/")
 
 
@@ -43,6 +47,11 @@ def parse_attempt_ids(url: str) -> AttemptIds:
     """Read the ids back from the base URL of an attempt."""
     found = _IDS.search(url)
     return AttemptIds(found["rollout"], found["attempt"]) if found else AttemptIds("", "")
+
+
+def shorten_attempt_urls(text: str) -> str:
+    """Write `llm.base_url` for the base URL of an attempt, which is another for each attempt."""
+    return _URL.sub(lambda url: f"llm.base_url{url['agent'] or ''}", text)
 
 
 def is_attempt_id(name: str) -> bool:

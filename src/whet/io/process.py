@@ -1,13 +1,16 @@
 """Long-running processes: signals, supervisors, messages, restarts with backoff, free ports."""
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from types import FrameType
 
 import anyio
 from anyio import CancelScope, create_task_group
@@ -15,6 +18,9 @@ from anyio.abc import TaskStatus
 
 SUPERVISED = "WHET_SUPERVISED"
 """Variable that a supervisor sets; its death closes our stdin."""
+REPEAT_S = 1.0
+"""Seconds in which a second interrupt counts as part of the first: `timeout` and many supervisors
+signal a process and, right after, its group."""
 
 
 class Stop:
@@ -83,6 +89,50 @@ def _interrupt(number: int, frame: object) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)  # an event loop may have a handler of its own
+
+
+@contextmanager
+def merge_interrupts() -> Generator[None]:
+    """Drop an interrupt that repeats the one before it, within an event loop.
+
+    asyncio cancels the work at the first one and raises at the second wherever the loop is, such as
+    in the middle of that cancelation: its tasks then never end.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    last_s = float("-inf")
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        if (now_s := time.monotonic()) - last_s > REPEAT_S:
+            last_s = now_s
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interruptible_wait() -> Generator[None]:
+    """Let Ctrl-C raise in a block that waits without giving control to its event loop.
+
+    The handler of `asyncio.run` only requests that its task be canceled, which is not noticed then.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    handler = getattr(before, "func", None)  # a partial of a method of the runner
+    if not isinstance(getattr(handler, "__self__", None), asyncio.Runner):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def follow_supervisor() -> None:

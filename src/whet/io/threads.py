@@ -10,6 +10,8 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 import anyio
 from anyio.from_thread import start_blocking_portal
 
+from whet.io.process import interruptible_wait, merge_interrupts
+
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
@@ -39,16 +41,22 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
     """
     try:
         if not _is_in_loop():
-            return anyio.run(work, *args)
+            return anyio.run(_run_interruptible, work, *args)
         with start_blocking_portal() as portal:
             future = portal.start_task_soon(work, *args)
             try:
-                return future.result()
+                with interruptible_wait():
+                    return future.result()
             except KeyboardInterrupt:
                 future.cancel()
                 raise
     except ExceptionGroup as group:
         raise unwrap_group(group) from group
+
+
+async def _run_interruptible(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
+    with merge_interrupts():
+        return await work(*args)
 
 
 def _is_in_loop() -> bool:

@@ -24,6 +24,7 @@ from whet.errors import (
     WhetError,
     boundary,
 )
+from whet.io.attempt_url import shorten_attempt_urls
 from whet.io.genai_spans import find_refusals
 from whet.runners.agent import Agent, await_result, check_agent, get_name, inspect_agent
 from whet.runners.context import AttemptContext
@@ -225,7 +226,8 @@ def check_runnable(agent: Agent, config: RunnerConfig) -> None:
 
 def _failed(kind: FailureKind, error: Exception) -> Outcome:
     trace = error.traceback if isinstance(error, AttemptError) else ""
-    return Outcome(failure=Failure(kind=kind, message=str(error), traceback=trace))
+    message = shorten_attempt_urls(str(error))  # equal failures have one reason; the trace has it
+    return Outcome(failure=Failure(kind=kind, message=message, traceback=trace))
 
 
 class HookRunner:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from whet.types import Generation, Group, Metrics, Trajectory
+from whet.types import JUDGE, Generation, Group, Metrics, Trajectory
 
 
 class Cause(StrEnum):
@@ -118,4 +118,6 @@ def _list_generations(trajectory: Trajectory) -> list[Generation]:
 
 
 def _list_rewards(trajectory: Trajectory) -> tuple[object, ...]:
-    return trajectory.reward, *((r.key, r.value, str(r.target)) for r in trajectory.rewards)
+    logged = f"{JUDGE}."  # verdicts and costs of a judge differ, and are never trained
+    kept = (r for r in trajectory.rewards if not r.key.startswith(logged))
+    return trajectory.reward, *((r.key, r.value, str(r.target)) for r in kept)

@@ -105,6 +105,8 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --dir /proc/whet", "choose another --dir"),
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
+        ("train --tasks t.jsonl node a.js", "a.js, did you mean `-- node a.js`, a command at the"),
+        ("train --resume mine", "as in whet train AGENT --tasks FILE --resume mine"),
         ("launch", "invalid choice: 'launch'"),
         (
             "trains agent.py:solve",

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
@@ -79,9 +80,7 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"unknown flag {flag}" + (f", {hint}" if hint else ""))
         found, extra = super().parse_known_args(args, namespace or argparse.Namespace())
         if extra and not self._subparsers:  # here, so that the error names the command
-            wanted = len(extra) == 1 and vars(found).get("model", "") is None
-            hint = f", did you mean --model {extra[0]}?" if wanted else ""
-            self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(extra)}{_explain_extra(found, extra)}")
         return found, extra
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -122,6 +121,17 @@ class HelpFormatter(argparse.HelpFormatter):
         if action.dest.endswith(".kind"):
             names = min(action.option_strings, key=len)
         return names if action.nargs == 0 else f"{names} {self._format_args(action, '')}"
+
+
+def _explain_extra(found: argparse.Namespace, extra: Sequence[str]) -> str:
+    """Return what may be meant by arguments that no flag takes; empty if unknown."""
+    values = vars(found)
+    if len(extra) == 1 and values.get("model", "") is None:
+        return f", did you mean --model {extra[0]}?"
+    first = values.get("agent")
+    if first and ":" not in first:  # the beginning of a command
+        return f", did you mean `-- {shlex.join([first, *extra])}`, a command at the end?"
+    return ""
 
 
 # ------------------------------------------------------------------- the agent and its tasks

@@ -81,7 +81,10 @@ def run_train(args: argparse.Namespace) -> int:
     values = config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
     if args.resume is not None and not args.tasks and not args.env:
-        raise ConfigError("--resume continues with the agent and tasks of before: name both again")
+        raise ConfigError(
+            "--resume continues with the agent and tasks of before: name both again, as in "
+            f"{' '.join(['whet train AGENT --tasks FILE --resume', args.resume]).strip()}"
+        )
     environment = load_agent(args) if args.env else None
     tasks = load_named_tasks(args, environment)
     held_out = load_named_held_out(args, environment)

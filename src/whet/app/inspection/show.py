@@ -24,6 +24,7 @@ from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
 from whet.protocols import Store
+from whet.runners.judges.group_ranking import SCORE
 from whet.training.learners import read_versions
 from whet.types import NO_ADVANTAGES, Rollout, RolloutRecord, Status, StepRecord
 
@@ -261,6 +262,12 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         )
     failures = [view.record.failure for view in shown.views]
     print_rows(console, table, [failure.message if failure else "" for failure in failures])
+    if any(SCORE in span.attributes for view in shown.views for span in view.spans):
+        console.print(
+            "reward: the agent's own; with the scores of the judge, which training adds, the mean "
+            f"of the step is {shown.step.metrics['reward']:.2f}",
+            highlight=False,
+        )
     name = folder.path.name
     console.print(
         f"whole attempts: whet show {name} --worst, --failed, or --rollout ID", highlight=False

@@ -109,7 +109,8 @@ def command(
         raise ConfigError(f"a command is a list such as ['node', 'agent.js']; found {arguments!r}")
     is_in_image = sandbox is not None and sandbox.startswith(("docker:", "podman:"))
     if not is_in_image and shutil.which(arguments[0]) is None:
-        raise ConfigError(f"command not found: {arguments[0]!r}")
+        hint = ", did you mean it without the quotes?" if " " in arguments[0] else ""
+        raise ConfigError(f"command not found: {arguments[0]!r}{hint}")
     chosen = None if sandbox is None else choose_sandbox(sandbox)
     return CommandAgent(arguments, reward, stdin, chosen)
 
