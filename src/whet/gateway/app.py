@@ -251,11 +251,9 @@ class _Gateway:
     def _find_pipeline(self, model: str) -> CallPipeline:
         if (found := self._pipelines.get(model)) is None:
             models = ", ".join(map(repr, self._pipelines))
-            advice = "; choose a judge with gateway.judge or gateway.endpoints"
-            raise NotFound(
-                f"unknown model {model!r}: this endpoint serves {models}"
-                + advice * (model == JUDGE_MODEL)
-            )
+            judge = "; choose a judge with gateway.judge or gateway.endpoints"
+            advice = judge if model == JUDGE_MODEL else ""
+            raise NotFound(f"unknown model {model!r}: this endpoint serves {models}{advice}")
         return found
 
     def _find_attempt(self, request: GatewayRequest, scope: str = "") -> AttemptId | None:
