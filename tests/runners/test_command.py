@@ -211,6 +211,20 @@ async def test_no_file_handles_or_processes_are_left(llm: Endpoint) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+async def test_a_command_that_does_not_start_leaves_no_file_handles(
+    llm: Endpoint, tmp_path: Path
+) -> None:
+    program = tmp_path / "agent"
+    program.touch(mode=0o755)
+    agent = command([str(program)])
+    program.unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(AgentFailed, match="cannot start the command"):
+            await agent(None, llm)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 @pytest.mark.parametrize("arguments", [[], "node agent.js", ["no-such-command-here"]])
 def test_an_invalid_command_is_refused_at_once(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"command"):
