@@ -142,6 +142,18 @@ async def test_a_turn_before_the_first_is_no_turn(store: SQLiteStore) -> None:
     assert failures == {"r0": "reward: turns are counted from 0; found a reward for turn -1"}
 
 
+async def test_a_reward_whose_key_cannot_be_stored_fails_its_attempt_alone(
+    store: SQLiteStore,
+) -> None:
+    async def one(task: str, llm: Endpoint) -> float:
+        whet.emit_reward(1.0, key=task)
+        return 1.0
+
+    await run(one, ["\udcff", "words"], store)
+    failures = await store.failures(["r0", "r1"])
+    assert failures == {"r0": "reward: the key of a reward is UTF-8 text; found '\\udcff'"}
+
+
 async def test_an_agent_may_emit_and_fail_where_its_working_folder_is_gone(
     store: SQLiteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

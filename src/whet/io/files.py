@@ -127,7 +127,7 @@ class JsonLines:
         """Append lines, all in one write."""
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
         with self._lock() as file:
-            file.write(text.encode())
+            file.write(text.encode(errors="backslashreplace"))  # JSON's own escape
 
     def _cut_torn_line(self) -> None:
         """Remove a last line without its end, which a kill or a full disk leaves."""

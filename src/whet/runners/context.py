@@ -99,9 +99,14 @@ def emit_reward(
     rewards need `algorithm.credit` by `turn`, and the attempt needs a reward of its own as well.
 
     Raises:
-        BadReward: the value is not a finite number, or the turn is negative.
+        BadReward: the value is not a finite number, the key cannot be encoded, or the turn is
+            negative.
     """
     context = current_attempt("emit_reward")
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:  # nor can the store keep it
+        raise BadReward(f"the key of a reward is UTF-8 text; found {key!r}") from error
     if turn is not None and turn < 0:
         raise BadReward(f"turns are counted from 0; found a reward for turn {turn}")
     target = None
