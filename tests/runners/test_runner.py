@@ -16,7 +16,7 @@ from whet.errors import ConfigError
 from whet.io.genai_spans import build_refusal
 from whet.runners.runner import RELEASED, Runner
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, CallId, Endpoint, FailureKind, Rollout, Status, Target
+from whet.types import Attempt, AttemptId, CallId, Endpoint, FailureKind, Rollout, Status, Target
 
 pytestmark = pytest.mark.anyio
 
@@ -99,6 +99,45 @@ async def test_an_idle_runner_waits_with_one_claim_and_a_busy_one_makes_many(
                 await store.wait(ids)
                 assert store.most > 8
                 assert store.total < 64 + 64
+                tasks.cancel_scope.cancel()
+
+
+async def test_an_attempt_that_outlives_its_dropped_run_does_not_end_the_runner(
+    tmp_path: Path,
+) -> None:
+    began, renewed, is_dropped = Flag(), Flag(), False
+
+    class Renewed(SQLiteStore):
+        async def heartbeat(self, attempt: AttemptId, *, lease_s: float) -> None:
+            try:
+                await super().heartbeat(attempt, lease_s=lease_s)
+            finally:
+                if is_dropped:
+                    renewed.set()
+
+    async def one(task: str) -> float:
+        began.set()
+        try:
+            await Flag().wait()
+        finally:  # it cleans up while its lease is renewed
+            await renewed.wait()
+        return 1.0
+
+    async with Renewed(tmp_path / "store.db") as store:
+        config = RunnerConfig(lease_s=1)
+        runner = Runner(one, config, store=store, endpoints=FixedEndpoint(endpoint))
+        await store.enqueue([Rollout(id="a", task="a", group="a")])
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(runner.run)
+                await began.wait()
+                await store.cancel(["a"])
+                await store.drop()
+                is_dropped = True
+                await renewed.wait()
+                await store.enqueue([Rollout(id="b", task="b", group="b")])
+                while not (await store.counts())["attempts"]:
+                    await anyio.lowlevel.checkpoint()
                 tasks.cancel_scope.cancel()
 
 
