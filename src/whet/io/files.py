@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,16 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def stat_files(folder: Path) -> list[os.stat_result]:
+    """Stat all files below a folder, except those that another process deletes meanwhile."""
+    found: list[os.stat_result] = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found.append(os.stat(os.path.join(place, name)))
+    return found
 
 
 def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
