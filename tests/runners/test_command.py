@@ -146,6 +146,7 @@ async def test_an_error_is_reported_in_one_line(llm: Endpoint) -> None:
     assert "no reward: end stdout" in await why("print('done')", llm)
     assert "it printed nothing" in await why("raise SystemExit(4)", llm)
     assert "finite" in await why("print('NaN')", llm)
+    assert "finite number; found inf" in await why("print(10**400)", llm)
     assert "a reward is a number" in await why('print(\'{"reward": "much"}\')', llm)
     long = await why("import sys; print('x' * 10**6, file=sys.stderr); sys.exit(1)", llm)
     assert len(long) < 1000

@@ -225,6 +225,7 @@ async def test_rewards_emitted_in_a_thread_find_their_attempt(store: SQLiteStore
     [
         (math.nan, "finite number; found nan"),
         (math.inf, "finite number; found inf"),
+        (10**400, "finite number; found inf"),
         ("1.0", "found str '1.0'"),
         ([1.0], "found list [1.0]"),
         ((1.0, "why"), "other values to whet.emit_reward(value, key=...)"),

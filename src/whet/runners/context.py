@@ -138,7 +138,10 @@ def check_reward(value: object) -> float:
         found = f"a reward is a number; found {type(value).__name__} {value!r:.80}"
         several = "; give other values to whet.emit_reward(value, key=...)"
         raise BadReward(found + several * isinstance(value, tuple | list | dict))
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of a large int
+        number = math.inf
     if not math.isfinite(number):
         raise BadReward(f"a reward is a finite number; found {number}")
     return number
