@@ -1,4 +1,5 @@
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -23,6 +24,9 @@ def test_tasks_come_from_a_list_or_from_a_file_with_one_json_value_a_line(tmp_pa
     [
         (b'{"q": 1}\n{"q": \n', r"line 2 is not JSON .*found '\{\"q\": '"),
         (b"[1, 2]\nNaN\n", r"line 2 is not JSON"),
+        (b'1\n{"q": 1e999}\n', r"line 2 is not JSON \(1e999 is too large\)"),
+        (b"1\n" + b"[" * 9999 + b"]" * 9999, r"line 2 is not JSON \(maximum recursion"),
+        (b"1\n" + b"[" * 500 + b"]" * 500, r"tasks\[1\] is nested too deeply"),
         (b"\n\n", r"found no tasks in '.*tasks\.jsonl': expected one JSON value a line"),
         (b"", r"found no tasks in '.*tasks\.jsonl'"),
         (b"\xff\xfe\n", "are not UTF-8"),
@@ -33,6 +37,21 @@ def test_an_error_in_a_file_names_its_line(tmp_path: Path, content: bytes, messa
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         load_tasks(file)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"on": [1, date(2026, 1, 1)]}, r"^tasks\[1\]\['on'\]\[1\] is of type date: expected"),
+        ({"q": {1, 2}}, r"tasks\[1\]\['q'\] is of type set: expected a JSON value"),
+        (object(), r"tasks\[1\] is of type object"),
+        ({"q": float("nan")}, r"tasks\[1\]\['q'\] is nan: expected a finite number"),
+        ({"q": {1: 2}}, r"tasks\[1\]\['q'\]\[1\] is under the key 1: expected a key that is a str"),
+    ],
+)
+def test_a_task_that_is_not_json_is_named(task: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_tasks(["a", task])
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

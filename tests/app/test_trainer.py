@@ -218,6 +218,8 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_p
         whet.train(agent, ["a"], resources={"policy": 1}, **place)
     with pytest.raises(ConfigError, match="'x' is object: expected a JSON value"):
         whet.train(agent, ["a"], resources={"x": object()}, **place)
+    with pytest.raises(ConfigError, match=r"^held_out\[0\]\['x'\] is of type set: expected a JSON"):
+        whet.train(traced, ["a"], held_out=[{"x": {1}}], **place)
     with pytest.raises(ConfigError, match="import an agent by its name"):
         whet.train(lambda task: 1.0, ["a"], runner={"processes": 2}, **place)
     elsewhere: Any = {"hooks": [Counting()], "store": "http://127.0.0.1:1", **place}

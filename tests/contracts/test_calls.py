@@ -8,6 +8,7 @@ from whet.protocols import Store
 from whet.types import (
     AttemptId,
     Call,
+    Failure,
     FailureKind,
     Outcome,
     Reward,
@@ -132,6 +133,30 @@ async def test_rewards_are_read_while_an_attempt_runs(store: Store) -> None:
 
 
 # ------------------------------------------------------------------ spans
+
+
+async def test_text_that_no_encoding_has_comes_back(store: Store) -> None:
+    lone = "a\udcff"
+    await store.enqueue([rollout("a", max_attempts=1).model_copy(update={"task": {lone: lone}})])
+    attempt = await claim(store)
+    said = full_call(attempt.id).model_copy(update={"messages": ({"content": lone},)})
+    for_agent = Reward(value=1, target=Target(agent=lone))
+    failure = Failure(kind=FailureKind.AGENT, message=lone, traceback=lone)
+
+    await store.append(said)
+    await store.emit(attempt.id, for_agent)
+    await store.record(attempt.id, [span(1, name=lone)])
+    await store.finish(attempt.id, Outcome(failure=failure))
+
+    assert attempt.rollout.task == {lone: lone}
+    assert await store.rewards(attempt.id) == [for_agent]
+    assert await store.spans(attempt.id) == [span(1, name=lone)]
+    [trajectory] = await store.trajectories(["a"], failed=True)
+    assert trajectory.calls == (said,)
+    assert trajectory.failure is not None
+    assert trajectory.failure.message == lone
+    assert (await store.attempts("a"))[0].failure == failure
+    assert await store.failures(["a"]) == {"a": f"agent: {lone}"}
 
 
 async def test_spans_come_back_exactly_in_the_order_they_began(store: Store) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from whet.engines.socket_engine import EngineServer, SocketEngine
 from whet.protocols import Engine
-from whet.types import Sampling, TokenChunk
+from whet.types import Attempt, AttemptId, Rollout, Sampling, TokenChunk
 
 pytestmark = pytest.mark.anyio
 
@@ -44,5 +44,24 @@ async def test_tokens_arrive_while_others_are_still_sampled() -> None:
             chunks.append(chunk)
             inner.was_read.set()
     assert [chunk.tokens for chunk in chunks] == [(1, 2), (3,)]
+    await engine.close()
+    await server.close()
+
+
+async def test_an_attempt_whose_task_has_a_lone_surrogate_is_prepared() -> None:
+    rollout = Rollout(id="a", task={"question": "a\udcff"}, group="a")
+    attempt = Attempt(id=AttemptId("a.1"), rollout=rollout, number=1)
+    prepared: list[Attempt] = []
+
+    async def prepare(attempt: Attempt) -> None:
+        prepared.append(attempt)
+
+    mine, other = socket.socketpair()
+    server = EngineServer(SlowEngine(), prepare)
+    await server.add(mine)
+    engine = SocketEngine(other)
+    with anyio.fail_after(10):
+        await engine.prepare(attempt)
+    assert prepared == [attempt]
     await engine.close()
     await server.close()

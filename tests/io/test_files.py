@@ -81,8 +81,13 @@ def test_a_file_is_the_old_one_until_it_is_whole(tmp_path: Path) -> None:
 def test_appended_lines_are_read_back(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "below" / "x.jsonl")
     lines.append({"a": 1}, {"b": "ü"})
-    lines.append({"c": None})
-    assert list(JsonLines(lines.path).read()) == [{"a": 1}, {"b": "ü"}, {"c": None}]
+    lines.append({"c": None}, {"d": "ü\udcff"})
+    assert list(JsonLines(lines.path).read()) == [
+        {"a": 1},
+        {"b": "ü"},
+        {"c": None},
+        {"d": "ü\udcff"},
+    ]
 
 
 @pytest.mark.parametrize("torn", [b'{"c": ', b'{"c": 3}'])

@@ -146,6 +146,7 @@ async def test_an_error_is_reported_in_one_line(llm: Endpoint) -> None:
     assert "no reward: end stdout" in await why("print('done')", llm)
     assert "it printed nothing" in await why("raise SystemExit(4)", llm)
     assert "finite" in await why("print('NaN')", llm)
+    assert "finite number; found inf" in await why("print(10**400)", llm)
     assert "a reward is a number" in await why('print(\'{"reward": "much"}\')', llm)
     long = await why("import sys; print('x' * 10**6, file=sys.stderr); sys.exit(1)", llm)
     assert len(long) < 1000
@@ -208,6 +209,20 @@ async def test_no_file_handles_or_processes_are_left(llm: Endpoint) -> None:
     for _ in range(5):
         await run("print(1)", llm)
         await why("raise SystemExit(1)", llm)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_command_that_does_not_start_leaves_no_file_handles(
+    llm: Endpoint, tmp_path: Path
+) -> None:
+    program = tmp_path / "agent"
+    program.touch(mode=0o755)
+    agent = command([str(program)])
+    program.unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(AgentFailed, match="cannot start the command"):
+            await agent(None, llm)
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

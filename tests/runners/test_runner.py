@@ -16,7 +16,7 @@ from whet.errors import ConfigError
 from whet.io.genai_spans import build_refusal
 from whet.runners.runner import RELEASED, Runner
 from whet.store.sqlite import SQLiteStore
-from whet.types import Attempt, CallId, Endpoint, FailureKind, Rollout, Status, Target
+from whet.types import Attempt, AttemptId, CallId, Endpoint, FailureKind, Rollout, Status, Target
 
 pytestmark = pytest.mark.anyio
 
@@ -102,6 +102,45 @@ async def test_an_idle_runner_waits_with_one_claim_and_a_busy_one_makes_many(
                 tasks.cancel_scope.cancel()
 
 
+async def test_an_attempt_that_outlives_its_dropped_run_does_not_end_the_runner(
+    tmp_path: Path,
+) -> None:
+    began, renewed, is_dropped = Flag(), Flag(), False
+
+    class Renewed(SQLiteStore):
+        async def heartbeat(self, attempt: AttemptId, *, lease_s: float) -> None:
+            try:
+                await super().heartbeat(attempt, lease_s=lease_s)
+            finally:
+                if is_dropped:
+                    renewed.set()
+
+    async def one(task: str) -> float:
+        began.set()
+        try:
+            await Flag().wait()
+        finally:  # it cleans up while its lease is renewed
+            await renewed.wait()
+        return 1.0
+
+    async with Renewed(tmp_path / "store.db") as store:
+        config = RunnerConfig(lease_s=1)
+        runner = Runner(one, config, store=store, endpoints=FixedEndpoint(endpoint))
+        await store.enqueue([Rollout(id="a", task="a", group="a")])
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(runner.run)
+                await began.wait()
+                await store.cancel(["a"])
+                await store.drop()
+                is_dropped = True
+                await renewed.wait()
+                await store.enqueue([Rollout(id="b", task="b", group="b")])
+                while not (await store.counts())["attempts"]:
+                    await anyio.lowlevel.checkpoint()
+                tasks.cancel_scope.cancel()
+
+
 async def test_the_last_emitted_reward_counts_where_none_is_returned(store: SQLiteStore) -> None:
     async def one(task: object, llm: Endpoint) -> None:
         whet.emit_reward(0.1)
@@ -142,6 +181,18 @@ async def test_a_turn_before_the_first_is_no_turn(store: SQLiteStore) -> None:
     assert failures == {"r0": "reward: turns are counted from 0; found a reward for turn -1"}
 
 
+async def test_a_reward_whose_key_cannot_be_stored_fails_its_attempt_alone(
+    store: SQLiteStore,
+) -> None:
+    async def one(task: str, llm: Endpoint) -> float:
+        whet.emit_reward(1.0, key=task)
+        return 1.0
+
+    await run(one, ["\udcff", "words"], store)
+    failures = await store.failures(["r0", "r1"])
+    assert failures == {"r0": "reward: the key of a reward is UTF-8 text; found '\\udcff'"}
+
+
 async def test_an_agent_may_emit_and_fail_where_its_working_folder_is_gone(
     store: SQLiteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +225,7 @@ async def test_rewards_emitted_in_a_thread_find_their_attempt(store: SQLiteStore
     [
         (math.nan, "finite number; found nan"),
         (math.inf, "finite number; found inf"),
+        (10**400, "finite number; found inf"),
         ("1.0", "found str '1.0'"),
         ([1.0], "found list [1.0]"),
         ((1.0, "why"), "other values to whet.emit_reward(value, key=...)"),

@@ -146,6 +146,15 @@ async def test_the_spans_of_a_failed_attempt_are_kept(store: SQLiteStore) -> Non
     assert len(await spans_of(one, store)) == 1
 
 
+async def test_an_object_may_have_text_that_no_encoding_has(store: SQLiteStore) -> None:
+    async def one(task: str) -> float:
+        whet.emit_object({"file": "a\udcff", "size": float("nan")})
+        return 1.0
+
+    [span] = await spans_of(one, store)
+    assert span.attributes["whet.object"] == {"file": "a\udcff", "size": None}
+
+
 async def test_a_value_that_cannot_be_recorded_fails_the_attempt(store: SQLiteStore) -> None:
     async def one(task: str) -> float:
         whet.emit_object(threading.Lock())

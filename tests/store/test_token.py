@@ -29,8 +29,8 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> Non
 def test_a_store_starts_in_a_new_folder_with_a_token_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "given")
-    assert make_token(tmp_path / "new").value == "given"
+    monkeypatch.setenv(VARIABLE, "given\n")
+    assert make_token(tmp_path / "new").value == find_token(tmp_path / "new") == "given"
     assert list((tmp_path / "new").iterdir()) == []
 
 

@@ -1,13 +1,14 @@
 """Inputs of a run besides its agent: tasks, and the resources and hooks of attempts."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from whet.config import CurriculumConfig, RunConfig
 from whet.errors import ConfigError, NotFound
@@ -50,6 +51,10 @@ NO_CONTEXT = AgentContext()
 
 # ------------------------------------------------------------------- tasks
 
+_JSON_LIST: TypeAdapter[list[JsonValue]] = TypeAdapter(
+    list[JsonValue], config=ConfigDict(allow_inf_nan=False)
+)
+
 
 class TaskMix(list[JsonValue]):
     """Tasks of several files, and the share of the groups that each file gets."""
@@ -61,11 +66,13 @@ class TaskMix(list[JsonValue]):
         self.shares = [weight / total for _, weight in parts]
 
 
-def load_tasks(source: Tasks) -> list[JsonValue]:
+def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
     """Tasks from a list, or from a file with one JSON value a line, or from several files.
 
+    Errors of a list call it by `name`.
+
     Raises:
-        ConfigError: the file cannot be read, a line is not JSON, or there are no tasks.
+        ConfigError: the file cannot be read, a line or a task is not JSON, or there are no tasks.
     """
     if isinstance(source, str) and "=" in source and not Path(source).exists():
         return _load_mix(source)
@@ -77,7 +84,27 @@ def load_tasks(source: Tasks) -> list[JsonValue]:
         if isinstance(source, (str, Path)):
             raise ConfigError(f"found no tasks in {str(source)!r}: expected one JSON value a line")
         raise ConfigError("found no tasks: expected at least one")
-    return tasks
+    try:
+        return _JSON_LIST.validate_python(tasks)
+    except ValidationError as error:
+        raise ConfigError(_explain_task(error, name)) from error
+
+
+def _explain_task(error: ValidationError, name: str) -> str:
+    """Name the first value of a list of tasks that is not JSON, and what it is."""
+    first = error.errors(include_url=False)[0]
+    index, *places = first["loc"]
+    at, value = f"{name}[{index}]", first["input"]
+    keys = "".join(f"[{key!r}]" for key in places[1::2])  # between them are types
+    match first["type"]:
+        case "recursion_depth_exceeded" | "recursion_loop":
+            return f"{at} is nested too deeply, or contains itself"
+        case "finite_number":
+            return f"{at}{keys} is {value}: expected a finite number, or None"
+        case "string_type":
+            return f"{at}{keys} is under the key {value!r}: expected a key that is a str"
+        case _:
+            return f"{at}{keys} is of type {type(value).__name__}: expected a JSON value"
 
 
 def check_held_out(config: RunConfig, held_out: Sequence[JsonValue]) -> None:
@@ -245,9 +272,9 @@ def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                value = json.loads(line, parse_constant=_refuse_constant)
+                value = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_float)
                 values.append((number, cast(JsonValue, value)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{str(path)!r} line {number} is not JSON ({error}); found {line[:60]!r}, "
                     "expected one JSON value on each line"
@@ -262,6 +289,12 @@ def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON value")
+
+
+def _parse_float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is too large")
+    return value
 
 
 # ------------------------------------------------------------------- resources

@@ -90,7 +90,7 @@ def train(
     console = open_console(quiet=quiet)
     context = AgentContext(parse_resources(resources), tuple(hooks), judge)
     train_on = load_tasks(tasks)
-    compare_on = load_tasks(held_out) if held_out is not None else []
+    compare_on = load_tasks(held_out, "held_out") if held_out is not None else []
     check_held_out(resolve(settings), compare_on)
     folder = prepare_run(
         agent,

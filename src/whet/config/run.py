@@ -37,7 +37,7 @@ from whet.config.running import (
     TrackingConfig,
     VLLMConfig,
 )
-from whet.config.section import Section, changed_keys
+from whet.config.section import Section, changed_keys, list_leaves
 from whet.config.suggestion import explain_unknown
 from whet.errors import ConfigError
 
@@ -347,6 +347,13 @@ def read_toml(path: Path) -> dict[str, JsonValue]:
 
 def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
     """Validate config values. Raises ConfigError with the first fault, in one line."""
+    for key, value in list_leaves(values):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError as error:  # of a path: safetensors and the saved config are UTF-8
+            raise ConfigError(
+                f"config key {key!r}: expected UTF-8, found {str(value)!r}"
+            ) from error
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:

@@ -198,7 +198,7 @@ class _ServedConnection:
             if kind == Kind.GENERATE:
                 await self._generate(number, payload)
             elif self._prepare is not None:
-                await self._prepare(Attempt.model_validate_json(payload))
+                await self._prepare(Attempt.model_validate(json.loads(payload)))
             self.frames.send(Kind.DONE, number)
         except Exception as error:
             known = type(error).__name__ in ERRORS
@@ -249,7 +249,8 @@ class SocketEngine(Engine):
 
     async def prepare(self, attempt: Attempt) -> None:
         """Return once the engine has loaded the weights for an attempt. Raises EngineError."""
-        request = attempt.model_dump_json().encode()
+        # Unlike pydantic's JSON, this has an escape for a lone surrogate in a task.
+        request = json.dumps(attempt.model_dump(mode="json")).encode()
         async with aclosing(self._request(Kind.PREPARE, request)) as chunks:
             async for _ in chunks:
                 pass

@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,16 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def stat_files(folder: Path) -> list[os.stat_result]:
+    """Stat all files below a folder, except those that another process deletes meanwhile."""
+    found: list[os.stat_result] = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found.append(os.stat(os.path.join(place, name)))
+    return found
+
+
 def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write a large file, and sync it while it grows.
 
@@ -127,7 +137,7 @@ class JsonLines:
         """Append lines, all in one write."""
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
         with self._lock() as file:
-            file.write(text.encode())
+            file.write(text.encode(errors="backslashreplace"))  # JSON's own escape
 
     def _cut_torn_line(self) -> None:
         """Remove a last line without its end, which a kill or a full disk leaves."""

@@ -16,6 +16,9 @@ KEEP_ALIVE_S = 120
 its way would be lost."""
 
 
+MAX_PORT = 65535
+
+
 class AppServer:
     """A running server of an ASGI app at `url`; it listens once constructed."""
 
@@ -74,6 +77,8 @@ def get_url(listener: socket.socket) -> str:
 
 def listen(host: str, port: int, port_flag: str) -> socket.socket:
     """Listen on a port; 0 chooses a free one. Raises ConfigError, which names `port_flag`."""
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"invalid {port_flag} {port}: expected 0 to {MAX_PORT}")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

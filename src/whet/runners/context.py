@@ -99,9 +99,14 @@ def emit_reward(
     rewards need `algorithm.credit` by `turn`, and the attempt needs a reward of its own as well.
 
     Raises:
-        BadReward: the value is not a finite number, or the turn is negative.
+        BadReward: the value is not a finite number, the key cannot be encoded, or the turn is
+            negative.
     """
     context = current_attempt("emit_reward")
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:  # nor can the store keep it
+        raise BadReward(f"the key of a reward is UTF-8 text; found {key!r}") from error
     if turn is not None and turn < 0:
         raise BadReward(f"turns are counted from 0; found a reward for turn {turn}")
     target = None
@@ -139,7 +144,10 @@ def check_reward(value: object) -> float:
         found = f"a reward is a number; found {type(value).__name__} {value!r:.80}"
         several = "; give other values to whet.emit_reward(value, key=...)"
         raise BadReward(found + several * isinstance(value, tuple | list | dict))
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of a large int
+        number = math.inf
     if not math.isfinite(number):
         raise BadReward(f"a reward is a finite number; found {number}")
     return number

@@ -17,6 +17,9 @@ ENVIRONMENT = "environment "
 FILE_PREFIX = "whet_agent_"
 """Prefix of the module names of files that were loaded by path."""
 
+_imported: dict[str, tuple[Path, int, int]] = {}
+"""Files by the names of their modules, each with the time of its last change and its size."""
+
 
 def load_function(spec: str, kind: str = "agent") -> object:
     """Load `module:function` or `file.py:function`.
@@ -32,7 +35,13 @@ def load_function(spec: str, kind: str = "agent") -> object:
             f"specify the {kind} as module:function or file.py:function; found {spec!r}{other}"
         )
     with boundary(ConfigError, f"cannot import the {kind} {spec!r}"):
-        module = import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        try:
+            module = import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        except SystemExit as error:
+            raise ConfigError(
+                f"{place!r} ends the process when it is imported: put what it runs as a program "
+                'under `if __name__ == "__main__":`'
+            ) from error
     if name not in vars(module):
         close = difflib.get_close_matches(name, vars(module), n=1)
         hint = f", did you mean {close[0]!r}?" if close else ""
@@ -76,13 +85,22 @@ def _import_module(name: str) -> ModuleType:
 
 
 def import_file(file: Path) -> ModuleType:
-    """Import a Python file, from whose folder it may import others."""
-    sys.path.insert(0, str(file.parent))
+    """Import a Python file, from whose folder it may import others.
+
+    An unchanged file is imported once: an agent and its judge or hooks may be in one file.
+    """
     # Not under the file's own name: an agent in `json.py` must not replace the real module.
-    spec = importlib.util.spec_from_file_location(FILE_PREFIX + file.stem, file)
+    name, found = FILE_PREFIX + file.stem, file.stat()
+    version = file.resolve(), found.st_mtime_ns, found.st_size
+    if _imported.get(name) == version and name in sys.modules:
+        return sys.modules[name]
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    _imported.pop(name, None)
     spec.loader.exec_module(module)
+    _imported[name] = version
     return module

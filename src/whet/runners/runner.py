@@ -245,7 +245,7 @@ class Runner:
             for reward in context.rewards if context else ():
                 await self._store.emit(attempt.id, reward)
             await self._store.finish(attempt.id, outcome)
-        except LeaseLost:
+        except (LeaseLost, NotFound):  # or its run was dropped
             logger.warning("attempt reported too late attempt=%s", attempt.id)
             return
         self._on_outcome(attempt, outcome)
@@ -260,7 +260,7 @@ class Runner:
     async def _renew_lease(self, attempt: AttemptId, scope: CancelScope) -> None:
         try:
             await self._store.heartbeat(attempt, lease_s=self._lease_s)
-        except LeaseLost:
+        except (LeaseLost, NotFound):  # or its run was dropped
             scope.cancel()
 
     async def _cancel_when_ended(self, attempt: Attempt, scope: CancelScope) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast, overload
 
 from pydantic import JsonValue
-from pydantic_core import to_json
+from pydantic_core import to_json, to_jsonable_python
 
 from whet.errors import ConfigError
 from whet.runners.context import AttemptContext, active_attempt, current_attempt
@@ -49,7 +49,8 @@ def emit_object(value: object, name: str = "object", **attributes: JsonValue) ->
 def to_json_value(value: object) -> JsonValue:
     """Convert a value to JSON. Raises ConfigError if it cannot be."""
     try:
-        return cast(JsonValue, json.loads(to_json(value, inf_nan_mode="null")))
+        plain = to_jsonable_python(value)
+        return cast(JsonValue, to_jsonable_python(plain, inf_nan_mode="null"))  # also of models
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"emit_object needs a value that can be written as JSON; found {type(value).__name__}: "

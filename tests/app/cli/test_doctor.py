@@ -99,6 +99,14 @@ def test_missing_or_wrong_arguments_are_reported(args: argparse.Namespace, says:
         run_doctor(args)
 
 
+def test_a_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jinja").write_bytes(b"\xff")
+    with pytest.raises(
+        ConfigError, match=r"cannot read the template .*x\.jinja': UnicodeDecodeErr"
+    ):
+        check_template(TINY, tmp_path / "x.jinja")
+
+
 def test_a_template_for_tools_alone_is_named_as_such(tmp_path: Path) -> None:
     file = tmp_path / "tool_use.jinja"
     file.write_text("{% for tool in tools %}{{ tool }}{% endfor %}" + COUNTING)

@@ -335,6 +335,20 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert json.loads((run / "config.json").read_text())["steps"] == 2, "refused: nothing changes"
 
 
+def test_text_that_no_encoding_has_is_shown_escaped(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "lone.py").write_text("def fail(task, llm):\n    raise OSError(task)\n")
+    (folder / "tasks.jsonl").write_text('"a\\udcff"\n')
+    done = run_main(capsys, "dev", "lone.py:fail", "--tasks", "tasks.jsonl", "--model", str(model))
+    assert done.returncode == 1
+    assert "the agent raised: OSError: a\\udcff (lone.py:2)" in done.stdout
+    for command in ("show --failed", "show --failed --json", "rollouts", "rollouts --json"):
+        shown = run_main(capsys, *command.split())
+        assert shown.returncode == 0, shown.stderr
+        assert "a\\udcff" in shown.stdout
+
+
 def test_an_evaluation_from_the_command_line_prints_its_numbers_as_json(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,3 +200,17 @@ def test_two_models_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="found two models called 'tiny'"):
         whet.evaluate(answer_length, ["a"], ["tiny", "tiny"], dir=str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_results_that_cannot_be_written_use_up_no_name(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write to"):
+        whet.evaluate(
+            answer_length,
+            ["a"],
+            {"base": str(model)},
+            results=tmp_path,
+            quiet=True,
+            dir=str(tmp_path),
+            name="first",
+        )
+    assert not list((tmp_path / "runs").iterdir())

@@ -166,6 +166,10 @@ def test_pairs_of_trl_and_of_openai_are_the_same(tiny: Renderer) -> None:
             "line 2: messages.0.weight: expected 0 or 1, found 2",
         ),
         ('{"messages": [{"role": "assistant", "content": "x"}], "tools": [{}]}', "line 2: tools.0"),
+        (
+            '{"messages": [{"role": "assistant", "content": "\\udcff"}]}',
+            "line 2 is not JSON in UTF-8: 'utf-8' codec can't encode character '\\udcff'",
+        ),
     ],
 )
 def test_bad_data_is_one_line_with_file_and_line(line: str, message: str, tmp_path: Path) -> None:
@@ -175,6 +179,12 @@ def test_bad_data_is_one_line_with_file_and_line(line: str, message: str, tmp_pa
         load_dialogues(file)
     assert str(found.value).startswith(f"{str(file)!r} {message}")
     assert "\n" not in str(found.value)
+
+
+def test_an_object_that_is_not_json_is_refused() -> None:
+    pair: Any = {"prompt": "x", "chosen": {"role": "assistant", "content": {1}}, "rejected": "z"}
+    with pytest.raises(ConfigError, match="pair 1 is not JSON in UTF-8: Object of type set is not"):
+        load_pairs([pair])
 
 
 def test_a_pair_names_what_is_missing_or_equal(tiny: Renderer) -> None:

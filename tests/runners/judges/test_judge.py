@@ -106,6 +106,7 @@ BAD = {
     "an unknown criterion": '{"scores": {"1": 5, "2": 5, "3": 5}}',
     "not a number": '{"scores": {"1": "9", "2": true}}',
     "not finite": '{"scores": {"1": NaN, "2": 1}}',
+    "no float": f'{{"scores": {{"1": {10**400}, "2": 1}}}}',
     "status 500": PlainTextResponse("out of order", 500),
     "no completion": JSONResponse({"choices": []}),
     "no text": JSONResponse({"choices": [{"message": {"content": None}}]}),

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 from rich.console import Console
@@ -28,8 +29,11 @@ CURVE_LINES = 6
 def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """Open the terminal, or what output is redirected to, without rich's markup and emoji codes.
 
-    Texts come from agents, models and users: in rich's markup `[/INST]` would be an error.
+    Texts come from agents, models and users: in rich's markup `[/INST]` would be an error, and a
+    lone surrogate in any encoding.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as that of stderr
     return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
 
 

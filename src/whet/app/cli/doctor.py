@@ -19,7 +19,7 @@ from whet.app.inspection.exactness import exactness_report
 from whet.app.inspection.template_report import describe_template, template_report
 from whet.app.inspection.traffic import traffic_report
 from whet.app.run_folder import RunFolder
-from whet.errors import ConfigError
+from whet.errors import ConfigError, boundary
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.models.catalog import resolve_model
@@ -64,7 +64,8 @@ def check_template(
     """
     if template is not None and not template.is_file():
         raise ConfigError(f"no template file at {str(template)!r}")
-    source = None if template is None else template.read_text()
+    with boundary(ConfigError, f"cannot read the template {str(template)!r}"):
+        source = None if template is None else template.read_text()
     return template_report(Renderer(ChatTemplate(folder, source), keep_thinking=keep_thinking))
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NamedTuple, TextIO
 
 from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
@@ -100,6 +101,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. An error that the user can fix is one line on stderr and exit code 2."""
     tune_gc()
+    if isinstance(sys.stdout, TextIOWrapper):  # what cannot be encoded is shown, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     before, after = split_after((sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         with sigterm_interrupts():

@@ -86,7 +86,7 @@ class Driver:
         _check_driver(self, agent, address := store or os.environ.get(STORE_VARIABLE), settings)
         inputs = {
             "tasks": load_tasks(tasks) if tasks else [],
-            "held_out": load_tasks(held_out) if held_out else [],
+            "held_out": load_tasks(held_out, "held_out") if held_out else [],
         }
         console = open_console(quiet=quiet)
         agent = agent if address is None else None

@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -237,7 +237,8 @@ async def _evaluate_models(
     config = folder.config().model_copy(update={"policies": policies})
     scores: dict[str, Scores] = {}
     uses: dict[str, Mapping[str, PolicyUse]] = {}
-    with folder.owned():
+    with folder.owned(), ExitStack() as stack:
+        stack.callback(folder.discard_if_new)
         lines = _Results(results, folder.path.name)
         async with _serve_judge(folder.config(), display) as judge:
             evaluator = _ModelEvaluator(agent, tasks, prepared, config, lines, display, judge)
@@ -289,6 +290,7 @@ class _ModelEvaluator:
                     self._serve(model, store) as gateway,
                     run_agents(self.agent, self.config.runner, store, gateway, on_outcome),
                 ):
+                    self.prepared.folder.keep()
                     resources = self.prepared.prompts.get(model.name, {})
                     versions = await publish_resources(store, resources)
                     collector = QueueCollector(queue=store, log=store, resources=versions)

@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
+from whet.io.files import stat_files
 
 DEV_KIND = "dev"
 """Kind of the runs of `whet dev`."""
@@ -50,8 +52,10 @@ class RunSummary:
 
 def list_runs(directory: Path) -> list[RunSummary]:
     """List the runs of a directory, the newest first."""
-    folders = [RunFolder(file.parent) for file in (directory / "runs").glob("*/config.json")]
-    found = [summarize_folder(folder) for folder in folders]
+    found: list[RunSummary] = []
+    for file in (directory / "runs").glob("*/config.json"):
+        with suppress(FileNotFoundError):  # it was deleted meanwhile
+            found.append(summarize_folder(RunFolder(file.parent)))
     return sorted(found, key=lambda run: -run.changed)
 
 
@@ -70,7 +74,7 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
     report: dict[str, Any] = (
         json.loads(folder.report.read_text()) if folder.report.is_file() else {}
     )
-    files = [file for file in folder.path.rglob("*") if file.is_file()]
+    files = stat_files(folder.path)
     rewards: list[float | None] = report.get("rewards") or [None]
     state: State = "stopped"
     if folder.is_in_use():
@@ -88,8 +92,8 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
         reward=rewards[-1],
         gain=_read_gain(report),
         rewards=tuple(report.get("rewards") or ()),
-        changed=max(file.stat().st_mtime for file in files),
-        bytes=sum(file.stat().st_size for file in files),
+        changed=max((file.st_mtime for file in files), default=0.0),
+        bytes=sum(file.st_size for file in files),
     )
 
 

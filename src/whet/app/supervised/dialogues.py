@@ -125,6 +125,11 @@ def _load(source: Dialogues, what: str, read: Callable[[Object, str], T]) -> lis
     values = list(_read_values(source, what))
     if not values:
         raise ConfigError(f"there are no {what}s: give at least one")
+    for name, value in values:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:  # such as a lone surrogate
+            raise ConfigError(f"{name} is not JSON in UTF-8: {error}") from error
     return [read(_as_object(value, name), name) for name, value in values]
 
 

@@ -66,7 +66,10 @@ def train_verl(
     """
     console = open_console(quiet=quiet)
     address = store or os.environ.get(STORE_VARIABLE)
-    train_on, evaluate_on = load_tasks(tasks), load_tasks(held_out) if held_out is not None else []
+    train_on, evaluate_on = (
+        load_tasks(tasks),
+        load_tasks(held_out, "held_out") if held_out is not None else [],
+    )
     folder = prepare_run(agent, settings, KIND, console, store=address, resume=resume)
     return train_with_verl(agent, train_on, evaluate_on, folder, console, store=address)
 

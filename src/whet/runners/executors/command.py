@@ -122,21 +122,27 @@ class _StreamTail:
     """
 
     def __init__(self) -> None:
-        self._read_end, self.write_end = os.pipe()
+        read_end, write_end = os.pipe()
+        self._read_end = os.fdopen(read_end, "rb")
+        self.write_end = os.fdopen(write_end, "wb")
         self._kept = b""
 
     async def read(self) -> None:
         """Read until every process has closed the other end."""
         stream = asyncio.StreamReader()
-        source = os.fdopen(self._read_end, "rb")
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), source
+            lambda: asyncio.StreamReaderProtocol(stream), self._read_end
         )
         try:
             while chunk := await stream.read(READ_BYTES):
                 self._kept = (self._kept + chunk)[-TAIL_BYTES:]
         finally:
             transport.close()
+
+    def close(self) -> None:
+        """Close both ends: a command that did not start leaves them open."""
+        self.write_end.close()
+        self._read_end.close()
 
     @property
     def text(self) -> str:
@@ -190,6 +196,8 @@ async def _run(
             for each in reading:
                 each.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
+            output.close()
+            errors.close()
 
 
 async def _start(
@@ -214,8 +222,8 @@ async def _start(
         except (OSError, ValueError) as error:
             raise AgentFailed(f"cannot start the command {arguments[0]!r}: {error}") from error
         finally:
-            os.close(output.write_end)
-            os.close(errors.write_end)
+            output.write_end.close()
+            errors.write_end.close()
 
 
 def _kill_group(pid: int) -> None:

@@ -1,6 +1,5 @@
 """Agents outside of this process: the variables they get, and the rewards they return or post."""
 
-import math
 from collections.abc import Sequence
 from urllib.parse import quote, urlsplit
 
@@ -9,6 +8,7 @@ from pydantic import JsonValue
 from whet.errors import AgentFailed, BadReward
 from whet.io.attempt_url import parse_attempt_ids
 from whet.io.http_client import HttpClient, TransportError
+from whet.runners.context import check_reward
 from whet.types import Endpoint, Reward
 
 TIMEOUT_S = 30.0
@@ -84,9 +84,7 @@ def parse_reward(output: JsonValue) -> float | None:
         if isinstance(output, dict) and value is not None:
             raise BadReward(f"a reward is a number; found {value!r:.80}")
         return None
-    if not math.isfinite(value):
-        raise BadReward(f"a reward is a finite number; found {value}")
-    return float(value)
+    return check_reward(value)
 
 
 def get_last_reward(rewards: Sequence[Reward], hint: str) -> float:

@@ -32,7 +32,7 @@ def make_token(
     path, token = folder / file, prefix + secrets.token_urlsafe(32)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if value := os.environ.get(variable):
+        if value := _read_variable(variable):
             return Token(value, is_new=False)
         _write_new(path, token)
     except FileExistsError:
@@ -48,7 +48,7 @@ def find_token(folder: Path = FOLDER) -> str:
     Raises:
         ConfigError: there is no token.
     """
-    value, file = os.environ.get(VARIABLE), folder / FILE
+    value, file = _read_variable(VARIABLE), folder / FILE
     if value:
         return value
     if not file.is_file():
@@ -56,6 +56,11 @@ def find_token(folder: Path = FOLDER) -> str:
             f"a store over HTTP needs its token: set {VARIABLE}, or run where {str(file)!r} is"
         )
     return _read(file)
+
+
+def _read_variable(name: str) -> str:
+    """Read a variable without the line end that a secret made from a file has."""
+    return os.environ.get(name, "").strip()
 
 
 def _write_new(path: Path, token: str) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import anyio
 from pydantic import TypeAdapter, ValidationError
 
-from whet.errors import ConfigError, StoreClosed, StoreError
+from whet.errors import ConfigError, StoreClosed, StoreError, boundary
 from whet.io.http_client import HttpClient, Response, TransportError
 from whet.store.http.errors import ErrorBody, ErrorDetail, from_http
 from whet.store.http.rpc import parse_json
@@ -147,7 +147,9 @@ class RetryingClient:
         ) as response:
             if request.download is None or response.status != 200:
                 return Response(response.status, response.headers, await response.read())
-            async with await anyio.open_file(request.download, "wb") as file:
+            with boundary(StoreError, "cannot open the file"):  # else it would be retried
+                file = await anyio.open_file(request.download, "wb")
+            async with file:
                 async for chunk in response.content.iter_chunked(CHUNK):
                     await file.write(chunk)
             return Response(response.status, response.headers, b"")

@@ -174,7 +174,7 @@ def read_trajectories(
             calls=tuple(calls[seq]),
             rewards=tuple(rewards[seq]),
             reward=reward or 0.0,
-            failure=Failure.model_validate_json(failure) if failure else None,
+            failure=Failure.model_validate(json.loads(failure)) if failure else None,
         )
         for body, seq, id_, number, resources, reward, failure in rows
     ]
@@ -198,7 +198,7 @@ def _read_rewards(db: Db, attempts: Sequence[int]) -> dict[int, list[Reward]]:
     """Read rewards by attempt row, in the order they came."""
     rewards = defaultdict[int, list[Reward]](list)
     for seq, value, key, target in db.execute(REWARDS, (to_json(list(attempts)),)):
-        parsed = Target.model_validate_json(target) if target else None
+        parsed = Target.model_validate(json.loads(target)) if target else None
         rewards[seq].append(Reward.unchecked(value=value, key=key, target=parsed))
     return rewards
 

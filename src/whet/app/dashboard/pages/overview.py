@@ -15,6 +15,7 @@ from whet.app.dashboard.run_catalog import Catalog, OpenedRun
 from whet.app.inspection.run_list import RunSummary, summarize_folder
 from whet.app.run_folder import RunFolder
 from whet.errors import NotFound, StoreError
+from whet.io.files import stat_files
 from whet.store.queries import browse
 from whet.training.learners import read_versions
 from whet.types import find_gateways
@@ -177,7 +178,5 @@ async def read_checkpoints(run: OpenedRun) -> dict[str, object]:
 def _measure_checkpoints(folder: RunFolder) -> dict[str, int]:
     found = folder.checkpoints.iterdir() if folder.checkpoints.is_dir() else ()
     return {
-        path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        for path in found
-        if path.is_dir()
+        path.name: sum(file.st_size for file in stat_files(path)) for path in found if path.is_dir()
     }
