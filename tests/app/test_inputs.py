@@ -26,7 +26,7 @@ def test_tasks_come_from_a_list_or_from_a_file_with_one_json_value_a_line(tmp_pa
         (b"[1, 2]\nNaN\n", r"line 2 is not JSON"),
         (b'1\n{"q": 1e999}\n', r"line 2 is not JSON \(1e999 is too large\)"),
         (b"1\n" + b"[" * 9999 + b"]" * 9999, r"line 2 is not JSON \(maximum recursion"),
-        (b"1\n" + b"[" * 500 + b"]" * 500, r"tasks\[1\] is nested too deeply"),
+        (b"1\n" + b"[" * 300 + b"]" * 300, r"^tasks\[1\] is nested too deeply"),
         (b"\n\n", r"found no tasks in '.*tasks\.jsonl': expected one JSON value a line"),
         (b"", r"found no tasks in '.*tasks\.jsonl'"),
         (b"\xff\xfe\n", "are not UTF-8"),
@@ -52,6 +52,20 @@ def test_an_error_in_a_file_names_its_line(tmp_path: Path, content: bytes, messa
 def test_a_task_that_is_not_json_is_named(task: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_tasks(["a", task])
+
+
+def test_tuples_and_files_with_a_byte_order_mark_are_tasks(tmp_path: Path) -> None:
+    assert load_tasks(list(zip("ab", [(1,), 2], strict=True))) == [["a", [1]], ["b", 2]]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"q": 1}\n', encoding="utf-8-sig")
+    assert load_tasks(file) == [{"q": 1}]
+
+
+def test_a_task_that_contains_itself_is_refused() -> None:
+    task: list[object] = []
+    task.append(task)
+    with pytest.raises(ConfigError, match=r"tasks\[0\] is nested too deeply, or contains"):
+        load_tasks(cast(Any, [task]))
 
 
 def test_a_file_that_is_not_there_is_named() -> None:

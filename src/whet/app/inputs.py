@@ -84,10 +84,28 @@ def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
         if isinstance(source, (str, Path)):
             raise ConfigError(f"found no tasks in {str(source)!r}: expected one JSON value a line")
         raise ConfigError("found no tasks: expected at least one")
+    converted: list[object] = []
+    for task in tasks:
+        try:
+            converted.append(_convert_tuples(task))
+        except RecursionError as error:
+            at = f"{name}[{len(converted)}]"
+            raise ConfigError(f"{at} is nested too deeply, or contains itself") from error
     try:
-        return _JSON_LIST.validate_python(tasks)
+        return _JSON_LIST.validate_python(converted)
     except ValidationError as error:
         raise ConfigError(_explain_task(error, name)) from error
+
+
+def _convert_tuples(value: object) -> object:
+    """Convert tuples to lists, which JSON has: tasks may come from `zip` or a table's rows."""
+    if isinstance(value, dict):
+        return {
+            key: _convert_tuples(each) for key, each in cast(dict[object, object], value).items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_convert_tuples(each) for each in cast(Sequence[object], value)]
+    return value
 
 
 def _explain_task(error: ValidationError, name: str) -> str:
@@ -97,7 +115,7 @@ def _explain_task(error: ValidationError, name: str) -> str:
     at, value = f"{name}[{index}]", first["input"]
     keys = "".join(f"[{key!r}]" for key in places[1::2])  # between them are types
     match first["type"]:
-        case "recursion_depth_exceeded" | "recursion_loop":
+        case "recursion_depth_exceeded":
             return f"{at} is nested too deeply, or contains itself"
         case "finite_number":
             return f"{at}{keys} is {value}: expected a finite number, or None"
@@ -263,7 +281,8 @@ def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
         ConfigError: the file cannot be read, or a line is not JSON.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a text may contain U+2028
+        # Not `splitlines`: a text may contain U+2028. Some editors write a byte-order mark.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
