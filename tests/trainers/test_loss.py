@@ -264,8 +264,11 @@ def test_the_bonus_is_entropy_by_weight() -> None:
         ({"name": "cross_entropy", "clip_low": 0.1}, "clip_low has no meaning"),
         ({"name": "cispo", "dual_clip": 2}, "dual_clip has no meaning"),
         ({"name": "ppo", "beta": 2}, "beta has no meaning"),
-        ({"correction_max": 2}, "given with a correction"),
-        ({"correction": "token_truncate", "correction_min": 0.5}, "correction_min is for"),
+        ({"correction_max": 2}, "need a correction"),
+        (
+            {"correction": "token_truncate", "correction_min": 0.5},
+            "correction_min needs correction",
+        ),
         ({"name": "gspo", "correction": "token_truncate"}, "bounds its own ratio"),
         ({"name": "pppo"}, "unknown loss 'pppo': choose among ppo, "),
     ],
@@ -277,7 +280,7 @@ def test_a_key_that_would_do_nothing_is_refused(settings: dict[str, object], mes
 
 @pytest.mark.parametrize("settings", [{"normalize": "constant"}, {"tokens_per_rollout": 5}])
 def test_a_constant_comes_with_its_normalization(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="given together"):
+    with pytest.raises(ValidationError, match="need each other"):
         LossConfig.model_validate(settings)
 
 

@@ -215,7 +215,7 @@ async def _run_updates(
     several = config.loop.mini_batches * config.loop.epochs > 1
     if several and config.loss.old_logprobs == "recomputed":
         rows = await trainer.recompute_logprobs(rows)
-    adam = config.adam.at(step, config.steps, config.trained_weights)
+    adam = config.adam.build_step(step, config.steps, config.trained_weights)
     rollouts = config.tasks_per_step * config.group_size / config.loop.mini_batches
     updates: list[dict[str, float]] = []
     skipped = 0
@@ -315,7 +315,7 @@ def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
     truncated = [bool(find_truncated(trajectory)) for trajectory in trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
     keys = (*config.algorithm.reward_keys, *config.algorithm.logged_keys)
-    if config.length.shapes:
+    if config.length.is_active:
         keys += (LENGTH_PENALTY,)
     known = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
     return {

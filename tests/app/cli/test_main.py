@@ -100,7 +100,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --model tyni", "there is no model 'tyni'"),
         ("demo --algorithm.name gpro", "unknown algorithm 'gpro', perhaps 'grpo'"),
         ("demo --algorithm.name rloo --algorithm.divide-by-std 1", "does not read"),
-        ("demo --loop.max-staleness 3", "max_staleness has no meaning on policy"),
+        ("demo --loop.max-staleness 3", "max_staleness has no meaning with loop.name"),
         ("demo --dir file/under", "cannot write to 'file/under"),
         ("demo --dir /proc/whet", "choose another --dir"),
         ("demo --resume", "there is no run to resume"),

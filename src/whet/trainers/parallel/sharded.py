@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from whet.config import AdamStep, LossConfig
-from whet.config.learning import SHARDLESS_KEYS
+from whet.config.learning import UNSHARDED_KEYS
 from whet.config.section import changed_keys
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
@@ -63,7 +63,7 @@ def shards_model(policy: LocalPolicy) -> bool:
     if setting != "auto" or policy.device.type == "cpu":
         return setting == "yes"
     _, memory = torch.cuda.mem_get_info(policy.device)
-    return not changed_keys(policy.config) & SHARDLESS_KEYS and 2 * count_bytes(policy) > memory
+    return not changed_keys(policy.config) & UNSHARDED_KEYS and 2 * count_bytes(policy) > memory
 
 
 def count_bytes(policy: LocalPolicy) -> int:
