@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.app.cli.display import draw_curve, two_columns
+from whet.app.cli.display import build_two_columns, draw_curve
 from whet.app.evaluation.comparison import print_comparison
 from whet.app.evaluation.statistics import Estimate
 from whet.app.experiment import Result
@@ -34,7 +34,7 @@ def print_report(console: Console, result: Result) -> None:
     per_rollout = result.total("rows") / trained if trained else 0.0
     proof = "every trained token was sampled in its own context"
     console.print(
-        two_columns(
+        build_two_columns(
             f"training data ({proof if result.total('trained_tokens') else 'nothing was trained'})",
             [
                 ("rollouts", f"{result.total('rollouts'):,}"),
@@ -50,10 +50,10 @@ def print_report(console: Console, result: Result) -> None:
     )
     if result.failures:
         reasons = [(f"{count:,}", reason) for reason, count in result.failures.items()]
-        console.print(failure_table(reasons))
+        console.print(build_failure_table(reasons))
 
 
-def failure_table(reasons: Sequence[tuple[str, str]]) -> Table:
+def build_failure_table(reasons: Sequence[tuple[str, str]]) -> Table:
     """Build the table of failed rollouts by reason; the rarest are left out."""
     table = Table(title="failed rollouts by reason", title_justify="left", show_header=False)
     table.add_column(justify="right", style="bold")

@@ -16,7 +16,7 @@ from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
     add_store_flags,
-    agent_arguments,
+    format_agent_arguments,
     has_agent,
     load_agent,
 )
@@ -190,7 +190,7 @@ async def _run(
             agent,
             config,
             store=store,
-            endpoints=_endpoints(args.gateway, store, place),
+            endpoints=_choose_endpoints(args.gateway, store, place),
             name=args.worker,
             hooks=hooks,
             on_outcome=on_outcome,
@@ -266,14 +266,14 @@ async def _run_on_ray(args: argparse.Namespace) -> None:
             await run_pool(
                 settings,
                 place,
-                [*arguments, *agent_arguments(args)],
+                [*arguments, *format_agent_arguments(args)],
                 gateway=args.gateway,
                 stop=stop.requested,
                 report=print_line,
             )
 
 
-def _endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
+def _choose_endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
     if url == NO_GATEWAY:
         return NoEndpoint()
     fixed = [GatewayAddress(url.removesuffix("/v1"), POLICY)] if url else []

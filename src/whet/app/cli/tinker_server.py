@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.flags import CommandParser, add_listen_flags
 from whet.app.composition.distributed import print_line, raise_file_limit
 from whet.config import RunConfig, resolve
@@ -69,7 +69,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run_tinker_server(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     follow_supervisor()
-    config = resolve(config_values(args))
+    config = resolve(read_config_values(args))
     raise_file_limit()
     run_async(_serve, args, config)
     return 0

@@ -9,7 +9,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
+from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, read_config_values
 from whet.app.cli.dev import run_dev
 from whet.app.cli.display import open_console, report_stopped
 from whet.app.cli.flags import (
@@ -78,7 +78,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Run `whet train`."""
-    values = config_values(args)
+    values = read_config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
     if args.resume is not None and not args.tasks and not args.env:
         raise ConfigError("--resume continues with the agent and tasks of before: name both again")

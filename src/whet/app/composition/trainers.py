@@ -206,7 +206,7 @@ def check_credit(algorithm: object) -> Algorithm:
     return cast(Algorithm, algorithm)
 
 
-def algorithm_name(algorithm: Algorithm) -> str:
+def name_algorithm(algorithm: Algorithm) -> str:
     """The config's name of an object's class, by which a resumed run makes another object."""
     kind = type(algorithm)
     return f"{kind.__module__}:{kind.__qualname__}"

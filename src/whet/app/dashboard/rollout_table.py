@@ -16,7 +16,7 @@ from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
 from whet.app.dashboard.terminal import clean
-from whet.app.inspection.run_list import find_newest, narrow_table, print_rows
+from whet.app.inspection.run_list import build_narrow_table, find_newest, print_rows
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.threads import run_async
@@ -141,7 +141,7 @@ def _print(console: Console, name: str, rows: Rows) -> None:
     if not rows:
         console.print("no such rollouts")
         return
-    table = narrow_table("rollout")
+    table = build_narrow_table("rollout")
     table.add_column("status", no_wrap=True)
     forks = ["forks"] if any(row["forks"] for row in rows) else []
     for title in ("reward", "step", "calls", *forks, "tokens", "seconds"):

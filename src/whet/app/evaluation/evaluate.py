@@ -32,8 +32,8 @@ from whet.app.evaluation.model_sources import EndpointModel, Model, PolicySet, r
 from whet.app.evaluation.statistics import Scores
 from whet.app.evaluation.trials import (
     Trial,
-    ended_rollouts,
     plan_trials,
+    read_ended_rollouts,
     read_scores,
     run_trials,
 )
@@ -237,7 +237,7 @@ async def _evaluate_models(
     config = folder.config().model_copy(update={"policies": policies})
     scores: dict[str, Scores] = {}
     uses: dict[str, Mapping[str, PolicyUse]] = {}
-    with folder.owned():
+    with folder.lock():
         lines = _Results(results, folder.path.name)
         async with _serve_judge(folder.config(), display) as judge:
             evaluator = _ModelEvaluator(agent, tasks, prepared, config, lines, display, judge)
@@ -281,7 +281,7 @@ class _ModelEvaluator:
 
         # Each model has its own run in the store, so that none claims the rollouts of another.
         async with self.prepared.folder.open_store(model.name) as store:
-            ended = await ended_rollouts(store)
+            ended = await read_ended_rollouts(store)
             left = sum(id not in ended for id in planned)
             if left:
                 self.display.phase(f"evaluate {model.name}", left)

@@ -31,7 +31,7 @@ DROPPED = {
 }
 
 
-def template_report(renderer: Renderer) -> dict[str, JsonValue]:
+def build_template_report(renderer: Renderer) -> dict[str, JsonValue]:
     """The report on a template as JSON, with what is read back of turns that it writes."""
     read = {name: _read_back(renderer, turn) for name, turn in TURNS.items()}
     return {**renderer.report.to_json(), "read_back": cast(dict[str, JsonValue], read)}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from anyio import CancelScope, to_thread
 
-from whet.app.composition.samplers import build_renderer, sampler_threads
+from whet.app.composition.samplers import build_renderer, choose_sampler_threads
 from whet.config import AdamStep, LocalTrainerConfig, RunConfig
 from whet.engines.local.engine import LocalEngine
 from whet.engines.local.forward import check_sampling
@@ -194,7 +194,7 @@ class TrainingRuns:
         policy = await to_thread.run_sync(
             lambda: self._base.build_adapters(lora, seed=seed, trained=True)
         )
-        self._runs[run] = policy, DatumTrainer(policy, threads=sampler_threads(policy))
+        self._runs[run] = policy, DatumTrainer(policy, threads=choose_sampler_threads(policy))
 
     def drop(self, run: str) -> None:
         """Release a run, if it is in memory."""
@@ -423,6 +423,6 @@ class Samplers:
             self._base.engine,
             self._decode,
             grammars=self._grammars,
-            threads=sampler_threads(policy),
+            threads=choose_sampler_threads(policy),
         )
         return _EngineSlot(policy, engine, LocalScorer(policy), lora, None)

@@ -105,7 +105,7 @@ async def _run(
     store: Store
     async with AsyncExitStack() as stack:
         stack.callback(folder.discard_if_new)
-        stack.enter_context(folder.owned())
+        stack.enter_context(folder.lock())
         settings = write_settings(config, folder, tasks, held_out)
         await _check_settings(config, settings)
         if store_url is None:
