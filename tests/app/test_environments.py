@@ -64,7 +64,7 @@ def test_an_invalid_name_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("no-such-kind:x", "unknown environment 'no-such-kind': there are reasoning-gym"),
+        ("no-such-kind:x", "unknown environment 'no-such-kind': expected one of reasoning-gym"),
         ("inspect:missing.py", "no package 'inspect-ai'|a file with tasks"),
         ("verifiers:x", "no package 'verifiers' in this Python .* --env-python"),
         ("openenv:host:8000", "openenv takes the URL of a running server"),

@@ -68,7 +68,10 @@ async def test_an_agent_may_do_without_a_model(store: SQLiteStore) -> None:
 @pytest.mark.parametrize(
     ("agent", "says"),
     [
-        (lambda task, llm, judge: 1, "unknown parameter 'judge'; there are task, llm, llms, res"),
+        (
+            lambda task, llm, judge: 1,
+            "unknown parameter 'judge'; expected one of task, llm, llms, res",
+        ),
         (lambda task, resource: 1, "unknown parameter 'resource', perhaps 'resources'"),
         (lambda task, *, promptt_template: 1, "perhaps 'prompt_template'"),
         (lambda llm: 1, "does not take the task"),

@@ -200,7 +200,7 @@ def _unknown_parameter(agent: str, name: str) -> ConfigError:
     close = _close_matches(name)
     suggestion = f", perhaps {close[0]!r}" if close else ""
     return ConfigError(
-        f"the agent {agent!r} has an unknown parameter {name!r}{suggestion}; there are "
+        f"the agent {agent!r} has an unknown parameter {name!r}{suggestion}; expected one of "
         f"{', '.join(PARAMETERS)}"
     )
 

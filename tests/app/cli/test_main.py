@@ -155,7 +155,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("train garbled.py:solve --tasks tasks.jsonl", "SyntaxError"),
         (
             "train agent.py:asks_too_much --tasks tasks.jsonl",
-            "unknown parameter 'judge'; there are task, llm",
+            "unknown parameter 'judge'; expected one of task, llm",
         ),
         ("train agent.py:not_a_function --tasks tasks.jsonl", "an agent is a function"),
         ("train agent.py:solve --tasks absent.jsonl", "cannot read the tasks 'absent.jsonl'"),

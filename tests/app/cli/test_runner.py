@@ -167,7 +167,7 @@ def test_a_process_waits_for_its_store_and_says_so(folder: Path) -> None:
             runner.hears("waiting for a gateway")
             assert runner.stop() == 0
             assert store.stop() == 0
-            assert store.lines[-1] == "store stops"
+            assert store.lines[-1] == "stopping the store"
 
 
 def test_the_stores_token_is_made_once_and_only_its_owner_reads_it(folder: Path) -> None:

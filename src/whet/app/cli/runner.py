@@ -76,7 +76,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="processes to run agents in; 0: in this one (default: half the cores, if more than 2)",
+        help="processes to run agents in; 0 for this one (default: half the cores, if more than 2)",
     )
     group.add_argument(
         "--lease",
@@ -133,7 +133,7 @@ def _add_ray_flags(parser: CommandParser) -> None:
         "--scale",
         type=int,
         metavar="N",
-        help="change the number of runners that a running --ray keeps, and exit",
+        help="change the number of runners of a running `whet runner --ray`, and exit",
     )
 
 
@@ -231,7 +231,9 @@ def _check_ray_flags(args: argparse.Namespace) -> None:
         flag = "--num" if args.num is not None else "--cpus"
         raise ConfigError(f"{flag} is for runners on a Ray cluster: add --ray auto")
     if args.scale is not None and (args.ray is not None or has_agent(args)):
-        raise ConfigError("--scale changes what a running --ray keeps: leave out --ray and AGENT")
+        raise ConfigError(
+            "--scale changes a running `whet runner --ray`: leave out --ray and AGENT"
+        )
     for flag in ("num", "scale"):
         if (number := getattr(args, flag)) is not None and number < 0:
             raise ConfigError(f"invalid --{flag} {number}: expected 0 or more")
@@ -244,7 +246,7 @@ async def _scale(args: argparse.Namespace) -> None:
     name = args.worker or DEFAULT_NAME
     async with connect_store(place) as store:
         await set_runners(store, name, args.scale)
-    print_line(f"run {place.run} is to have {args.scale} runners {name}-N on Ray")
+    print_line(f"run {place.run}: {args.scale} runners {name}-N requested on Ray")
 
 
 async def _run_on_ray(args: argparse.Namespace) -> None:

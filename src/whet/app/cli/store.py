@@ -104,7 +104,7 @@ async def _serve(args: argparse.Namespace) -> None:
             print_line(f"new token, written to {directory / FILE}: {token.value}")
         print_line(f"dashboard {pages.link(server.url)}")
         await stop.requested.wait()
-        print_line("store stops")
+        print_line("stopping the store")
         pages.close()
         await to_thread.run_sync(server.close)
 

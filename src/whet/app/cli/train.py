@@ -81,7 +81,7 @@ def run_train(args: argparse.Namespace) -> int:
     values = read_config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
     if args.resume is not None and not args.tasks and not args.env:
-        raise ConfigError("--resume continues with the agent and tasks of before: name both again")
+        raise ConfigError("--resume needs the agent and the tasks of the run: name both again")
     environment = load_agent(args) if args.env else None
     tasks = load_named_tasks(args, environment)
     held_out = load_named_held_out(args, environment)
@@ -91,7 +91,7 @@ def run_train(args: argparse.Namespace) -> int:
     if args.algorithm is not None:
         return _run_driver(args, values, tasks, held_out)
     if args.store is None and not has_agent(args):
-        raise ConfigError("name the agent to run, or with --store the processes that run it")
+        raise ConfigError("found no agent: name one, or use --store and run it with `whet runner`")
     return _train(args, values, tasks, held_out)
 
 
@@ -108,7 +108,9 @@ def _train(
     if isinstance(trainer, VerlConfig):
         check_contradictions(parse_overrides(trainer.overrides))
         if args.prompt or args.judge:
-            raise ConfigError("verl reads no prompts and no judge: leave out --prompt and --judge")
+            raise ConfigError(
+                "verl does not support prompts or a judge: leave out --prompt and --judge"
+            )
     # With a store the agent runs elsewhere, unless this process starts its runners on Ray.
     needs_agent = args.store is None or resolve(values).runner.ray is not None
     agent = load_agent(args) if needs_agent else None

@@ -196,7 +196,7 @@ def _find_policies(models: Sequence[Model]) -> Mapping[str, PolicyConfig]:
         if first and other and set(other.policies) != set(first.policies):
             raise ConfigError(
                 f"{first.name!r} has the policies {', '.join(first.policies)}, and {other.name!r} "
-                f"{', '.join(other.policies)}: an agent calls the same ones in all"
+                f"{', '.join(other.policies)}: expected models with the same policies"
             )
     return first.policies if first else {}
 

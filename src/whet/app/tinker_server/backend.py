@@ -142,8 +142,8 @@ def name_folder(folder: str) -> str:
     """
     if ":" in folder:
         raise ConfigError(
-            f"clients cut the model folder {folder!r} at its colon: rename it, or name the model, "
-            "--model NAME=FOLDER"
+            f"clients split the model folder {folder!r} at its colon: rename it, or name the "
+            "model, --model NAME=FOLDER"
         )
     return f"{folder}/" if folder.count("/") == 2 else folder
 

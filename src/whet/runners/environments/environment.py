@@ -91,8 +91,8 @@ def open_environment(name: EnvironmentName) -> Environment:
         found = importlib.metadata.entry_points(group=GROUP, name=name.kind)
         if not found:
             raise ConfigError(
-                f"unknown environment {name.kind!r}: there are {', '.join(PROVIDERS)}, and entry "
-                f"points of the group {GROUP!r}"
+                f"unknown environment {name.kind!r}: expected one of {', '.join(PROVIDERS)}, or an "
+                f"entry point of the group {GROUP!r}"
             )
         with boundary(ConfigError, f"cannot import the environment {name.kind!r}"):
             opener = next(iter(found)).load()
