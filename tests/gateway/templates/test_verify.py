@@ -82,7 +82,7 @@ def test_every_report_is_the_known_one_and_has_a_cause(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_stops_only_where_a_turn_ends(name: str) -> None:
     renderer = real_renderer(name)
-    stops = {renderer.template.token_text(id) for id in renderer.stop_ids}
+    stops = {renderer.template.get_token_text(id) for id in renderer.stop_ids}
     assert renderer.report.close in stops or name.startswith(("gptoss", "glm"))
     assert not stops & (
         {*renderer.parser.format.special_tokens} - {"<|call|>", "<|return|>", "<|eot|>"}

@@ -47,11 +47,11 @@ def _read_back(renderer: Renderer, turn: Message) -> bool | None:
     read = decode_message(
         renderer, ids, Sampling(), tools=bool(tools), schemas=tools, prompt=prompt
     )
-    calls = [(call.name, call.parsed()) for call in read.tool_calls]
+    calls = [(call.name, call.parse_arguments()) for call in read.tool_calls]
     return (read.content.strip(), read.reasoning.strip(), calls) == (
         turn.content,
         turn.reasoning,
-        [(call.name, call.parsed()) for call in turn.tool_calls],
+        [(call.name, call.parse_arguments()) for call in turn.tool_calls],
     )
 
 

@@ -50,7 +50,7 @@ def build_inference_mounts(state: ServerState, log: Log) -> list[Mount]:
     """Build the routes. The `log` of the gateway stays empty: nothing is recorded."""
     inference = _Inference(state, log)
     anthropic = AnthropicDialect()
-    anthropic_errors = ErrorFormat(anthropic.error, anthropic.error_event)
+    anthropic_errors = ErrorFormat(anthropic.build_error, anthropic.build_error_event)
     return [
         inference.mount(OPENAI_PREFIX, OPENAI_ERRORS, "/chat/completions", "/completions"),
         inference.mount(ANTHROPIC_PREFIX, anthropic_errors, "/messages", "/messages/count_tokens"),

@@ -63,10 +63,10 @@ class _AnthropicMessage(Lenient):
     def to_canonical(self, where: str) -> list[Message]:
         if self.role == "system":
             return [Message("system", read_text(self.content, f"{where}.content", ("text",)))]
-        blocks = _blocks(self.content, f"{where}.content")
+        blocks = _read_blocks(self.content, f"{where}.content")
         if self.role == "assistant":
-            return [_assistant(blocks)]
-        return _user(blocks)
+            return [_convert_assistant(blocks)]
+        return _convert_user(blocks)
 
 
 class _Tool(Lenient):
@@ -146,7 +146,7 @@ class Conversation(Wire):
         """Convert the messages to canonical form, the system prompt first."""
         self.context_management.check()
         messages: list[Message] = []
-        if system := _system(self.system):
+        if system := _read_system(self.system):
             messages.append(Message("system", system))
         for index, message in enumerate(self.messages):
             messages += message.to_canonical(f"messages.{index}")
@@ -198,10 +198,10 @@ class AnthropicRequest(Conversation, SamplingFields):
             stream=self.stream,
             calls_tools=bool(tools) and self.tool_choice.type != "none",
             several_calls=not self.tool_choice.disable_parallel_tool_use,
-            constraint=self._constraint(tools),
+            constraint=self._build_constraint(tools),
         )
 
-    def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
+    def _build_constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
         choice, several = self.tool_choice, not self.tool_choice.disable_parallel_tool_use
         if choice.type == "tool":
             return build_constraint(tools, tool_name=choice.name or "")
@@ -231,7 +231,7 @@ class AnthropicDialect(Dialect):
     def parse(self, body: bytes) -> ParsedRequest:
         return parse_body(AnthropicRequest, body)
 
-    def error(self, error: WireError) -> Json:
+    def build_error(self, error: WireError) -> Json:
         message = error.message
         if overflow := CONTEXT_OVERFLOW.search(message):  # the words at which Claude Code compacts
             message = f"prompt is too long: {overflow[2]} tokens > {overflow[1]} maximum"
@@ -241,11 +241,11 @@ class AnthropicDialect(Dialect):
             wire["details"] = {"error_code": error.code, "unsupported": ["thread"]}
         return {"type": "error", "error": wire}
 
-    def error_event(self, error: WireError) -> bytes:
-        return format_event(self.error(error), "error")
+    def build_error_event(self, error: WireError) -> bytes:
+        return format_event(self.build_error(error), "error")
 
 
-def _system(system: str | list[JsonValue]) -> str:
+def _read_system(system: str | list[JsonValue]) -> str:
     if isinstance(system, str):
         return "" if system.startswith(BILLING) else system
     kept = [block for block in system if not _is_billing(block)]
@@ -292,7 +292,7 @@ class _Block(Lenient):
         )
 
 
-def _blocks(content: str | list[JsonValue], where: str) -> list[_Block]:
+def _read_blocks(content: str | list[JsonValue], where: str) -> list[_Block]:
     if isinstance(content, str):
         return [_Block(type="text", where=where, text=content)]
     blocks: list[_Block] = []
@@ -312,7 +312,7 @@ def _parse_block(block: Json, where: str) -> _Block:
         raise RequestError(f"{where}: invalid content block of type {block['type']!r}") from error
 
 
-def _assistant(blocks: Sequence[_Block]) -> Message:
+def _convert_assistant(blocks: Sequence[_Block]) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -336,7 +336,7 @@ def _assistant(blocks: Sequence[_Block]) -> Message:
     )
 
 
-def _user(blocks: Sequence[_Block]) -> list[Message]:
+def _convert_user(blocks: Sequence[_Block]) -> list[Message]:
     """Convert tool results to messages of their own, and the texts between them to the user's."""
     messages: list[Message] = []
     texts: list[str] = []

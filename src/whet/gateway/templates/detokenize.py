@@ -435,7 +435,7 @@ class HarmonyMessageParser(MessageParser):
         return end is not None
 
     def _find_kind(self, header: str) -> BodyKind:
-        if self._parser.recipient(header):
+        if self._parser.read_recipient(header):
             return BodyKind.CALL
         thinks = self._parser.thinking_header.search(header)
         return BodyKind.REASONING if thinks else BodyKind.CONTENT
