@@ -17,11 +17,11 @@ from whet.store.codec import (
 from whet.store.database import Db
 from whet.store.queries.tables import (
     OF_RUN,
+    build_not_running_error,
     find_attempt,
     find_run,
     find_running_attempts,
     insert,
-    not_running,
 )
 from whet.types import (
     Attempt,
@@ -140,7 +140,7 @@ def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
     """Read a running attempt. Raises LeaseLost."""
     row = db.execute(RUNNING, (run, attempt)).fetchone()
     if row is None:
-        raise not_running(db, run, attempt)
+        raise build_not_running_error(db, run, attempt)
     number, resources, body = row
     return Attempt(
         id=attempt, rollout=parse_rollout(body), number=number, resources=parse_resources(resources)
