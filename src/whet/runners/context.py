@@ -155,7 +155,7 @@ def as_attempt_error(error: BaseException) -> AttemptError:
 def find_agent_line(error: BaseException) -> str:
     """Return `file:line` of the innermost frame in the user's own code; empty if there is none."""
     return _find_user_line(
-        (frame.filename, frame.lineno) for frame in reversed(_agent_frames(error))
+        (frame.filename, frame.lineno) for frame in reversed(_extract_agent_frames(error))
     )
 
 
@@ -175,14 +175,14 @@ def _is_library(file: Path) -> bool:
     return is_installed or str(file).startswith((_PACKAGE, _STANDARD_LIBRARY))
 
 
-def _agent_frames(error: BaseException) -> list[traceback.FrameSummary]:
+def _extract_agent_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of a traceback from the first that is not our own code that called the agent."""
     frames = traceback.extract_tb(error.__traceback__)
     return list(dropwhile(lambda frame: frame.filename.startswith(_PACKAGE), frames))
 
 
 def _format_traceback(error: BaseException) -> str:
-    frames = _agent_frames(error)
+    frames = _extract_agent_frames(error)
     if not frames:
         return ""
     reason = traceback.format_exception_only(error)

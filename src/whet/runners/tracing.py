@@ -97,8 +97,8 @@ class Operation:
                     end=max(start, end),
                     status="error" if error else "ok",
                     message=f"{type(error).__name__}: {error}"[:MAX_CHARS] if error else "",
-                    attributes=self._attributes | _error_type(error),
-                    events=(_exception_event(error, end),) if error else (),
+                    attributes=self._attributes | _format_error_type(error),
+                    events=(_build_exception_event(error, end),) if error else (),
                     scope=SCOPE,
                 )
             )
@@ -213,11 +213,11 @@ def _redact_key(value: object) -> object:
     return value.model_copy(update={"api_key": "...", "reward_key": "..."})
 
 
-def _error_type(error: BaseException | None) -> dict[str, JsonValue]:
+def _format_error_type(error: BaseException | None) -> dict[str, JsonValue]:
     return {"error.type": type(error).__qualname__} if error else {}
 
 
-def _exception_event(error: BaseException, at: int) -> SpanEvent:
+def _build_exception_event(error: BaseException, at: int) -> SpanEvent:
     return SpanEvent(
         name="exception",
         time=at,

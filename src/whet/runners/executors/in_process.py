@@ -216,7 +216,7 @@ class _Job:
         # Errors are results here: one that is not awaited any more needs no log line.
         self._result: asyncio.Future[float | Exception] = self._runner_loop.create_future()
         self._task: asyncio.Task[None] | None = None
-        self._is_cancelled = False
+        self._is_canceled = False
 
     async def result(self) -> float:
         """Wait for the reward. Raises AttemptError or Evicted."""
@@ -239,7 +239,7 @@ class _Job:
             self._request_cancel()
 
     def _request_cancel(self) -> None:
-        self._is_cancelled = True
+        self._is_canceled = True
         self.home.post(self._cancel)
 
     def _settle(self, result: float | Exception) -> None:
@@ -252,11 +252,11 @@ class _Job:
         """Do the work, cancel tasks that the agent has left running, and report the result."""
         self._task = asyncio.current_task()
         try:
-            if self._is_cancelled:
+            if self._is_canceled:
                 raise asyncio.CancelledError
             result = await work()
         except asyncio.CancelledError:
-            reason = "was cancelled" if self._is_cancelled else "cancelled itself"
+            reason = "was cancelled" if self._is_canceled else "cancelled itself"
             result = AgentFailed(f"the agent {reason}")
         except BaseException as raised:  # noqa: BLE001 - also SystemExit: it ends the attempt only
             result = as_attempt_error(raised)

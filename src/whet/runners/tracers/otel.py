@@ -57,11 +57,11 @@ class AttemptSpanProcessor(SpanProcessor):
         self._owners = SpanOwners()
 
     def on_start(self, span: OpenSpan, parent_context: Context | None = None) -> None:
-        if (context := self._owners.start(_key(span))) is not None:
+        if (context := self._owners.start(_build_key(span))) is not None:
             span.set_attribute(ATTEMPT, context.attempt.id)
 
     def on_end(self, span: ReadableSpan) -> None:
-        self._owners.end(_key(span), partial(convert_span, span))
+        self._owners.end(_build_key(span), partial(convert_span, span))
 
 
 def convert_span(span: ReadableSpan) -> Span:
@@ -93,7 +93,7 @@ def convert_span(span: ReadableSpan) -> Span:
     )
 
 
-def _key(span: ReadableSpan) -> tuple[int, int]:
+def _build_key(span: ReadableSpan) -> tuple[int, int]:
     context = span.context
     assert context is not None
     return context.trace_id, context.span_id
