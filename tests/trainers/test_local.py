@@ -264,12 +264,12 @@ def families(draw: st.DrawFn) -> list[Row]:
 
 
 def gradients_of(policy: LocalPolicy, loss: Tensor) -> dict[str, Tensor]:
-    weights = policy.trainable()
+    weights = policy.get_trainable()
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
 def found_gradients(policy: LocalPolicy) -> dict[str, Tensor]:
-    grads = {name: p.grad for name, p in policy.trainable().items()}
+    grads = {name: p.grad for name, p in policy.get_trainable().items()}
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
@@ -501,7 +501,7 @@ async def test_staleness_counts_versions_however_large() -> None:
 
 
 def values(policy: LocalPolicy) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in policy.trainable().items()}
+    return {name: p.detach().clone() for name, p in policy.get_trainable().items()}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

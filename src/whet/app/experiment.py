@@ -26,7 +26,7 @@ from whet.protocols import Tracker
 from whet.training import async_loop as overlapped
 from whet.training import loop as on_policy
 from whet.training.diagnosis import explain_metrics
-from whet.training.stopping import EVALUATION, best_step, stop_reason
+from whet.training.stopping import EVALUATION, explain_stop, find_best_step
 from whet.training.tracking import CLOSE_TIMEOUT_S, Tracking, build_tracker
 from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics, StepRecord
@@ -159,7 +159,7 @@ async def run_experiment(
             seconds=time.monotonic() - began,
             failures=await _count_failures(steps, run),
             problem=problem,
-            stopped=stop_reason(steps, run.config) if len(steps) < run.config.steps else None,
+            stopped=explain_stop(steps, run.config) if len(steps) < run.config.steps else None,
             model_step=best.step + 1 if best else len(steps) or None,
         )
         tracking.finish(result.metrics())
@@ -205,7 +205,7 @@ async def _choose_model(
     if not config.every or scores is None or not steps:
         return scores, None
     last = steps[-1].model_copy(update={"metrics": compute_evaluation_metrics(scores, config)})
-    best = best_step([*steps[:-1], last])
+    best = find_best_step([*steps[:-1], last])
     if best is None or best is last:
         return scores, None
     await run.trainer.restore(run.folder.checkpoints / best.checkpoint)

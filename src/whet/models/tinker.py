@@ -52,7 +52,7 @@ class TinkerPolicy:
         """Use `connect` or `open` instead."""
         self._service = service
         self._config = config
-        self._settings = service_settings(config)
+        self._settings = read_service_settings(config)
         self._training: tinker.TrainingClient | None = None
         self._sampling: tinker.SamplingClient | None = None
         self.context_length = context
@@ -74,7 +74,7 @@ class TinkerPolicy:
             ConfigError: the service cannot be reached, or has no such model.
         """
         with boundary(ConfigError, "cannot reach the Tinker service"):
-            service = tinker.ServiceClient(base_url=service_settings(config).base_url)
+            service = tinker.ServiceClient(base_url=read_service_settings(config).base_url)
             found = await service.get_server_capabilities_async()
         wanted = base_model(config)
         models = {m.model_name or "": m for m in found.supported_models}
@@ -87,7 +87,7 @@ class TinkerPolicy:
     async def open(cls, config: RunConfig) -> "TinkerPolicy":
         """Create adapters to train. Raises as `connect` does."""
         policy, wanted = await cls.connect(config), base_model(config)
-        settings = service_settings(config)
+        settings = read_service_settings(config)
         layers = settings.lora_layers
         with boundary(ConfigError, f"the service cannot train {wanted!r}"):
             policy._training = await policy._service.create_lora_training_client_async(
@@ -243,7 +243,7 @@ class TinkerPolicy:
         return f"{self.version:06d}-{os.urandom(4).hex()}"
 
 
-def service_settings(config: RunConfig) -> TinkerConfig:
+def read_service_settings(config: RunConfig) -> TinkerConfig:
     """Return the settings of the service."""
     assert isinstance(config.trainer, TinkerConfig)
     return config.trainer
@@ -251,7 +251,7 @@ def service_settings(config: RunConfig) -> TinkerConfig:
 
 def base_model(config: RunConfig) -> str:
     """Return the service's name of the base model."""
-    if (name := service_settings(config).base_model) is not None:
+    if (name := read_service_settings(config).base_model) is not None:
         return name
     folder = Path(os.path.expanduser(config.model))
     return str(folder.absolute()) if folder.is_dir() else config.model

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
-from whet.models.rounding import rounding_errors
+from whet.models.rounding import simulate_rounding_errors
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -240,7 +240,7 @@ class RowProbe:
 
     def rounding_gap(self) -> float:
         """Largest of some gaps of a row to itself with rounding errors."""
-        with rounding_errors(self._body):
+        with simulate_rounding_errors(self._body):
             runs = [self._run(self._ids_L[self._rows[0]]) for _ in range(self.DISTURBED_RUNS)]
         return max(_measure_gap(run_TD, self._plain[0]) for run_TD in runs)
 

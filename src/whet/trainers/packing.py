@@ -80,12 +80,12 @@ class PrefixTree(Generic[R]):
     @property
     def tokens(self) -> Nodes:
         """Token id of each node."""
-        return self._fresh(self._tokens)
+        return self._select_added(self._tokens)
 
     @property
     def depth(self) -> Nodes:
         """Depth of each node, which is its position in every row it belongs to."""
-        return self._fresh([np.arange(len(nodes)) for _, nodes in self.rows])
+        return self._select_added([np.arange(len(nodes)) for _, nodes in self.rows])
 
     @property
     def end(self) -> Nodes:
@@ -108,7 +108,7 @@ class PrefixTree(Generic[R]):
         runs = [(n, nodes) for n, (_, nodes) in zip(self._added, self.rows, strict=True) if n]
         return Branches.of(runs, device)
 
-    def _fresh(self, values: Sequence[Nodes]) -> Nodes:
+    def _select_added(self, values: Sequence[Nodes]) -> Nodes:
         """From one value per token of each row, those of the nodes the row added."""
         last = [one[len(one) - n :] for one, n in zip(values, self._added, strict=True)]
         return np.concatenate(last, dtype=np.int64)

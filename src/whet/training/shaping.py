@@ -16,7 +16,9 @@ def add_length_penalties(groups: Sequence[Group], config: RunConfig) -> list[Gro
     if not config.length.is_active:
         return list(groups)
     by_turn = config.algorithm.credit == "turn"
-    return [[_penalize(trajectory, config.length, by_turn) for trajectory in g] for g in groups]
+    return [
+        [_apply_penalty(trajectory, config.length, by_turn) for trajectory in g] for g in groups
+    ]
 
 
 def mask_truncated(credits: Sequence[Credit], config: LengthConfig) -> list[Credit]:
@@ -43,7 +45,7 @@ def find_truncated(trajectory: Trajectory) -> set[GenerationId]:
     }
 
 
-def _penalize(trajectory: Trajectory, config: LengthConfig, by_turn: bool) -> Trajectory:
+def _apply_penalty(trajectory: Trajectory, config: LengthConfig, by_turn: bool) -> Trajectory:
     costs = {
         call.id: fmean(
             config.compute_cost(len(generation.tokens)) for generation in call.generations

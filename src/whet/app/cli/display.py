@@ -13,7 +13,7 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
-from whet.training.stopping import headline
+from whet.training.stopping import read_headline
 from whet.types import StepRecord
 
 MAX_BAR = 20
@@ -178,7 +178,7 @@ class NotebookCurve:
         number, reward, held_out = (
             record.step + 1,
             record.metrics.get("reward"),
-            headline(record),
+            read_headline(record),
         )
         self._rewards += [] if reward is None else [(number, reward)]
         self._held_out += [] if held_out is None else [(number, held_out)]
@@ -250,7 +250,7 @@ def print_next(console: Console, folder: RunFolder, *, has_failures: bool = Fals
 
 def _format_held_out(record: StepRecord) -> list[str]:
     """The measure of the evaluation after a step, if there was one."""
-    found = headline(record)
+    found = read_headline(record)
     return [] if found is None else [f"held out {found:.2f}"]
 
 

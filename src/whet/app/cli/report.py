@@ -13,7 +13,7 @@ from whet.app.evaluation.comparison import print_comparison
 from whet.app.evaluation.statistics import Estimate
 from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder
-from whet.training.stopping import headline
+from whet.training.stopping import read_headline
 
 if TYPE_CHECKING:  # slow import
     from matplotlib.figure import Figure
@@ -91,7 +91,9 @@ def build_picture(result: Result) -> "Figure":
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow import
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
-    held_out = [(s.step + 1, headline(s)) for s in result.steps if headline(s) is not None]
+    held_out = [
+        (s.step + 1, read_headline(s)) for s in result.steps if read_headline(s) is not None
+    ]
     panels = 2 if result.comparison or held_out else 1
     figure = Figure(figsize=(5.5 * panels, 4), dpi=120, layout="constrained")
     first, *rest = figure.subplots(1, panels, squeeze=False)[0]

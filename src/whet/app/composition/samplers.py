@@ -25,7 +25,7 @@ from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.io.files import memory_folder
 from whet.io.threads import short_turns
-from whet.models.catalog import model_context
+from whet.models.catalog import read_model_context
 from whet.protocols import Engine
 
 if TYPE_CHECKING:
@@ -337,10 +337,10 @@ async def open_server_samplers(
                 settings.kind,
                 urls,
                 renderer.template.decode,
-                context_length=model_context(model),
+                context_length=read_model_context(model),
                 max_context=settings.max_context,
                 startup_error=lambda: next(
-                    filter(None, (s.startup_error() for s in launched)), None
+                    filter(None, (s.find_startup_error() for s in launched)), None
                 ),
                 progress=progress,
             )
@@ -362,12 +362,12 @@ def _choose_transfer(published: Sequence[PublishedPolicy]) -> Literal["lora", "f
 
 def _list_server_flags(published: Sequence[PublishedPolicy], settings: VLLMConfig) -> list[str]:
     """Flags of a server that has the adapters of all policies, old versions included."""
-    from whet.engines.remote.launch import required_flags  # noqa: PLC0415 - only if needed
+    from whet.engines.remote.launch import build_required_flags  # noqa: PLC0415 - only if needed
 
     trainers = [policy.trainer for policy in published if policy.trainer.kind == "local"]
     widest = max(trainers, key=lambda trainer: trainer.lora_rank)
     versions = sum(policy.staleness + 2 for policy in published)
-    return required_flags(widest, max_context=settings.max_context, max_versions=versions)
+    return build_required_flags(widest, max_context=settings.max_context, max_versions=versions)
 
 
 @contextmanager
@@ -382,13 +382,16 @@ def _start_servers(
 ) -> Generator[list["VLLMProcess"]]:
     """Start vLLM on the GPUs that do not train; the folder in memory is deleted in the end."""
     from whet.engines.remote.launch import VLLMProcess  # noqa: PLC0415
-    from whet.engines.remote.placement import place_servers, visible_gpus  # noqa: PLC0415
+    from whet.engines.remote.placement import list_visible_gpus, place_servers  # noqa: PLC0415
 
     settings = config.engine
     assert settings.kind == "vllm"
     flags = _list_server_flags(published, settings)
     placed = place_servers(
-        visible_gpus(), training=training_gpus, flags=settings.flags, replicas=settings.replicas
+        list_visible_gpus(),
+        training=training_gpus,
+        flags=settings.flags,
+        replicas=settings.replicas,
     )
     with ExitStack() as stack:
         if memory is not None:

@@ -28,7 +28,7 @@ from whet.errors import ConfigError
 from whet.gateway.templates.renderer import Renderer
 from whet.io.files import atomic_file
 from whet.io.threads import run_async
-from whet.models.catalog import model_context, resolve_model
+from whet.models.catalog import read_model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Scorer
 from whet.training.supervised import (
@@ -246,7 +246,7 @@ def _load_examples(
 ) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
     """Examples to train and to hold out."""
     renderer = build_renderer(model, config)
-    limit = min(model_context(model), config.engine.max_context or model_context(model))
+    limit = min(read_model_context(model), config.engine.max_context or read_model_context(model))
 
     def read(data: Dialogues) -> list[SupervisedExample]:
         return _fit_context(_render(kind, data, renderer), limit, config, console)
