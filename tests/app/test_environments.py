@@ -50,7 +50,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_name_has_a_kind_a_name_and_options() -> None:
     name = EnvironmentName.parse("reasoning-gym:chain_sum?min_terms=2&system=Be%20brief&tasks=7")
     assert (name.kind, name.name) == ("reasoning-gym", "chain_sum")
-    assert name.own_options() == {"min_terms": 2, "system": "Be brief"}
+    assert name.list_own_options() == {"min_terms": 2, "system": "Be brief"}
     assert (name.count("train"), name.count("held_out")) == (7, 64)
     assert EnvironmentName.parse("openenv:http://host:8000?action=x").name == "http://host:8000"
 

@@ -54,7 +54,7 @@ class Returns:
     turns: Mapping[TurnKey, float]
     """Mean return of the generations of each turn."""
 
-    def at(self, turn: TurnKey) -> float:
+    def get_score(self, turn: TurnKey) -> float:
         """Return the score of this rollout at a turn: one number, however many generations it has.
 
         A rollout that ended earlier, or without the agent, counts with the return it has.

@@ -407,8 +407,8 @@ class SelectionConfig(Section):
     tools: tuple[str, ...] = ()
     """Train only calls that offer all of these tools."""
     discarded: bool = True
-    """Train also answers that the agent threw away: other choices (`n`) and other answers to the
-    same prompt than the one it continued. Answers of a last turn never count as thrown away."""
+    """Train also answers that the agent discarded: other choices (`n`) and other answers to the
+    same prompt than the one it continued. Answers of a last turn never count as discarded."""
 
 
 class EvaluationConfig(Section):

@@ -275,7 +275,7 @@ class HookRunner:
             await self._sandbox.call(hook, is_async=_is_async_hook(hook))
             return 0.0
 
-        await self._sandbox.run(context.for_hook(), work, HOOK_TIMEOUT_S)
+        await self._sandbox.run(context.copy_for_hook(), work, HOOK_TIMEOUT_S)
 
 
 def _describe_hook_error(error: WhetError) -> str:

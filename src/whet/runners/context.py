@@ -45,7 +45,7 @@ class AttemptContext:
         """Tasks that the agent has created. Any: their results are the agent's own."""
         self.has_ended = False
 
-    def for_hook(self) -> "AttemptContext":
+    def copy_for_hook(self) -> "AttemptContext":
         """Return a context for a hook of the attempt: rewards and spans are shared, tasks not."""
         other = AttemptContext(self.attempt, self.llm, is_alone=self.is_alone)
         other.rewards, other.spans = self.rewards, self.spans
@@ -67,7 +67,7 @@ active_attempt: ContextVar[AttemptContext | None] = ContextVar("active_attempt",
 """Copied into tasks, and into threads by `asyncio.to_thread` and the like."""
 
 
-def current_attempt(caller: str) -> AttemptContext:
+def get_current_attempt(caller: str) -> AttemptContext:
     """Return the attempt this code belongs to.
 
     Raises:
@@ -101,7 +101,7 @@ def emit_reward(
     Raises:
         BadReward: the value is not a finite number, or the turn is negative.
     """
-    context = current_attempt("emit_reward")
+    context = get_current_attempt("emit_reward")
     if turn is not None and turn < 0:
         raise BadReward(f"turns are counted from 0; found a reward for turn {turn}")
     target = None

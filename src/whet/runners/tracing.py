@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from whet.errors import ConfigError
-from whet.runners.context import AttemptContext, active_attempt, current_attempt
+from whet.runners.context import AttemptContext, active_attempt, get_current_attempt
 from whet.types import Endpoint, Span, SpanEvent
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +71,7 @@ class Operation:
         self._attributes |= attributes
 
     def __enter__(self) -> "Operation":
-        context = current_attempt("operation")
+        context = get_current_attempt("operation")
         self._parent = _parent_id.get()
         self._started = (context, _parent_id.set(self._id), time.time_ns())
         return self
@@ -177,7 +177,7 @@ def _decorate(function: F, name: str, attributes: dict[str, JsonValue]) -> F:
 
 
 def _emit(caller: str, name: str, attributes: dict[str, JsonValue]) -> None:
-    context = current_attempt(caller)
+    context = get_current_attempt(caller)
     now = time.time_ns()
     context.add_span(
         Span(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from whet.config import AdamStep, LossConfig
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
-from whet.io.files import atomic_folder, final_path
+from whet.io.files import atomic_folder, find_final_path
 from whet.models.tinker import Floats, TinkerDatum, TinkerPolicy
 from whet.protocols import TrainingBackend
 from whet.types import GenerationId, Metrics, Row
@@ -72,7 +72,7 @@ class TinkerTrainer(TrainingBackend):
         def write(folder: Path) -> None:
             with atomic_folder(folder) as to:
                 _write(to, state)
-            final = final_path(folder)  # it may be part of a checkpoint of several policies
+            final = find_final_path(folder)  # it may be part of a checkpoint of several policies
             self._replaced.append(self._states.get(final))
             self._states[final] = path
 

@@ -38,7 +38,7 @@ from whet.app.composition.ray_runners import (
 )
 from whet.config import RunnerConfig, resolve
 from whet.errors import ConfigError
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.protocols import Store
 from whet.runners.agent import POLICY, Agent, inspect_agent
@@ -180,7 +180,7 @@ async def _run(
                 print_line("further failures are only counted; the store has them all")
 
     async with AsyncExitStack() as stack:
-        stop = await stack.enter_async_context(stoppable())
+        stop = await stack.enter_async_context(handle_stop_signals())
         with stop.cancel_on_request():
             place = await find_store(args.store, args.run_name, Path(args.dir))
             store = await stack.enter_async_context(connect_store(place))
@@ -261,7 +261,7 @@ async def _run_on_ray(args: argparse.Namespace) -> None:
         name=args.worker or DEFAULT_NAME,
         grace_s=args.grace,
     )
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             place = await find_store(args.store, args.run_name, Path(args.dir))
         if not stop.requested.is_set():

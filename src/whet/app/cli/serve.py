@@ -26,7 +26,7 @@ from whet.app.composition.samplers import open_sampler
 from whet.app.composition.weight_sync import PublishedPolicy, read_policy
 from whet.config import RunConfig, resolve
 from whet.errors import NotFound
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.protocols import Resources, Store
@@ -71,7 +71,7 @@ def run_serve(args: Arguments) -> int:
 
 
 async def _serve(args: Arguments, config: RunConfig) -> None:
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             name = args.run_name or "MODEL"
             alone = f"; `whet serve --model {name}` serves a model by itself"
@@ -84,7 +84,7 @@ async def _serve(args: Arguments, config: RunConfig) -> None:
 async def _serve_alone(args: Arguments, config: RunConfig) -> None:
     from whet.app.composition.standalone import serve_alone  # noqa: PLC0415 - imports torch
 
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             config = config.model_copy(update={"dir": Path(args.dir)})
             async with serve_alone(args.model, config, print_line) as served:

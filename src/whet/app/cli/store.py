@@ -19,7 +19,7 @@ from whet.app.composition.distributed import (
 from whet.app.dashboard.serving import StorePages
 from whet.errors import ConfigError, StoreError
 from whet.gateway import auth
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_database, open_store
@@ -89,7 +89,7 @@ async def _serve(args: argparse.Namespace) -> None:
     directory = Path(args.dir)
     token = make_token(directory)
     database = args.db or str(directory / DATABASE)
-    async with stoppable() as stop, open_database(database) as store:
+    async with handle_stop_signals() as stop, open_database(database) as store:
         pages = StorePages(store, directory, token=token.value, host=args.host)
         server = StoreServer(
             store,

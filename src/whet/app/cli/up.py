@@ -24,7 +24,7 @@ from whet.app.cli.flags import (
 from whet.app.composition.distributed import print_line
 from whet.config import RunConfig, merge, resolve
 from whet.errors import ConfigError
-from whet.io.process import SUPERVISED, RestartBackoff, find_free_port, stoppable
+from whet.io.process import SUPERVISED, RestartBackoff, find_free_port, handle_stop_signals
 from whet.io.threads import run_async
 from whet.store import DEFAULT_RUN
 from whet.store.http.token import make_token
@@ -118,7 +118,7 @@ async def _supervise(plan: dict[str, list[str]]) -> int:
             code = exit_code
             ended.set()
 
-    async with stoppable() as stop, create_task_group() as tasks:
+    async with handle_stop_signals() as stop, create_task_group() as tasks:
         for child in children:
             tasks.start_soon(keep_alive, child)
         with stop.cancel_on_request():

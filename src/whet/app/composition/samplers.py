@@ -23,8 +23,8 @@ from whet.config import LocalEngineConfig, RunConfig, VLLMConfig
 from whet.errors import ConfigError, EngineError, requires_extra
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
-from whet.io.files import memory_folder
-from whet.io.threads import short_turns
+from whet.io.files import make_memory_folder
+from whet.io.threads import shorten_thread_turns
 from whet.models.catalog import read_model_context
 from whet.protocols import Engine
 
@@ -173,7 +173,7 @@ async def open_local_sampler(
         threads=choose_sampler_threads(policy),
     )
     try:
-        with short_turns():
+        with shorten_thread_turns():
             yield Sampler(engine, engine.context_length, renderer, LocalWeights(policy))
     finally:
         await engine.close()
@@ -410,7 +410,7 @@ def _start_servers(
 def find_memory_folder(folder: Path, model: Path, weights: str) -> Path | None:
     """The folder in memory for the weights of servers of this machine, if there is room."""
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return memory_folder(folder, needed=round(size * ROOM[weights]) + 2**26)
+    return make_memory_folder(folder, needed=round(size * ROOM[weights]) + 2**26)
 
 
 class ServerWeights(EngineWeights):

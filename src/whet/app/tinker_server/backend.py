@@ -378,7 +378,7 @@ class Samplers:
                 min(free, key=lambda slot: slot.loaded).reserved = (weights,)
 
     def _release(self, weights: Weights | None) -> None:
-        """Remove a reservation that was met, or that nobody waits for any more."""
+        """Remove a reservation that was met, or that no request waits for any more."""
         for slot in self._slots:
             if slot.reserved == (weights,):
                 slot.reserved = None

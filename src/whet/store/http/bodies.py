@@ -20,7 +20,7 @@ class Limits(NamedTuple):
     body: int = 256 * 2**20
     """Bytes of a body, unpacked."""
     body_s: float = 60.0
-    """Seconds until a body is complete: nobody holds a connection by sending slowly."""
+    """Seconds until a body is complete: a slow sender cannot hold a connection."""
     archive: int = 64 * 2**30
     """Bytes of an uploaded run, packed or not."""
     pause_s: float = 60.0

@@ -341,7 +341,7 @@ class HTTPStore(Store):
         try:
             return await _parse(method, await self._send(request, TIMEOUT_S + wait_s))
         except asyncio.CancelledError:
-            # The server may have made the claim, or still make it: nobody would work on it.
+            # The server may have made the claim, or still make it: no worker would run it.
             with suppress(StoreClosed):
                 self._client.run(self._give_back(request.headers["Idempotency-Key"]))
             raise

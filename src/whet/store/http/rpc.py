@@ -49,7 +49,7 @@ JSON = "application/json"
 ARCHIVE = "application/zip"
 
 MAX_WAIT_S = 30.0
-"""Longest time a request is held; whoever still waits sends it again."""
+"""Longest time a request is held; a client that still waits sends it again."""
 MAX_PAGE = 10_000
 MAX_ITEMS = 1_000
 MAX_LEASE_S = 7 * 24 * 3600.0

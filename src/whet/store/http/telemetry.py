@@ -29,7 +29,7 @@ ANY = "*"
 
 
 def read_no_key(key: str, run: str) -> AttemptId | None:
-    """For a store that does not know how keys are made."""
+    """Return None, for a store that does not know how keys are made."""
     return None
 
 

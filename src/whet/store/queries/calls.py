@@ -16,7 +16,7 @@ from whet.store.codec import (
 )
 from whet.store.database import Db
 from whet.store.queries.tables import (
-    OF_RUN,
+    RUN_BY_NAME,
     build_not_running_error,
     find_attempt,
     find_run,
@@ -50,7 +50,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?)
 RUNNING = f"""
 SELECT attempt.number, attempt.resources, rollout.body
 FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
-WHERE attempt.run = {OF_RUN} AND attempt.id = ? AND attempt.status = 'running'
+WHERE attempt.run = {RUN_BY_NAME} AND attempt.id = ? AND attempt.status = 'running'
 """
 
 # Each order is that of an index: sorting rows with BLOBs would cost more than reading them.

@@ -12,7 +12,13 @@ from whet.store.codec import parse_resources, parse_rollout, to_json
 from whet.store.database import Column, Db
 from whet.store.notify import Notifier, end_key, work_key
 from whet.store.queries import idempotency, resources
-from whet.store.queries.tables import OF_RUN, build_not_running_error, find_run, insert, make_run
+from whet.store.queries.tables import (
+    RUN_BY_NAME,
+    build_not_running_error,
+    find_run,
+    insert,
+    make_run,
+)
 from whet.types import (
     NO_FAULT,
     TERMINAL,
@@ -74,7 +80,7 @@ UPDATE rollout SET lease_until = CASE WHEN lease_until > ? THEN lease_until ELSE
 WHERE seq = ?
 """
 
-SEEN = """
+SAVE_WORKER = """
 INSERT INTO worker (run, name, started, seen, due) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (run, name) DO UPDATE SET seen = excluded.seen, due = excluded.due
 """
@@ -98,8 +104,8 @@ WHERE rollout.status = 'running'
 # An attempt is ended under the lock of its rollout, so that one of several writers ends it.
 LOCK = "/* LOCK OF rollout */"
 
-OF_ATTEMPTS = f"""
-attempt.run = {OF_RUN} AND attempt.id IN (SELECT value FROM json_each(?) AS wanted)
+SELECTED_ATTEMPTS = f"""
+attempt.run = {RUN_BY_NAME} AND attempt.id IN (SELECT value FROM json_each(?) AS wanted)
 ORDER BY rollout.seq {LOCK}
 """
 
@@ -122,7 +128,7 @@ WHERE rollout.status IN ('queued', 'running')
 ORDER BY rollout.seq /* LOCK OF rollout */
 """
 
-OUTCOME = f"SELECT reward, failure FROM attempt WHERE run = {OF_RUN} AND id = ?"
+OUTCOME = f"SELECT reward, failure FROM attempt WHERE run = {RUN_BY_NAME} AND id = ?"
 
 CANCELLED = Outcome(failure=Failure(kind=FailureKind.CANCELLED, message="cancelled on request"))
 
@@ -232,7 +238,7 @@ class Queue:
     def _claim(self, db: Db, run: str, claims: Sequence[Claim]) -> list[Attempt | None]:
         now, run_seq, count = self.clock(), make_run(db, run, self.clock()), len(claims)
         due = {claim.worker: now + claim.lease_s + claim.wait_s for claim in claims}
-        db.executemany(SEEN, [(run_seq, name, now, now, due[name]) for name in sorted(due)])
+        db.executemany(SAVE_WORKER, [(run_seq, name, now, now, due[name]) for name in sorted(due)])
         rows = db.execute(FIRST_EXPIRED, (run_seq, now, count)).fetchall()
         rows += db.execute(FIRST_QUEUED, (run_seq, count)).fetchall()
         found = sorted((Claimable(*row) for row in rows), key=_compute_precedence)
@@ -312,7 +318,7 @@ class Queue:
             return False
         until = now + lease_s
         db.execute(HEARTBEAT, (until, until, running.rollout_seq))
-        db.execute(SEEN, (find_run(db, run), running.worker, now, now, until))
+        db.execute(SAVE_WORKER, (find_run(db, run), running.worker, now, now, until))
         return True
 
     def finish(self, db: Db, run: str, reports: Sequence[OutcomeReport]) -> list[StoreError | None]:
@@ -399,7 +405,7 @@ class Queue:
     def _select_attempts(
         self, db: Db, run: str, attempts: Sequence[AttemptId]
     ) -> dict[AttemptId, RunningAttempt]:
-        found = self._select_running(db, OF_ATTEMPTS, run, to_json(list(attempts)))
+        found = self._select_running(db, SELECTED_ATTEMPTS, run, to_json(list(attempts)))
         return {running.id: running for running in found}
 
     def _find_running(self, db: Db, run: str, attempt: AttemptId) -> RunningAttempt:

@@ -28,11 +28,11 @@ PART_S = 0.02
 MAX_PART = 4096
 """Candidates of one part."""
 
-OF_ATTEMPT = """
+JOIN_ATTEMPT = """
 LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
 """
 
-OF_STEP = "LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id"
+JOIN_STEP = "LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id"
 
 FROM_STEP = """
 consumed JOIN rollout ON rollout.run = consumed.run AND rollout.id = consumed.rollout
@@ -44,7 +44,7 @@ ROLLOUTS = f"""
 SELECT rollout.seq, rollout.id, rollout.status, rollout.mode, rollout.grp, rollout.attempts,
     rollout.created, rollout.failure, rollout.body, rollout.pruned, attempt.seq, attempt.reward,
     attempt.started, attempt.ended, consumed.step
-FROM rollout {OF_ATTEMPT} {OF_STEP}
+FROM rollout {JOIN_ATTEMPT} {JOIN_STEP}
 """
 
 CALLS = f"""
@@ -61,7 +61,7 @@ TEXT = """(
             AND (instr(lower(call.messages /* ASCII */), ?) > 0
                 OR instr(lower(generation.message /* ASCII */), ?) > 0)))"""
 
-OF_CALL = """EXISTS (
+HAS_CALL = """EXISTS (
     SELECT 1 FROM call WHERE call.attempt = attempt.seq AND instr(call.origin, ?) > 0)"""
 
 FORKED = '"fork":"'
@@ -83,7 +83,7 @@ SELECT rollout.grp, min(rollout.seq), count(*),
 FROM rollout
 LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
     AND attempt.status = 'succeeded'
-{OF_STEP}
+{JOIN_STEP}
 WHERE rollout.run = ? AND rollout.mode = ?
     AND rollout.grp IN (SELECT value FROM json_each(?) AS wanted)
 GROUP BY rollout.grp
@@ -251,7 +251,7 @@ def _check(db: Db, where: RolloutFilter, candidates: Sequence[PageCursor]) -> se
     if not conditions:
         return {each.seq for each in candidates}
     # A join costs more than most conditions.
-    joins = OF_ATTEMPT * ("attempt." in conditions) + OF_STEP * ("consumed." in conditions)
+    joins = JOIN_ATTEMPT * ("attempt." in conditions) + JOIN_STEP * ("consumed." in conditions)
     sql = f"SELECT rollout.seq FROM rollout {joins} WHERE rollout.seq IN {WANTED}{conditions}"
     return {seq for (seq,) in db.execute(sql, values)}
 
@@ -271,10 +271,10 @@ def _build_conditions(where: RolloutFilter, values: list[Column]) -> str:
         sql += " AND attempt.status = 'succeeded'" + _build_reward_filter(where, values)
     for key, name in (("agent", where.agent), ("policy", where.policy)):
         if name is not None:
-            sql += f" AND {OF_CALL}"
+            sql += f" AND {HAS_CALL}"
             values.append(f'"{key}":{json.dumps(name, ensure_ascii=False)}')
     if where.forked:
-        sql += f" AND {OF_CALL}"
+        sql += f" AND {HAS_CALL}"
         values.append(FORKED)
     if where.task is not None:
         sql += " AND instr(rollout.body, ?) > 0"
@@ -302,7 +302,7 @@ def count_page(db: Db, run: str, where: RolloutFilter, order: Order) -> int | No
     conditions = _build_conditions(where, values)
     if by_reward:
         conditions += " AND rollout.status = 'succeeded'"
-    sql = f"rollout {OF_ATTEMPT if where.has_reward else ''} WHERE rollout.run = ?{conditions}"
+    sql = f"rollout {JOIN_ATTEMPT if where.has_reward else ''} WHERE rollout.run = ?{conditions}"
     if where.step is not None:
         sql = f"{FROM_STEP} {sql.removeprefix('rollout')}"
     return db.execute(f"SELECT count(*) FROM {sql}", values).fetchone()[0]

@@ -17,13 +17,13 @@ MAX_ROWS = 64
 NO_RUN = -1
 """The row of a run that nothing was written to yet."""
 
-OF_RUN = "(SELECT seq FROM run WHERE name = ?)"
+RUN_BY_NAME = "(SELECT seq FROM run WHERE name = ?)"
 
-ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {OF_RUN} AND id = ?"
+ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {RUN_BY_NAME} AND id = ?"
 
 ATTEMPTS = f"""
 SELECT id, seq, status FROM attempt
-WHERE run = {OF_RUN} AND id IN (SELECT value FROM json_each(?) AS wanted)
+WHERE run = {RUN_BY_NAME} AND id IN (SELECT value FROM json_each(?) AS wanted)
 """
 LOCKED_ATTEMPTS = f"{ATTEMPTS} ORDER BY seq /* SHARE */"
 
