@@ -98,7 +98,7 @@ def test_another_python_lists_the_tasks_and_its_errors_are_one_line(planted: Pat
     ]
     with pytest.raises(ConfigError, match="lists no tasks of 'words:plants': cannot open"):
         load_environment("words:plants", sys.executable).list_tasks("train")
-    with pytest.raises(ConfigError, match="--env-python is a Python interpreter"):
+    with pytest.raises(ConfigError, match="expected a Python interpreter for --env-python"):
         load_environment("words:animals", str(planted / "nothing"))
 
 

@@ -141,7 +141,7 @@ async def test_several_templates_are_not_guessed_from(store: SQLiteStore) -> Non
         return 1.0
 
     reason = await get_failure(one, store, resources={"a": PROMPT, "b": PROMPT})
-    assert "its rollout has a, b: let it take `resources`" in reason
+    assert "its rollout has a, b: use the parameter `resources`" in reason
 
 
 async def test_the_key_of_a_partner_may_stay_in_the_environment(

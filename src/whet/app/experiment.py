@@ -177,7 +177,7 @@ async def _evaluate(
     ended = await read_ended_rollouts(run.store)
     left = [trial for trial in trials if trial.rollout.id not in ended]
     if left:
-        display.phase(f"evaluate {when}", len(left))
+        display.show_phase(f"evaluate {when}", len(left))
         ended = await run_trials(left, collector=run.collector, directory=run.store)
     return read_scores(trials, ended)
 
@@ -223,10 +223,10 @@ async def _train(
     config = run.config
 
     def begin_step() -> None:
-        display.phase("train", config.tasks_per_step * config.group_size)
+        display.show_phase("train", config.tasks_per_step * config.group_size)
 
     def report(record: StepRecord) -> None:
-        display.step(record, config.steps)
+        display.show_step(record, config.steps)
         tracking.step(record.step + 1, record.metrics)
 
     async def evaluate(steps: int) -> Metrics:

@@ -290,7 +290,7 @@ async def run_training(
     """
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
-        display.ended(1)
+        display.count_ended(1)
 
     folder.keep_tasks(tasks, held_out)
     runner = folder.config().runner
@@ -308,7 +308,7 @@ async def run_training(
                 algorithm=algorithm,
                 context=context,
                 on_outcome=on_outcome,
-                on_ended=display.ended if connected or runner.ray else None,
+                on_ended=display.count_ended if connected or runner.ray else None,
                 plan=plan_rollouts(tasks, folder.config()),
                 progress=display.note,
             )

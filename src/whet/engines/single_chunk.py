@@ -35,7 +35,9 @@ class SingleChunkEngine(Engine):
     ) -> AsyncGenerator[TokenChunk]:
         room = compute_remaining_context(prompt, self.context_length)
         if sampling.grammar is not None:
-            raise RequestError(f"{self.SERVICE} takes no grammars: leave the output format out")
+            raise RequestError(
+                f"{self.SERVICE} does not support grammars: leave out the output format"
+            )
         if self._closed:
             raise EngineError("the engine is closed")
         limit = min(sampling.max_tokens or room, room)

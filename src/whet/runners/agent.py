@@ -266,8 +266,8 @@ def _find_template(resources: Mapping[str, JsonValue]) -> PromptTemplate:
         return next(iter(found.values()))
     if found:
         raise AgentFailed(
-            f"the agent takes prompt_template, and its rollout has {', '.join(sorted(found))}: "
-            "let it take `resources` instead"
+            f"the agent takes prompt_template, but its rollout has {', '.join(sorted(found))}: "
+            "use the parameter `resources` instead"
         )
     raise AgentFailed(
         "the agent takes prompt_template, but its rollout has none: add a resource such as "

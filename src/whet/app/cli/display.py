@@ -71,17 +71,17 @@ class Display:
             text, markup=False, emoji=False, highlight=False, soft_wrap=not is_broken
         )
 
-    def phase(self, name: str, rollouts: int) -> None:
+    def show_phase(self, name: str, rollouts: int) -> None:
         """Show a phase of the run, which has this many rollouts."""
         self._bar.reset(self._task, description=name, total=rollouts, left=self._left)
         if name.startswith("evaluate") and not self._console.is_terminal:
             self.note(f"{name}: {rollouts} rollouts")
 
-    def ended(self, count: int) -> None:
+    def count_ended(self, count: int) -> None:
         """Count this many more ended attempts."""
         self._bar.advance(self._task, count)
 
-    def step(self, record: StepRecord, steps: int) -> None:
+    def show_step(self, record: StepRecord, steps: int) -> None:
         """Show a training step that is recorded."""
         if not self._header:
             self._header = True

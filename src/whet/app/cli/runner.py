@@ -151,7 +151,8 @@ def run_runner(args: argparse.Namespace) -> int:
     if args.gateway == NO_GATEWAY and "llm" in inspect_agent(agent).parameters:
         raise ConfigError(
             f"--gateway {NO_GATEWAY} is for agents that call their models directly, but this one "
-            "takes `llm`: let it take `llms`, which has the endpoints among the run's resources"
+            "takes `llm`: use the parameter `llms`, which has the endpoints among the run's "
+            "resources"
         )
     hooks = load_hooks(args.hooks)
     if args.ray is not None:

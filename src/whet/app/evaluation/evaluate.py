@@ -274,7 +274,7 @@ class _ModelEvaluator:
         planned = {trial.rollout.id: trial for trial in trials}
 
         def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
-            self.display.ended(1)
+            self.display.count_ended(1)
             # A failed attempt may be retried: failures are written when all rollouts have ended.
             if outcome.reward is not None:
                 self.lines.add(model, planned[attempt.rollout.id], outcome)
@@ -284,7 +284,7 @@ class _ModelEvaluator:
             ended = await read_ended_rollouts(store)
             left = sum(id not in ended for id in planned)
             if left:
-                self.display.phase(f"evaluate {model.name}", left)
+                self.display.show_phase(f"evaluate {model.name}", left)
                 async with (
                     self._serve(model, store) as gateway,
                     run_agents(self.agent, self.config.runner, store, gateway, on_outcome),

@@ -32,7 +32,8 @@ def install() -> None:
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         raise ConfigError(
-            "the tracer 'otel' needs telemetry: unset OTEL_SDK_DISABLED=true, or the tracer"
+            "the tracer 'otel' needs telemetry, found OTEL_SDK_DISABLED=true: unset it, or leave "
+            "out the tracer"
         )
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):  # the default

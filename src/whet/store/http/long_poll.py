@@ -24,7 +24,7 @@ class LongPolls:
         self._closing = False
 
     async def wait(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `work`. Raises StoreClosed if the client is gone or the server closes."""
+        """Return the result of `work`. Raises StoreClosed when the server or client closes."""
         result: T | StoreError = StoreClosed("the store is closing: send the request again")
         async with create_task_group() as tasks:
             with self._register(tasks.cancel_scope):
