@@ -360,7 +360,7 @@ def test_attention_over_branches_equals_attention_with_a_mask(
     branched = policy.body(
         **given,
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-        branches=tree.branches(cpu),
+        branches=tree.build_branches(cpu),
         kernel=by_loop,
     ).last_hidden_state
     assert (masked - branched).abs().max() < 1e-5

@@ -268,7 +268,7 @@ def _serve_dashboard(folder: RunFolder, console: Console) -> Generator[None]:
         return
     directory = folder.path.parent.parent
     with serve_beside(directory, host=config.host, port=config.port) as dashboard:
-        link = dashboard.link(folder.path.name)
+        link = dashboard.create_link(folder.path.name)
         console.print(f"dashboard {link}", highlight=False, soft_wrap=True)
         yield
 

@@ -257,14 +257,14 @@ class LocalPolicy:
         with self.lock, boundary(ConfigError, f"cannot run the model in {str(self.folder)!r}"):
             probe = attention.RowProbe(model, self.body, self.vocabulary, self.device, self.dtype)
             exact = self.dtype == torch.float32
-            tolerance = 1e-3 if exact else max(0.1, 3 * probe.rounding_gap())
-            self.packs_rows = not self.partial_layers and probe.tree_gap() < tolerance
+            tolerance = 1e-3 if exact else max(0.1, 3 * probe.measure_rounding_gap())
+            self.packs_rows = not self.partial_layers and probe.measure_tree_gap() < tolerance
             if not self.packs_rows:
                 logger.warning("the layers of %r are trained row by row", config.model_type)
-                if probe.row_gap() > tolerance:  # the attention has more than sdpa computes
+                if probe.measure_row_gap() > tolerance:  # the attention has more than sdpa computes
                     model.set_attn_implementation("eager")
             lengths = [self.context_length, *_find_original_lengths(config.to_dict())]
-            stable = [n for n in lengths if probe.length_gap(n) < tolerance]
+            stable = [n for n in lengths if probe.measure_length_gap(n) < tolerance]
         if not stable:
             raise ConfigError(
                 f"the model in {str(self.folder)!r} encodes positions by the length of the whole "

@@ -76,7 +76,7 @@ class TinkerPolicy:
         with boundary(ConfigError, "cannot reach the Tinker service"):
             service = tinker.ServiceClient(base_url=read_service_settings(config).base_url)
             found = await service.get_server_capabilities_async()
-        wanted = base_model(config)
+        wanted = read_base_model(config)
         models = {m.model_name or "": m for m in found.supported_models}
         model = models.get(wanted) or (next(iter(models.values())) if len(models) == 1 else None)
         if model is None:
@@ -86,7 +86,7 @@ class TinkerPolicy:
     @classmethod
     async def open(cls, config: RunConfig) -> "TinkerPolicy":
         """Create adapters to train. Raises as `connect` does."""
-        policy, wanted = await cls.connect(config), base_model(config)
+        policy, wanted = await cls.connect(config), read_base_model(config)
         settings = read_service_settings(config)
         layers = settings.lora_layers
         with boundary(ConfigError, f"the service cannot train {wanted!r}"):
@@ -192,7 +192,7 @@ class TinkerPolicy:
         Raises:
             EngineError: the service has no such weights.
         """
-        base = None if path else base_model(self._config)
+        base = None if path else read_base_model(self._config)
         with boundary(EngineError, f"the Tinker service cannot sample from {path or base!r}"):
             self._sampling = await self._service.create_sampling_client_async(path or None, base)
         self._sampler, self.served = path, version
@@ -249,7 +249,7 @@ def read_service_settings(config: RunConfig) -> TinkerConfig:
     return config.trainer
 
 
-def base_model(config: RunConfig) -> str:
+def read_base_model(config: RunConfig) -> str:
     """Return the service's name of the base model."""
     if (name := read_service_settings(config).base_model) is not None:
         return name

@@ -21,7 +21,7 @@ from whet.config import AdamStep, LossConfig
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
 from whet.models.huggingface import LocalPolicy
-from whet.models.tree_attention import runs_flash
+from whet.models.tree_attention import can_run_flash
 from whet.protocols import TrainingBackend
 from whet.trainers.logprobs import PolicyScores, score_tokens
 from whet.trainers.loss import (
@@ -277,7 +277,7 @@ class MicroBatches:
             self.weights.drop_gradient()
             raise
 
-    def hidden_states(self, tree: PrefixTree[R]) -> Tensor:
+    def compute_hidden_states(self, tree: PrefixTree[R]) -> Tensor:
         """The last hidden state of each node."""
         device = self._policy.device
         if not self._policy.packs_rows:  # a single row, whose masks are the model's own affair
@@ -286,7 +286,7 @@ class MicroBatches:
             return cast(Tensor, output.last_hidden_state)[0]
         if self._flash:
             # The mask is ignored, but without one transformers would build its own.
-            shape = {"branches": tree.branches(device)}
+            shape = {"branches": tree.build_branches(device)}
             mask_11LL = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         else:
             shape, mask_11LL = {}, tree.mask(device)[None, None]
@@ -303,7 +303,7 @@ class MicroBatches:
         self, tree: PrefixTree[Row], *, entropy_grad: bool = False
     ) -> tuple[PolicyScores, Batch]:
         """Score the sampled tokens of a tree."""
-        hidden_LD = self.hidden_states(tree)
+        hidden_LD = self.compute_hidden_states(tree)
         # Built while a GPU still computes the hidden states; the copy to it waits for them.
         batch = Batch.of(tree).to(self._policy.device)
         return self.score(hidden_LD, batch, entropy_grad=entropy_grad), batch
@@ -326,7 +326,7 @@ class MicroBatches:
 
     @property
     def _flash(self) -> bool:
-        return runs_flash(self._policy.device, self._policy.dtype)
+        return can_run_flash(self._policy.device, self._policy.dtype)
 
     def _try_tree(
         self, tree: PrefixTree[R], run_tree: Callable[[PrefixTree[R]], T]

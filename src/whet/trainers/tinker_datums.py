@@ -161,9 +161,9 @@ class DatumTrainer:
             target_N=pair_M % self._policy.vocabulary,
             shaping=batch.shaping.part(slice(0, len(pair_M))),
         )
-        return self._micro_batches.score(self._micro_batches.hidden_states(tree), once).logp_N[
-            place_N
-        ]
+        return self._micro_batches.score(
+            self._micro_batches.compute_hidden_states(tree), once
+        ).logp_N[place_N]
 
     def _check_datum(self, datum: Datum, index: int, loss: str) -> None:
         where = f"datum {index}"

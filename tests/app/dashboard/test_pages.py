@@ -211,7 +211,7 @@ def test_a_change_is_announced_and_a_closing_server_ends_the_stream(fresh: RunFo
             await record_step(store, 2, QUESTION)
 
     dashboard = Dashboard(FolderCatalog(fresh.path.parent.parent))
-    code = dashboard.link().split("code=")[1]
+    code = dashboard.create_link().split("code=")[1]
     with httpx.Client(base_url=dashboard.url, timeout=60) as client:
         client.post("/api/session", json={"code": code})
         with client.stream("GET", f"{RUN}/events") as stream:

@@ -102,7 +102,7 @@ async def _serve(args: argparse.Namespace) -> None:
         print_line(f"store listens at {server.url}, database {_hide_password(database)}")
         if token.is_new:
             print_line(f"new token, written to {directory / FILE}: {token.value}")
-        print_line(f"dashboard {pages.link(server.url)}")
+        print_line(f"dashboard {pages.create_link(server.url)}")
         await stop.requested.wait()
         print_line("stopping the store")
         pages.close()

@@ -82,7 +82,7 @@ async def _serve(args: argparse.Namespace, directory: Path, name: str | None) ->
     async with handle_stop_signals() as stop:
         dashboard = _listen(args, directory)
         try:
-            print_line(f"dashboard {dashboard.link(name)}")
+            print_line(f"dashboard {dashboard.create_link(name)}")
             print_line("the link works once, in one browser; Ctrl-C stops the server")
             await stop.requested.wait()
         finally:

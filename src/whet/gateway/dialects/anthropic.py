@@ -142,7 +142,7 @@ class Conversation(Wire):
     cache_control: AnyJson = None
     speed: AnyJson = None
 
-    def canonical_messages(self) -> tuple[Message, ...]:
+    def to_canonical_messages(self) -> tuple[Message, ...]:
         """Convert the messages to canonical form, the system prompt first."""
         self.context_management.check()
         messages: list[Message] = []
@@ -157,7 +157,7 @@ class Conversation(Wire):
             )
         return tuple(messages)
 
-    def canonical_tools(self) -> tuple[Json, ...]:
+    def to_canonical_tools(self) -> tuple[Json, ...]:
         """Convert the tools to the form that templates use."""
         tools = [each.to_canonical(index) for index, each in enumerate(self.tools)]
         return tuple(tool for tool in tools if tool is not None)
@@ -168,7 +168,7 @@ class CountRequest(Conversation):
 
     def to_model_request(self) -> ModelRequest:
         """Convert to canonical form."""
-        return ModelRequest(messages=self.canonical_messages(), tools=self.canonical_tools())
+        return ModelRequest(messages=self.to_canonical_messages(), tools=self.to_canonical_tools())
 
 
 class AnthropicRequest(Conversation, SamplingFields):
@@ -190,9 +190,9 @@ class AnthropicRequest(Conversation, SamplingFields):
     def to_model_request(self, graph: Graph) -> ModelRequest:
         if self.thread is not None:
             raise ThreadUnsupported("thread: send the whole conversation instead")
-        tools = self.canonical_tools()
+        tools = self.to_canonical_tools()
         return ModelRequest(
-            messages=self.canonical_messages(),
+            messages=self.to_canonical_messages(),
             tools=tools,
             sampling=self.to_sampling(max_tokens=self.max_tokens, stop=self.stop_sequences),
             stream=self.stream,
@@ -285,7 +285,7 @@ class _Block(Lenient):
             raise RequestError(f"{self.where}.{name}: expected text")
         return value
 
-    def unsupported(self, role: str) -> RequestError:
+    def build_unsupported_error(self, role: str) -> RequestError:
         return RequestError(
             f"{self.where}: blocks of type {self.type!r} are not supported in a message of "
             f"the {role}"
@@ -330,7 +330,7 @@ def _convert_assistant(blocks: Sequence[_Block]) -> Message:
                 arguments = dump_json(block.input or {}).decode()
                 calls.append(ToolCall(block.need("id"), block.need("name"), arguments))
             case _:
-                raise block.unsupported("assistant")
+                raise block.build_unsupported_error("assistant")
     return Message(
         "assistant", "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts), call=call
     )
@@ -355,7 +355,7 @@ def _convert_user(blocks: Sequence[_Block]) -> list[Message]:
                 id = block.need("tool_use_id")
                 messages.append(Message("tool", result, tool_call_id=id))
             case _:
-                raise block.unsupported("user")
+                raise block.build_unsupported_error("user")
     if texts or not messages:
         messages.append(Message("user", "\n".join(texts)))
     return messages

@@ -81,7 +81,7 @@ class Renderer:
             self._template_kwargs,
             renders_tools=self.renders_tools,
             keep_thinking=keep_thinking,
-            thinking=headers.thinking_block if headers else self.reasoning.pattern(),
+            thinking=headers.thinking_block if headers else self.reasoning.build_pattern(),
             turn_syntax=() if headers else syntax,
         )
         self.stop_ids = self._suffixes.stop_ids

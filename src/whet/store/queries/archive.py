@@ -165,7 +165,7 @@ def _load_table(db: Db, table: Table, archive: zipfile.ZipFile, positions: Posit
     references = _map_references(table, positions)
     insert = table.insert()
 
-    def values(line: bytes) -> list[Column]:
+    def parse_values(line: bytes) -> list[Column]:
         cells: list[Cell] = json.loads(line)
         return [
             _from_cell(cell) if known is None else known[cast(int, cell)]
@@ -175,10 +175,10 @@ def _load_table(db: Db, table: Table, archive: zipfile.ZipFile, positions: Posit
     with archive.open(f"{table.name}.jsonl") as lines:
         if table.is_referenced:
             for line in lines:
-                (seq,) = db.execute(insert, values(line)).fetchone()
+                (seq,) = db.execute(insert, parse_values(line)).fetchone()
                 own[len(own)] = seq
         else:
-            db.executemany(insert, map(values, lines))
+            db.executemany(insert, map(parse_values, lines))
 
 
 def _map_references(table: Table, positions: Positions) -> list[dict[int, int] | None]:
