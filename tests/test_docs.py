@@ -26,10 +26,10 @@ CONFIGURATION = (DOCS / "reference" / "configuration.md").read_text()
 COMMANDS = (DOCS / "reference" / "cli.md").read_text()
 METRIC_FUNCTIONS = {
     "training/step.py": {
-        *("reward_metrics", "_run_updates", "_row_metrics", "_selection_metrics"),
+        *("compute_reward_metrics", "_run_updates", "_compute_row_metrics", "_count_unselected"),
     },
     "trainers/local.py": {"_measure"},
-    "trainers/tinker.py": {"_metrics"},
+    "trainers/tinker.py": {"_compute_metrics"},
 }
 PROGRAM = re.compile(r"```python (\S+)\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")

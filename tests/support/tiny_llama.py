@@ -101,7 +101,7 @@ class HandMade(LocalPolicy):
         self.body = LogitsAsStates(model)
         self.head = NoHead(vocabulary)
 
-    def trainable(self) -> dict[str, nn.Parameter]:
+    def get_trainable(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
 
 
