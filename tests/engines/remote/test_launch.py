@@ -181,7 +181,7 @@ def test_more_replicas_than_gpus_are_an_error_that_says_how_many_fit() -> None:
         place_servers(FOUR, training=2, flags=(), replicas=3)
     with pytest.raises(ValidationError, match="leave out --port"):
         VLLMConfig(replicas=2, flags=("--port", "8000"))
-    with pytest.raises(ValidationError, match="not for urls"):
+    with pytest.raises(ValidationError, match="or leave out urls"):
         VLLMConfig(replicas=2, urls=("http://127.0.0.1:1",))
 
 
