@@ -35,7 +35,7 @@ from whet.gateway.pipeline import CallPipeline
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.io.server import AppServer
-from whet.models.catalog import model_context, resolve_model
+from whet.models.catalog import read_model_context, resolve_model
 from whet.store.sqlite import SQLiteStore
 from whet.types import Rollout
 
@@ -69,7 +69,7 @@ async def serve_gateway(url: str, model: str) -> None:
         "vllm",
         [url],
         template.decode,
-        context_length=model_context(folder),
+        context_length=read_model_context(folder),
         progress=lambda text: None,
     )
     with tempfile.TemporaryDirectory() as place:

@@ -118,7 +118,7 @@ async def run(trainer: TrainingBackend, policy: LocalPolicy, steps: list[list[Ro
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         took.append(time.perf_counter() - began)
-    weights = {name: p.detach().cpu().clone() for name, p in policy.trainable().items()}
+    weights = {name: p.detach().cpu().clone() for name, p in policy.get_trainable().items()}
     return Result(metrics, weights, sum(took[1:]) / len(took[1:]), gpu.peak_gb())
 
 
@@ -144,7 +144,7 @@ async def compare(args: argparse.Namespace, weights: str, precision: str) -> boo
             await trainer.forward_backward(steps[0], LOSS)
             await trainer.optim_step(ADAM)
             await trainer.restore(Path(saved) / "checkpoint")
-            restored = {n: p.detach().cpu().clone() for n, p in whole.trainable().items()}
+            restored = {n: p.detach().cpu().clone() for n, p in whole.get_trainable().items()}
             await trainer.export(Path(saved) / "model")
     del trainer, whole, found
     gc.collect()

@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--dir", help="folder for the runs, such as /dev/shm")
     args = parser.parse_args()
     if args.device == "cpu":
-        composition.local_sampler = simulated_sampler
+        composition.open_local_sampler = simulated_sampler
         args.engine_rate = 1 / (STEP_S / args.rollouts + 1 / PEAK_TOKENS)
     else:
         import gpu_common as gpu  # noqa: PLC0415 - only if needed

@@ -38,7 +38,7 @@ def build_conversation(renderer: Renderer, turns: int) -> tuple[Graph, list[Mess
         if parent is None:
             prompt = renderer.render_full(rest, TOOLS)
         else:
-            found = renderer.render_suffix(graph.path(parent), rest, TOOLS, text)
+            found = renderer.render_suffix(graph.collect_path(parent), rest, TOOLS, text)
             assert isinstance(found, RenderedPrompt), found.cause
             prompt = found
         arguments = json.dumps({"expression": f"{number} + 3"})
@@ -47,7 +47,7 @@ def build_conversation(renderer: Renderer, turns: int) -> tuple[Graph, list[Mess
         end = renderer.find_turn_end(turn, [result])
         tokens = (*renderer.template.encode(arguments), *([] if end is None else [end]))
         context = tuple(prompt.ids)
-        served = [*graph.tokens(parent), *context]
+        served = [*graph.collect_tokens(parent), *context]
         generation = Generation(
             tokens=tokens,
             logprobs=(0.0,) * len(tokens),
@@ -69,7 +69,7 @@ def build_conversation(renderer: Renderer, turns: int) -> tuple[Graph, list[Mess
             created=0.0,
         )
         graph.add(call, rest, [turn], prompt.text)
-        parent = graph.turn(call.generation_id(0))
+        parent = graph.get_turn(call.generation_id(0))
         messages = [*messages, turn, result]
     return graph, messages
 
@@ -99,7 +99,7 @@ def main() -> int:
             found = graph.find(ROOT, graph.restore_calls(messages, TOOLS))
             assert found.turn is not None
             text = graph.texts[found.turn.call.id]
-            suffix = renderer.render_suffix(graph.path(found.turn), found.rest, TOOLS, text)
+            suffix = renderer.render_suffix(graph.collect_path(found.turn), found.rest, TOOLS, text)
             assert isinstance(suffix, RenderedPrompt)
 
         def render_all(messages: list[Message] = messages) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from whet.app.cli.config_flags import config_fields
+from whet.app.cli.config_flags import list_config_fields
 from whet.config import UNIONS, PolicyConfig, RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "configuration.md"
@@ -12,7 +12,7 @@ HEAD = "\n| key | default | meaning |\n|---|---|---|\n"
 def keys() -> str:
     """A table for each section."""
     text, last = "", None
-    for key, field in config_fields():
+    for key, field in list_config_fields():
         section = key.rpartition(".")[0]
         if section != last:
             text += (f"\n### `[{section}]`\n\n{describe(section)}\n" if section else "") + HEAD

@@ -92,10 +92,13 @@ def test_there_are_at_most_120_keys() -> None:
         ({"engine": {"cache": 1}}, "unknown config key 'engine.cache': engine.kind 'local' has"),
         ({"engine": {"kind": "trt"}}, "config key 'engine.kind': expected one of local, vllm, sg"),
         ({"engine": 3}, "config key 'engine': expected a section with keys, found 3"),
-        ({"engine": {"kind": "sglang"}}, "config section 'engine': name the SGLang servers"),
+        (
+            {"engine": {"kind": "sglang"}},
+            "config section 'engine': engine.kind 'sglang' needs urls",
+        ),
         (
             {"engine": {"kind": "vllm", "urls": ["http://a"], "flags": ["--x"]}},
-            "config section 'engine': command, flags and replicas are for servers that are started",
+            "config section 'engine': command, flags and replicas are for servers that whet starts",
         ),
         (
             {"trainer": {"kind": "tinker", "weights": "full"}},
@@ -119,14 +122,14 @@ def test_keys_that_do_not_go_together_are_one_line(
 
 def rates(steps: int, **settings: object) -> list[float]:
     adam = AdamConfig.model_validate({"lr": 1.0} | settings)
-    return [adam.at(step, steps).lr for step in range(steps)]
+    return [adam.build_step(step, steps).lr for step in range(steps)]
 
 
 def test_the_learning_rate_depends_on_the_weights_unless_it_is_given() -> None:
     for weights, rate in [("lora", 1e-4), ("full", 1e-6)]:
         config = resolve({"trainer": {"weights": weights}})
-        assert config.adam.at(0, 1, config.trained_weights).lr == rate
-        assert AdamConfig(lr=0.5).at(0, 1, config.trained_weights).lr == 0.5
+        assert config.adam.build_step(0, 1, config.trained_weights).lr == rate
+        assert AdamConfig(lr=0.5).build_step(0, 1, config.trained_weights).lr == 0.5
     assert resolve({"trainer": {"kind": "tinker"}}).trained_weights == "lora"
 
 

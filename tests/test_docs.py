@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from whet.algorithms import READ_BY
-from whet.app.cli.config_flags import config_fields
+from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.flags import PREFIX, CommandParser
 from whet.app.cli.main import build_parser
 from whet.app.run_folder import MAY_CHANGE
@@ -31,10 +31,10 @@ CONFIGURATION = (DOCS / "reference" / "configuration.md").read_text()
 COMMANDS = (DOCS / "reference" / "cli.md").read_text()
 METRIC_FUNCTIONS = {
     "training/step.py": {
-        *("reward_metrics", "_run_updates", "_row_metrics", "_selection_metrics"),
+        *("compute_reward_metrics", "_run_updates", "_compute_row_metrics", "_count_unselected"),
     },
     "trainers/local.py": {"_measure"},
-    "trainers/tinker.py": {"_metrics"},
+    "trainers/tinker.py": {"_compute_metrics"},
 }
 SNIPPET = re.compile(r"```python(?: \S+)?\n(.*?)```", re.DOTALL)  # fragments are marked `py`
 PROGRAM = re.compile(r"```python (\S+)\n(.*?)```", re.DOTALL)
@@ -54,7 +54,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 def test_every_key_is_documented_with_its_default_and_meaning() -> None:
     # `python scripts/document_config.py` writes the tables again.
-    for key, field in config_fields():
+    for key, field in list_config_fields():
         default = "" if field.default is None else f"`{field.default}`"
         assert field.description, f"{key} has no docstring"
         meaning = " ".join(field.description.split())
@@ -63,7 +63,7 @@ def test_every_key_is_documented_with_its_default_and_meaning() -> None:
 
 def test_no_key_is_documented_that_does_not_exist() -> None:
     documented = re.findall(r"^\| `([a-z0-9_.]+)` \|", CONFIGURATION, re.MULTILINE)
-    assert documented == [key for key, _ in config_fields()]
+    assert documented == [key for key, _ in list_config_fields()]
 
 
 def test_keys_that_may_change_on_resume_are_listed() -> None:

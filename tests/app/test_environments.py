@@ -50,7 +50,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_name_has_a_kind_a_name_and_options() -> None:
     name = EnvironmentName.parse("reasoning-gym:chain_sum?min_terms=2&system=Be%20brief&tasks=7")
     assert (name.kind, name.name) == ("reasoning-gym", "chain_sum")
-    assert name.own_options() == {"min_terms": 2, "system": "Be brief"}
+    assert name.list_own_options() == {"min_terms": 2, "system": "Be brief"}
     assert (name.count("train"), name.count("held_out")) == (7, 64)
     assert EnvironmentName.parse("openenv:http://host:8000?action=x").name == "http://host:8000"
 
@@ -64,7 +64,7 @@ def test_an_invalid_name_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("no-such-kind:x", "unknown environment 'no-such-kind': there are reasoning-gym"),
+        ("no-such-kind:x", "unknown environment 'no-such-kind': expected one of reasoning-gym"),
         ("inspect:missing.py", "no package 'inspect-ai'|a file with tasks"),
         ("verifiers:x", "no package 'verifiers' in this Python .* --env-python"),
         ("openenv:host:8000", "openenv takes the URL of a running server"),
@@ -98,7 +98,7 @@ def test_another_python_lists_the_tasks_and_its_errors_are_one_line(planted: Pat
     ]
     with pytest.raises(ConfigError, match="lists no tasks of 'words:plants': cannot open"):
         load_environment("words:plants", sys.executable).list_tasks("train")
-    with pytest.raises(ConfigError, match="--env-python is a Python interpreter"):
+    with pytest.raises(ConfigError, match="expected a Python interpreter for --env-python"):
         load_environment("words:animals", str(planted / "nothing"))
 
 

@@ -125,7 +125,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from whet.app.run_folder import RunFolder
-with RunFolder(Path(sys.argv[1])).owned():
+with RunFolder(Path(sys.argv[1])).lock():
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -143,10 +143,10 @@ def test_one_process_owns_a_run_until_it_dies(tmp_path: Path) -> None:
         assert owner.stdout
         assert owner.stdout.readline() == "held\n"
         refused = pytest.raises(ConfigError, match="'a' is in use by another process")
-        with refused, folder.owned():
+        with refused, folder.lock():
             pass
         owner.kill()
-    with folder.owned():
+    with folder.lock():
         pass
 
 

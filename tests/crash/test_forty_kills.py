@@ -173,6 +173,6 @@ async def check_weights(store: SQLiteStore, folder: RunFolder) -> None:
         [step.metrics.get(name) for name in same] for step in final
     ]
     assert sum("trained_tokens" in step.metrics for step in final) > len(final) / 2
-    weights = restored.trainable()
-    for name, parameter in fresh.trainable().items():
+    weights = restored.get_trainable()
+    for name, parameter in fresh.get_trainable().items():
         assert torch.equal(parameter, weights[name]), name

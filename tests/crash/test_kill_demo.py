@@ -121,5 +121,5 @@ def test_a_signal_stops_it_cleanly_and_it_says_how_to_go_on(
     assert err == (
         f"whet: stopped; continue with: whet demo arithmetic --resume stopped --dir {tmp_path}\n"
     )
-    with folder.owned():
+    with folder.lock():
         pass  # nothing of it is left running

@@ -42,15 +42,15 @@ class Breaking(Display):
     def note(self, text: str) -> None:
         pass
 
-    def phase(self, name: str, rollouts: int) -> None:
+    def show_phase(self, name: str, rollouts: int) -> None:
         self._phase, self._outcomes = name, 0
         self._break_off()
 
-    def ended(self, count: int) -> None:
+    def count_ended(self, count: int) -> None:
         self._outcomes += count
         self._break_off()
 
-    def step(self, record: StepRecord, steps: int) -> None:
+    def show_step(self, record: StepRecord, steps: int) -> None:
         self._steps = record.step + 1
         self._phase, self._outcomes = "committed", 0
         self._break_off()
@@ -85,7 +85,7 @@ class KillingGateways(Breaking):
         self._total = 0
         self.killed = 0
 
-    def ended(self, count: int) -> None:
+    def count_ended(self, count: int) -> None:
         self._total += count
         if self._due and self._total >= self._due[0]:
             for gateway in find_gateways(os.getpid()):

@@ -14,7 +14,7 @@ from support.scripted_gateway import (
     Json,
     NewGateway,
 )
-from whet.engines.request import remaining_context
+from whet.engines.request import compute_remaining_context
 from whet.errors import PromptTooLong
 from whet.gateway.dialects.wire import omit_tool
 from whet.gateway.messages import OMITTED_IMAGE
@@ -102,7 +102,7 @@ async def test_a_full_context_is_reported_in_the_words_that_clients_look_for(
     new_gateway: NewGateway,
 ) -> None:
     with pytest.raises(PromptTooLong) as caught:
-        remaining_context([1] * CONTEXT, CONTEXT)
+        compute_remaining_context([1] * CONTEXT, CONTEXT)
     gateway = await new_gateway(caught.value)
     body: Json = {"model": "policy", "messages": [HI], "max_tokens": 9}
     openai = (await gateway.send("POST", CHAT, body)).json()["error"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.gateway.graph import Graph
-from whet.gateway.messages import Message, all_same
+from whet.gateway.messages import Message, is_echo
 from whet.types import AttemptId, Call, CallId, Fork, Generation, Sampling
 
 ROOTS = ("one set of tools", "another")
@@ -43,9 +43,9 @@ def call(number: int, root: str, parent: str | None, new: Sequence[Message], say
 
 def deepest(graph: Graph, root: str, messages: Sequence[Message]) -> int:
     """Messages of the longest stored conversation that these continue, by looking at each."""
-    known = (graph.messages(id) for id, call in graph.calls.items() if call.root == root)
+    known = (graph.collect_messages(id) for id, call in graph.calls.items() if call.root == root)
     return max(
-        (len(each) for each in known if all_same(each, messages[: len(each)])),
+        (len(each) for each in known if is_echo(each, messages[: len(each)])),
         default=0,
     )
 
@@ -59,7 +59,7 @@ def test_a_request_continues_the_deepest_turn_that_it_repeats(
     graph = Graph()
     for number in range(data.draw(st.integers(1, 8))):
         root = data.draw(st.sampled_from(ROOTS))
-        conversations = [m for id in graph.calls for m in [graph.messages(id)]]
+        conversations = [m for id in graph.calls for m in [graph.collect_messages(id)]]
         history = data.draw(st.sampled_from([[], *conversations]))
         request = (*history, *data.draw(st.lists(st.sampled_from(USERS), min_size=1, max_size=2)))
         found = graph.find(root, request)
@@ -67,7 +67,7 @@ def test_a_request_continues_the_deepest_turn_that_it_repeats(
         assert depth == deepest(graph, root, request)
         assert not found.lossy
         if found.turn is not None:
-            assert tuple(graph.messages(found.turn.call.id)) == request[:depth]
+            assert tuple(graph.collect_messages(found.turn.call.id)) == request[:depth]
         parent = found.turn.id if found.turn else None
         new = call(number, root, parent, found.rest, data.draw(st.sampled_from(TURNS)))
         graph.add(new, None if reread else found.rest)
@@ -104,4 +104,4 @@ def test_another_system_prompt_is_another_agent_unless_turns_come_with_it(
     writer, critic = (Message("system", f"You are a {role}.") for role in ("writer", "critic"))
     graph = Graph([call(1, "r", None, (writer, USERS[0]), "x")])
     request = (critic, USERS[0], *history)
-    assert graph.fork(graph.find("r", request), "r") is fork
+    assert graph.classify_fork(graph.find("r", request), "r") is fork

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from whet.errors import ConfigError
-from whet.io.files import JsonLines, atomic_file, atomic_folder, memory_folder
+from whet.io.files import JsonLines, atomic_file, atomic_folder, make_memory_folder
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
@@ -128,13 +128,13 @@ def test_files_of_a_folder_have_the_mode_of_new_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_memory_is_its_owners_and_private(tmp_path: Path) -> None:
-    first = memory_folder(tmp_path / "run", needed=0, memory=tmp_path)
+    first = make_memory_folder(tmp_path / "run", needed=0, memory=tmp_path)
     assert first is not None
     assert first.parent == tmp_path
     assert first.stat().st_mode & 0o777 == 0o700
-    assert memory_folder(tmp_path / "run", needed=0, memory=tmp_path) == first
-    assert memory_folder(tmp_path / "other", needed=0, memory=tmp_path) != first
-    assert memory_folder(tmp_path / "run", needed=2**62, memory=tmp_path) is None
-    assert memory_folder(tmp_path / "run", needed=0, memory=tmp_path / "none") is None
+    assert make_memory_folder(tmp_path / "run", needed=0, memory=tmp_path) == first
+    assert make_memory_folder(tmp_path / "other", needed=0, memory=tmp_path) != first
+    assert make_memory_folder(tmp_path / "run", needed=2**62, memory=tmp_path) is None
+    assert make_memory_folder(tmp_path / "run", needed=0, memory=tmp_path / "none") is None
     first.chmod(0o777)  # somebody else may have made it
-    assert memory_folder(tmp_path / "run", needed=0, memory=tmp_path) is None
+    assert make_memory_folder(tmp_path / "run", needed=0, memory=tmp_path) is None

@@ -7,7 +7,12 @@ from pydantic import JsonValue
 
 from support.trajectories import Conversation
 from whet.errors import ConfigError
-from whet.io.genai_spans import PROMPT_IDS, SAMPLED_IDS, calls_from_spans, find_untrainable_calls
+from whet.io.genai_spans import (
+    PROMPT_IDS,
+    SAMPLED_IDS,
+    build_calls_from_spans,
+    find_untrainable_calls,
+)
 from whet.protocols import Scorer
 from whet.training.rows import build_rows
 from whet.types import AttemptId, Credit, Span, Trajectory
@@ -40,7 +45,7 @@ async def test_each_span_with_tokens_is_a_call_and_a_row() -> None:
         span(2),
         span(3, prompt=[[5, 6, 7, 8, 9, 1]], sampled=[[2]]),
     ]
-    calls = await calls_from_spans(AttemptId("a"), spans, Counting(), version=4, stop_ids=[2])
+    calls = await build_calls_from_spans(AttemptId("a"), spans, Counting(), version=4, stop_ids=[2])
     attempt = Conversation().attempt
     credited = Trajectory(attempt=attempt, calls=tuple(calls), rewards=(), reward=1.0)
     built = build_rows([Credit.even(credited, 0.5)])
@@ -59,14 +64,14 @@ async def test_an_invalid_list_of_ids_is_reported_by_its_name(ids: JsonValue) ->
         (span(1, prompt=[3], sampled=ids), SAMPLED_IDS),
     ):
         with pytest.raises(ConfigError, match=f"its span has an invalid list of ids in {name}"):
-            await calls_from_spans(AttemptId("a"), [broken], Counting(), version=0)
+            await build_calls_from_spans(AttemptId("a"), [broken], Counting(), version=0)
 
 
 async def test_a_call_without_token_ids_is_explained() -> None:
     address: dict[str, JsonValue] = {"server.address": "gpu-3", "server.port": 8000}
     span = calling(2, **{"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}, **address)
     with pytest.raises(ConfigError) as error:
-        await calls_from_spans(AttemptId("a.1"), [span], Counting(), version=0)
+        await build_calls_from_spans(AttemptId("a.1"), [span], Counting(), version=0)
     for part in (
         "call 'chat' (span 0000000000000002 of attempt 'a.1')",
         "went to gpu-3:8000 for model 'm'",
@@ -106,6 +111,6 @@ async def test_calls_without_tokens_beside_others_are_left_out_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     spans = [span(1, prompt=[5], sampled=[6]), calling(2, **{"gen_ai.operation.name": "chat"})]
-    calls = await calls_from_spans(AttemptId("a"), spans, Counting(), version=0)
+    calls = await build_calls_from_spans(AttemptId("a"), spans, Counting(), version=0)
     assert [call.context for call in calls] == [(5,)]
     assert "calls left out count=1" in caplog.text

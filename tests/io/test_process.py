@@ -7,7 +7,12 @@ import socket
 import anyio
 import pytest
 
-from whet.io.process import RestartBackoff, find_free_port, sigterm_interrupts, stoppable
+from whet.io.process import (
+    RestartBackoff,
+    find_free_port,
+    handle_stop_signals,
+    treat_sigterm_as_interrupt,
+)
 from whet.io.threads import run_async
 
 
@@ -30,7 +35,7 @@ def test_a_free_port_can_be_listened_on() -> None:
 
 def test_a_signal_requests_the_stop_and_cancels_the_block() -> None:
     async def work() -> bool:
-        async with stoppable() as stop:
+        async with handle_stop_signals() as stop:
             with anyio.fail_after(20), stop.cancel_on_request():
                 os.kill(os.getpid(), signal.SIGTERM)
                 await anyio.sleep_forever()
@@ -54,7 +59,7 @@ def test_sigterm_cancels_what_runs_as_ctrl_c_does_even_where_that_is_ignored(
 
     before = signal.signal(signal.SIGINT, sigint), signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(KeyboardInterrupt), sigterm_interrupts():
+        with pytest.raises(KeyboardInterrupt), treat_sigterm_as_interrupt():
             run_async(work)
     finally:
         signal.signal(signal.SIGINT, before[0])

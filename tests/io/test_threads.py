@@ -7,7 +7,13 @@ import threading
 import anyio
 import pytest
 
-from whet.io.threads import SWITCH_INTERVAL_S, call_in_loop, resolve_all, run_async, short_turns
+from whet.io.threads import (
+    SWITCH_INTERVAL_S,
+    call_in_loop,
+    resolve_all,
+    run_async,
+    shorten_thread_turns,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -53,7 +59,7 @@ def test_futures_of_a_closed_loop_are_left_alone() -> None:
 
 def test_threads_take_short_turns_for_a_while() -> None:
     interval_s = sys.getswitchinterval()
-    with short_turns():
+    with shorten_thread_turns():
         assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     assert sys.getswitchinterval() == interval_s
 

@@ -214,7 +214,7 @@ def test_adapters_of_experts_are_made_for_every_choice_and_none_for_the_router(
     policy = load(make(kind, **EXPERTS), lora_layers=layers)
     found = {
         "head" if "lm_head" in name else "attention" if "attn" in name else name.split(".")[-4]
-        for name in policy.trainable()
+        for name in policy.get_trainable()
     }
     assert {"experts" if name == "base_layer" else name for name in found} == {
         "experts" if layer == "mlp" else layer for layer in layers

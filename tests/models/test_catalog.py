@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from whet.errors import ConfigError
-from whet.models.catalog import TINY, list_models, models_dir, resolve_model, shipped_folder
+from whet.models.catalog import (
+    TINY,
+    find_models_dir,
+    find_shipped_folder,
+    list_models,
+    resolve_model,
+)
 
 SMOLLM2 = "smollm2-135m-instruct"
 
@@ -36,9 +42,9 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_shipped_model_is_its_folder_or_reported_missing(tmp_path: Path) -> None:
-    assert shipped_folder(model(tmp_path / "there")) == tmp_path / "there"
+    assert find_shipped_folder(model(tmp_path / "there")) == tmp_path / "there"
     with pytest.raises(ConfigError, match=r"'gone' is missing.*pip install --force-reinstall"):
-        shipped_folder(tmp_path / "gone")
+        find_shipped_folder(tmp_path / "gone")
 
 
 @pytest.mark.skipif(not (TINY / "config.json").is_file(), reason="the tiny model is not built")
@@ -114,14 +120,14 @@ def test_the_cache_folder_follows_the_environment(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WHET_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert models_dir() == tmp_path / ".cache/whet/models"
+    assert find_models_dir() == tmp_path / ".cache/whet/models"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert models_dir() == tmp_path / ".cache/whet/models"
+    assert find_models_dir() == tmp_path / ".cache/whet/models"
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert models_dir() == Path("/xdg/whet/models")
+    assert find_models_dir() == Path("/xdg/whet/models")
     monkeypatch.setenv("WHET_CACHE", "~/models of mine")
-    assert models_dir() == tmp_path / "models of mine/models"
-    assert models_dir(Path("/given")) == Path("/given/models")
+    assert find_models_dir() == tmp_path / "models of mine/models"
+    assert find_models_dir(Path("/given")) == Path("/given/models")
 
 
 def test_a_converted_smollm2_is_used_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from transformers.models.llama import modeling_llama
 
 from support.tiny_llama import load
 from whet.models.huggingface import LocalPolicy
-from whet.models.layers import replace_rotary, rotary_forward
+from whet.models.layers import find_rotary_forward, replace_rotary
 
 IDS = torch.arange(1, 9)[None]
 
@@ -31,7 +31,7 @@ def test_the_rotary_function_is_replaced_in_one_model_and_no_other(
         return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin / 2)
 
     for module in policy.model.modules():
-        if (forward := rotary_forward(module)) is not None:
+        if (forward := find_rotary_forward(module)) is not None:
             replace_rotary(module, forward, half_as_far)
 
     after = logits(policy)
@@ -41,7 +41,7 @@ def test_the_rotary_function_is_replaced_in_one_model_and_no_other(
     assert len(calls) == config.num_hidden_layers
     copy = deepcopy(policy.model)
     for module in copy.modules():
-        if rotary_forward(module) is not None:
+        if find_rotary_forward(module) is not None:
             assert getattr(module.forward, "__self__", None) is module
     with torch.no_grad():
         assert torch.equal(copy(input_ids=IDS, use_cache=False).logits, after)

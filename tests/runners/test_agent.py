@@ -68,7 +68,10 @@ async def test_an_agent_may_do_without_a_model(store: SQLiteStore) -> None:
 @pytest.mark.parametrize(
     ("agent", "says"),
     [
-        (lambda task, llm, judge: 1, "unknown parameter 'judge'; there are task, llm, llms, res"),
+        (
+            lambda task, llm, judge: 1,
+            "unknown parameter 'judge'; expected one of task, llm, llms, res",
+        ),
         (lambda task, resource: 1, "unknown parameter 'resource', perhaps 'resources'"),
         (lambda task, *, promptt_template: 1, "perhaps 'prompt_template'"),
         (lambda llm: 1, "does not take the task"),
@@ -138,7 +141,7 @@ async def test_several_templates_are_not_guessed_from(store: SQLiteStore) -> Non
         return 1.0
 
     reason = await get_failure(one, store, resources={"a": PROMPT, "b": PROMPT})
-    assert "its rollout has a, b: let it take `resources`" in reason
+    assert "its rollout has a, b: use the parameter `resources`" in reason
 
 
 async def test_the_key_of_a_partner_may_stay_in_the_environment(

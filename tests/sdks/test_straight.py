@@ -12,7 +12,7 @@ from sdks.recipes import EXAMPLES, HERE
 from sdks.trial import PATIENCE_S, RUN, TOKEN, Runner, at_work
 from whet.algorithms.grpo import GRPO
 from whet.app.composition.gateway_server import serve_gateway
-from whet.app.composition.samplers import local_sampler
+from whet.app.composition.samplers import open_local_sampler
 from whet.config import LocalTrainerConfig, resolve
 from whet.demos.problems import problems
 from whet.engines.scorer import LocalScorer
@@ -44,7 +44,7 @@ async def finished(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore
     runner = Runner(python_of("strands-vllm"), agent, {}, tracer="otel")
     async with (
         SQLiteStore(folder / "store.db", run=RUN) as store,
-        local_sampler(policy, CONFIG) as engine,
+        open_local_sampler(policy, CONFIG) as engine,
         serve_gateway({"": engine}, CONFIG, store, auth.derive_secret(TOKEN, RUN)) as server,
     ):
         await store.publish("vllm", server.own_endpoint.model_dump())
@@ -78,7 +78,7 @@ async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Pa
         trainer = LocalTrainer(policy)
         rows = normalize(built.rows, CONFIG.loss, rollouts=1)
         metrics = await trainer.forward_backward(rows, CONFIG.loss)
-        await trainer.optim_step(CONFIG.adam.at(0, CONFIG.steps))
+        await trainer.optim_step(CONFIG.adam.build_step(0, CONFIG.steps))
         assert metrics["logprob_gap"] < 1e-4
 
 

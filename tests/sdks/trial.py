@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sdks.recipes import ROOT
 from whet.algorithms.grpo import GRPO
 from whet.app.composition import gateway_server
-from whet.app.composition.samplers import local_sampler
+from whet.app.composition.samplers import open_local_sampler
 from whet.app.inputs import plan_rollouts
 from whet.config import LocalTrainerConfig, RunConfig, resolve
 from whet.demos.problems import problems
@@ -120,7 +120,7 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
     secret = auth.derive_secret(TOKEN, RUN)
     async with (
         SQLiteStore(folder / "store.db", run=RUN) as store,
-        local_sampler(policy, config) as engine,
+        open_local_sampler(policy, config) as engine,
         gateway_server.serve_gateway({"": engine}, config, store, secret) as gateway,
     ):
         with at_work(runner, store, gateway.url, folder) as work, anyio.fail_after(PATIENCE_S):

@@ -258,7 +258,7 @@ class PromptFuzz:
         return graph
 
     def _check(self, call: PreparedCall, graph: Graph, tools: Sequence[JsonValue]) -> None:
-        path = graph.path(graph.turn(call.parent) if call.parent else None)
+        path = graph.collect_path(graph.get_turn(call.parent) if call.parent else None)
         earlier = [m for turn in path for m in (*turn.context, turn.message)]
         messages = [*earlier, *call.messages]
         self.counts["continued" if path else "full"] += 1

@@ -101,7 +101,7 @@ class HandMade(LocalPolicy):
         self.body = LogitsAsStates(model)
         self.head = NoHead(vocabulary)
 
-    def trainable(self) -> dict[str, nn.Parameter]:
+    def get_trainable(self) -> dict[str, nn.Parameter]:
         return dict(self.model.named_parameters())
 
 
@@ -109,7 +109,7 @@ def nudge(policy: LocalPolicy, *, seed: int = 1, size: float = 0.3) -> None:
     """Change every trainable weight, as a training step would."""
     generator = torch.Generator().manual_seed(seed)
     with policy.update(policy.version + 1), torch.no_grad():
-        for parameter in policy.trainable().values():
+        for parameter in policy.get_trainable().values():
             parameter += size * torch.randn(parameter.shape, generator=generator)
 
 

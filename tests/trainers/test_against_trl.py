@@ -20,7 +20,7 @@ from torch import Tensor
 from support.trajectories import Conversation, generation
 from whet.config import LossConfig
 from whet.trainers.logprobs import PolicyScores
-from whet.trainers.loss import compute_ratios, total_loss
+from whet.trainers.loss import compute_ratios, compute_total_loss
 from whet.trainers.packing import Batch, pack
 from whet.training.rows import build_rows, normalize
 from whet.types import Credit
@@ -133,7 +133,9 @@ def ours(
         batch = replace(batch, old_N=flat(old_BT))
     scores = PolicyScores(flat(logp_BT), flat(ent_BT))
     reference_N = flat(ref_BT) if loss.kl else None
-    return total_loss(scores, compute_ratios(scores.logp_N, batch, loss), reference_N, batch, loss)
+    return compute_total_loss(
+        scores, compute_ratios(scores.logp_N, batch, loss), reference_N, batch, loss
+    )
 
 
 @pytest.mark.parametrize(

@@ -264,12 +264,12 @@ def families(draw: st.DrawFn) -> list[Row]:
 
 
 def gradients_of(policy: LocalPolicy, loss: Tensor) -> dict[str, Tensor]:
-    weights = policy.trainable()
+    weights = policy.get_trainable()
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
 def found_gradients(policy: LocalPolicy) -> dict[str, Tensor]:
-    grads = {name: p.grad for name, p in policy.trainable().items()}
+    grads = {name: p.grad for name, p in policy.get_trainable().items()}
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
@@ -360,7 +360,7 @@ def test_attention_over_branches_equals_attention_with_a_mask(
     branched = policy.body(
         **given,
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-        branches=tree.branches(cpu),
+        branches=tree.build_branches(cpu),
         kernel=by_loop,
     ).last_hidden_state
     assert (masked - branched).abs().max() < 1e-5
@@ -501,7 +501,7 @@ async def test_staleness_counts_versions_however_large() -> None:
 
 
 def values(policy: LocalPolicy) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in policy.trainable().items()}
+    return {name: p.detach().clone() for name, p in policy.get_trainable().items()}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -634,7 +634,7 @@ async def steps(
             row_of(prompt, prompt_of(6, seed=9 + side), [-5.0] * 6, float(side)) for side in (-1, 1)
         ]
         await trainer.forward_backward(rows, PPO)
-        await trainer.optim_step(adam.at(index, 5))
+        await trainer.optim_step(adam.build_step(index, 5))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

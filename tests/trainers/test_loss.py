@@ -13,7 +13,7 @@ from whet.config import LossConfig
 from whet.errors import ConfigError
 from whet.models.distribution import Shaping
 from whet.trainers.logprobs import PolicyScores
-from whet.trainers.loss import LOSSES, compute_ratios, estimate_kl, total_loss
+from whet.trainers.loss import LOSSES, compute_ratios, compute_total_loss, estimate_kl
 from whet.trainers.packing import Batch
 
 Q = -1.5
@@ -50,7 +50,9 @@ def outcome(
     config = LossConfig.model_validate(settings)
     scores = PolicyScores(logp_N, torch.zeros(len(log_ratios)))
     reference_N = torch.tensor(reference) if reference else None
-    value = total_loss(scores, compute_ratios(logp_N, batch, config), reference_N, batch, config)
+    value = compute_total_loss(
+        scores, compute_ratios(logp_N, batch, config), reference_N, batch, config
+    )
     [slope_N] = torch.autograd.grad(value, logp_N)
     return value.item(), slope_N.tolist()
 
@@ -224,7 +226,7 @@ def test_a_loss_of_ones_own_replaces_ours() -> None:
     batch = batch_of([1.0, 3.0], weights=[1.0, 0.5])
     scores = PolicyScores(logp_N, torch.zeros(2))
     config = LossConfig(name="my.py:twice")
-    value = total_loss(scores, torch.ones(2), None, batch, config, twice)
+    value = compute_total_loss(scores, torch.ones(2), None, batch, config, twice)
     assert torch.autograd.grad(value, logp_N)[0].tolist() == [-2.0, -3.0]
 
 
@@ -233,7 +235,7 @@ def test_a_loss_of_another_shape_is_refused_by_name(wrong: object) -> None:
     scores = PolicyScores(torch.zeros(2), torch.zeros(2))
     config = LossConfig(name="my.py:wrong")
     with pytest.raises(ConfigError, match=r"the loss 'my.py:wrong' returned .* shape \(2,\)"):
-        total_loss(scores, torch.ones(2), None, batch_of([1, 1]), config, lambda *_: wrong)  # type: ignore[return-value]
+        compute_total_loss(scores, torch.ones(2), None, batch_of([1, 1]), config, lambda *_: wrong)  # type: ignore[return-value]
 
 
 def test_the_divergence_is_zero_for_equal_policies_and_else_positive() -> None:
@@ -253,7 +255,7 @@ def test_the_bonus_is_entropy_by_weight() -> None:
     batch = batch_of([0.0, 0.0], weights=[0.5, 0.25])
     scores = PolicyScores(torch.zeros(2, requires_grad=True), torch.tensor([2.0, 1.0]))
     config = LossConfig(entropy=0.1)
-    value = total_loss(scores, torch.ones(2), None, batch, config).item()
+    value = compute_total_loss(scores, torch.ones(2), None, batch, config).item()
     assert value == pytest.approx(-0.1 * (0.5 * 2.0 + 0.25 * 1.0))
 
 
@@ -264,8 +266,11 @@ def test_the_bonus_is_entropy_by_weight() -> None:
         ({"name": "cross_entropy", "clip_low": 0.1}, "clip_low has no meaning"),
         ({"name": "cispo", "dual_clip": 2}, "dual_clip has no meaning"),
         ({"name": "ppo", "beta": 2}, "beta has no meaning"),
-        ({"correction_max": 2}, "given with a correction"),
-        ({"correction": "token_truncate", "correction_min": 0.5}, "correction_min is for"),
+        ({"correction_max": 2}, "need a correction"),
+        (
+            {"correction": "token_truncate", "correction_min": 0.5},
+            "correction_min needs correction",
+        ),
         ({"name": "gspo", "correction": "token_truncate"}, "bounds its own ratio"),
         ({"name": "pppo"}, "unknown loss 'pppo': choose among ppo, "),
     ],
@@ -277,7 +282,7 @@ def test_a_key_that_would_do_nothing_is_refused(settings: dict[str, object], mes
 
 @pytest.mark.parametrize("settings", [{"normalize": "constant"}, {"tokens_per_rollout": 5}])
 def test_a_constant_comes_with_its_normalization(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="given together"):
+    with pytest.raises(ValidationError, match="need each other"):
         LossConfig.model_validate(settings)
 
 

@@ -68,7 +68,7 @@ class Opened:
         return [rank.pid for rank in self.trainer._ranks.others]
 
     def weights(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in self.policy.trainable().items()}
+        return {n: p.detach().clone() for n, p in self.policy.get_trainable().items()}
 
     async def gradient(self) -> list[Tensor | None]:
         """The gradient of all processes, of which a shard has its part.
@@ -80,14 +80,14 @@ class Opened:
             return clone(trainer._part._shards)
         if isinstance(trainer, DataParallelTrainer):
             weights, command = trainer._weights, RankCommand(name="reduce")
-            await trainer._in_thread(
+            await trainer._run_in_thread(
                 lambda: trainer._ranks.run_same(command, lambda: reduce_gradient(weights, rank=0))
             )
         return clone(trainer._weights)
 
 
 def clone(weights: MasterWeights) -> list[Tensor | None]:
-    return [None if grad is None else grad.clone() for grad in weights.accumulated()]
+    return [None if grad is None else grad.clone() for grad in weights.get_accumulated()]
 
 
 @asynccontextmanager
@@ -235,9 +235,9 @@ async def test_old_logprobs_and_refused_rows_are_those_of_one_process(
 
 def test_the_memory_of_a_copy_counts_weights_gradients_and_moments(tiny_folder: Path) -> None:
     full, lora = load(tiny_folder, weights="full"), load(tiny_folder)
-    size = sum(parameter.numel() for parameter in full.trainable().values())
+    size = sum(parameter.numel() for parameter in full.get_trainable().values())
     assert count_bytes(full) == 20 * size
-    adapters = sum(parameter.numel() for parameter in lora.trainable().values())
+    adapters = sum(parameter.numel() for parameter in lora.get_trainable().values())
     assert count_bytes(lora) == 4 * size + 20 * adapters
 
 

@@ -9,7 +9,7 @@ from support.trajectories import Conversation, generation
 from whet.training.diagnosis import (
     EXPLANATIONS,
     Cause,
-    cause_metrics,
+    build_cause_metrics,
     count_causes,
     explain_metrics,
     find_equal_answers,
@@ -67,8 +67,8 @@ def test_different_answers_have_no_cause_of_equality() -> None:
 
 def test_the_causes_of_a_run_are_read_from_its_steps() -> None:
     silent = [twice(Sampling(temperature=0)), twice(Sampling(temperature=0)), twice(FREE)]
-    first = cause_metrics(count_causes(silent, 2)) | {"constrained_generations": 5}
-    second = cause_metrics(count_causes(silent[:1], 2))
+    first = build_cause_metrics(count_causes(silent, 2)) | {"constrained_generations": 5}
+    second = build_cause_metrics(count_causes(silent[:1], 2))
     found = explain_metrics([first, second])
     most, less, constrained = re.split(r"; (?=\d+ x )", found)
     assert most.startswith("3 x all answers of a task are equal")

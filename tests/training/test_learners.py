@@ -261,9 +261,9 @@ async def test_a_policy_that_nobody_calls_is_reported_once(
         ({"policies": {"a": {"models": ["b"]}, "b": {}}}, "the model name 'b' is taken"),
         (
             {"policies": {"a": {}}, "engine": {"kind": "sglang", "urls": ["http://h"]}},
-            "engine.kind 'sglang' takes only one",
+            "engine.kind 'sglang' supports only one",
         ),
-        ({"policies": {"a": {}}, "trainer": {"kind": "verl"}}, "trainer.kind 'verl' takes only"),
+        ({"policies": {"a": {}}, "trainer": {"kind": "verl"}}, "trainer.kind 'verl' supports only"),
         (
             {
                 "policies": {"a": {}, "b": {"trainer": {"weights": "full"}}},
@@ -271,14 +271,14 @@ async def test_a_policy_that_nobody_calls_is_reported_once(
             },
             "policy 'b': at vLLM several policies are adapters",
         ),
-        ({"policies": {"a": {}}, "runner": {"ray": "auto"}}, "runner.ray takes only one"),
+        ({"policies": {"a": {}}, "runner": {"ray": "auto"}}, "runner.ray supports only one"),
         ({"policies": {"a": {}}, "trainer": {"gpus": 2}}, "trainer.gpus is 2, but several"),
         ({"policies": {"a": {"trainer": {"gpus": 3}}}}, "policy 'a': trainer.gpus is 3"),
         ({"policies": {"a": {}}, "gateway": {"models": ["x"]}}, "use policies.NAME.models"),
         ({"policies": {"a": {"adam": {"lr": -1}}}}, "policy 'a': config key 'adam.lr'"),
         ({"policies": {"a": {"adam": {"rate": 1}}}}, "unknown config key 'adam.rate'"),
         ({"policies": {"a": {"rate": 1}}}, "unknown config key 'policies.a.rate'"),
-        ({"policies": {"a": {"trainer": {"kind": "tinker"}}}}, "all policies have trainer.kind"),
+        ({"policies": {"a": {"trainer": {"kind": "tinker"}}}}, "expected trainer.kind"),
         ({"policies": {"a": {"algorithm": {"oversample": 2}}}}, "set it for the run"),
         ({"policies": {"a": {"algorithm": {"name": "greedy"}}}}, "set it for the run"),
     ],

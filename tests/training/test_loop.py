@@ -19,7 +19,7 @@ from whet.trainers.fake import FakeTrainer
 from whet.training.checkpoints import restore_steps
 from whet.training.loop import train
 from whet.training.step import Evaluate
-from whet.training.stopping import best_step, stop_reason
+from whet.training.stopping import explain_stop, find_best_step
 from whet.types import (
     Credit,
     Failure,
@@ -339,7 +339,7 @@ async def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> No
     async with SQLiteStore(tmp_path / "store.db") as store:
         records = await run(tmp_path, store, FakeTrainer(), config=evaluating(), evaluate=evaluated)
     assert [record.metrics["eval/greedy"] for record in records] == list(HELD_OUT.values())
-    assert best_step(records) == records[1]
+    assert find_best_step(records) == records[1]
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-000001", "step-000003"]
 
@@ -367,7 +367,7 @@ async def test_a_run_stops_early_and_goes_on_with_more(
     async with SQLiteStore(tmp_path / "store.db") as store:
         records = await run(tmp_path, store, FakeTrainer(), config=limited, evaluate=evaluated)
         assert len(records) == steps
-        assert reason in (stop_reason(records, limited) or "")
+        assert reason in (explain_stop(records, limited) or "")
         assert await run(tmp_path, store, FakeTrainer(), config=limited, evaluate=evaluated) == []
         more = await run(tmp_path, store, trainer := FakeTrainer(), config=CONFIG)
         assert [record.step for record in more] == list(range(steps, 4))

@@ -41,9 +41,9 @@ def talk(name: str, *answers: Generation) -> tuple[Conversation, list[Generation
 )
 def test_the_penalty_rises_between_the_limits_as_in_dapo(tokens: int, cost: float) -> None:
     # DAPO (arXiv:2503.14476), equation 13: ((L_max - L_cache) - |y|) / L_cache, here L_cache = 4.
-    assert DAPO.cost(tokens) == cost
-    assert LengthConfig(soft_limit=16, hard_limit=20, penalty=0.5).cost(tokens) == cost / 2
-    assert LengthConfig(token_cost=0.01).cost(tokens) == pytest.approx(0.01 * tokens)
+    assert DAPO.compute_cost(tokens) == cost
+    assert LengthConfig(soft_limit=16, hard_limit=20, penalty=0.5).compute_cost(tokens) == cost / 2
+    assert LengthConfig(token_cost=0.01).compute_cost(tokens) == pytest.approx(0.01 * tokens)
 
 
 async def test_a_penalty_by_attempt_is_the_sum_over_its_answers() -> None:

@@ -25,8 +25,8 @@ from whet.training.supervised import (
     SupervisedExample,
     count_updates,
     fit,
-    nth_batch,
     score_pairs,
+    select_nth_batch,
 )
 from whet.types import GenerationId, Row, SampledSegment
 
@@ -108,7 +108,7 @@ async def test_the_gradient_of_pairs_is_that_of_dpo(model: Path) -> None:
         rejected = sequence_logprob(policy, pair.rejected) - rejected_q
         losses.append(-F.logsigmoid(BETA * (chosen - rejected)))
     loss = torch.stack(losses).mean()
-    parameters = policy.trainable()
+    parameters = policy.get_trainable()
     expected = torch.autograd.grad(loss, list(parameters.values()))
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["loss"] < 0.69
@@ -208,7 +208,7 @@ def test_every_example_comes_once_an_epoch_in_another_order() -> None:
     examples = [SupervisedExample(str(n), ()) for n in range(8)]
     settings = config()
     assert count_updates(8, settings) == 6
-    batches = [[e.name for e in nth_batch(examples, n, settings)] for n in range(6)]
+    batches = [[e.name for e in select_nth_batch(examples, n, settings)] for n in range(6)]
     assert [len(batch) for batch in batches] == [3, 3, 2, 3, 3, 2]
     first, second = ([*chain(*half)] for half in (batches[:3], batches[3:]))
     assert Counter(first) == Counter(second) == Counter(map(str, range(8)))
@@ -250,7 +250,7 @@ async def test_a_run_that_is_broken_off_continues_with_the_same_batches(
                 pass
             steps = await log.steps()
             assert all("base_held_out_loss" in s.metrics for s in steps[:1])
-            weights = {n: p.detach().clone() for n, p in policy.trainable().items()}
+            weights = {n: p.detach().clone() for n, p in policy.get_trainable().items()}
             return weights, [s.version for s in steps]
 
     for name in ("whole", "broken"):

@@ -8,7 +8,7 @@ import pytest
 
 from support.real_vllm import ON_A_CPU, PROGRAM, TOOLS, Launch
 from whet.config import LocalTrainerConfig, VLLMConfig
-from whet.engines.remote.launch import VLLMProcess, required_flags
+from whet.engines.remote.launch import VLLMProcess, build_required_flags
 from whet.models.catalog import TINY
 
 
@@ -20,7 +20,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Generator[Launch]:
 
     def start(model: Path, *flags: str) -> VLLMProcess:
         config = VLLMConfig(command=str(PROGRAM), flags=("--enforce-eager", "--seed", "0", *flags))
-        needs = required_flags(LocalTrainerConfig(), max_context=None, max_versions=2)
+        needs = build_required_flags(LocalTrainerConfig(), max_context=None, max_versions=2)
         log = folder / f"{len(servers)}.log"
         servers.append(VLLMProcess(model, config, needs, log=log))
         return servers[-1]

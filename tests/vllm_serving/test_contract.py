@@ -37,7 +37,7 @@ async def engine(random_llama: VLLMProcess) -> AsyncGenerator[Engine]:
             [random_llama.url],
             decode,
             context_length=CONTEXT,
-            startup_error=random_llama.startup_error,
+            startup_error=random_llama.find_startup_error,
             progress=print,
         )
         random_llama.mark_ready()

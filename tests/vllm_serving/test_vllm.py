@@ -56,7 +56,7 @@ async def engine(replicas: list[VLLMProcess]) -> AsyncGenerator[RemoteEngine]:
 
 async def join(servers: list[VLLMProcess]) -> RemoteEngine:
     def alive() -> str | None:
-        return next((why for server in servers if (why := server.startup_error())), None)
+        return next((why for server in servers if (why := server.find_startup_error())), None)
 
     urls = [server.url for server in servers]
     engine = await connect_servers(

@@ -20,13 +20,13 @@ from whet.gateway.pipeline import CallPipeline
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.io.server import AppServer
-from whet.models.catalog import SMOLLM2, model_context, models_dir
+from whet.models.catalog import SMOLLM2, find_models_dir, read_model_context
 from whet.models.huggingface import LocalPolicy
 from whet.store.sqlite import SQLiteStore
 from whet.training.rows import build_rows
 from whet.types import Attempt, Credit, Endpoint, Outcome, Rollout, Row
 
-FOLDER = models_dir() / SMOLLM2
+FOLDER = find_models_dir() / SMOLLM2
 
 pytestmark = [
     pytest.mark.anyio,
@@ -49,8 +49,8 @@ async def test_logprobs_of_conversations_are_those_of_the_trainer(
             "vllm",
             [server.url],
             template.decode,
-            context_length=model_context(FOLDER),
-            startup_error=server.startup_error,
+            context_length=read_model_context(FOLDER),
+            startup_error=server.find_startup_error,
             progress=print,
         )
     server.mark_ready()

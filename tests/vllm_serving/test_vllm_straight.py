@@ -67,7 +67,7 @@ async def until_well(server: VLLMProcess) -> None:
     http = HttpClient()
     with anyio.fail_after(900):
         await wait_until_healthy(
-            http, server.url, name="vLLM", startup_error=server.startup_error, progress=print
+            http, server.url, name="vLLM", startup_error=server.find_startup_error, progress=print
         )
     server.mark_ready()
     await http.close()

@@ -95,8 +95,8 @@ def _check_rollouts(config: RunConfig) -> None:
         raise ConfigError("greedy generations of one task are identical: set group_size to 1")
     if name == "greedy" and temperature is not None:
         raise ConfigError("'greedy' samples at temperature 0: leave runner.temperature out")
-    if name == DISTILLATION and (config.length.shapes or changed_keys(config.failure_reward)):
-        key = "length" if config.length.shapes else "failure_reward"
+    if name == DISTILLATION and (config.length.is_active or changed_keys(config.failure_reward)):
+        key = "length" if config.length.is_active else "failure_reward"
         raise ConfigError(f"distillation reads no rewards: leave {key} out")
     if name == DISTILLATION and temperature not in (None, 1.0):
         raise ConfigError("distillation samples at temperature 1: set runner.temperature to 1")

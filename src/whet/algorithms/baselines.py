@@ -44,7 +44,7 @@ def compare(
     returns = [[compute_returns(trajectory, config) for trajectory in group] for group in groups]
     turns = {r.key for group in returns for one in group for r in one.returns.values()}
     fitted = {
-        turn: baselines([[one.at(turn) for one in group] for group in returns])
+        turn: baselines([[one.get_score(turn) for one in group] for group in returns])
         for turn in sorted(turns)
     }
     credits: list[Credit] = []

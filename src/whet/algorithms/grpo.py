@@ -25,9 +25,9 @@ class GRPO(Algorithm):
     config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        return compare(groups, self.config, self._baselines)
+        return compare(groups, self.config, self._compute_baselines)
 
-    def _baselines(self, scores: Scores) -> Baselines:
+    def _compute_baselines(self, scores: Scores) -> Baselines:
         return [self._group_baselines(group) for group in scores]
 
     def _group_baselines(self, scores: Sequence[float]) -> Sequence[Baseline] | None:

@@ -21,7 +21,7 @@ class Reinforce(Algorithm):
     config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        before = self._running_mean(past)
+        before = self._compute_running_mean(past)
 
         def baselines(scores: Scores) -> Baselines:
             everything = [score for group in scores for score in group]
@@ -33,7 +33,7 @@ class Reinforce(Algorithm):
 
         return compare(groups, self.config, baselines)
 
-    def _running_mean(self, past: Sequence[StepRecord]) -> float | None:
+    def _compute_running_mean(self, past: Sequence[StepRecord]) -> float | None:
         mean = None
         decay = self.config.baseline_decay
         for record in past:

@@ -22,9 +22,9 @@ class ReinforcePlusPlus(Algorithm):
     config: AlgorithmConfig
 
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
-        return compare(groups, self.config, self._baselines)
+        return compare(groups, self.config, self._compute_baselines)
 
-    def _baselines(self, scores: Scores) -> Baselines:
+    def _compute_baselines(self, scores: Scores) -> Baselines:
         everything = [score for group in scores for score in group]
         if not has_signal(everything):
             return [None] * len(scores)

@@ -54,7 +54,7 @@ class Returns:
     turns: Mapping[TurnKey, float]
     """Mean return of the generations of each turn."""
 
-    def at(self, turn: TurnKey) -> float:
+    def get_score(self, turn: TurnKey) -> float:
         """Return the score of this rollout at a turn: one number, however many generations it has.
 
         A rollout that ended earlier, or without the agent, counts with the return it has.
@@ -76,7 +76,7 @@ def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
     whole = trajectory.reward + further
     if config.credit == "attempt":
         returns = dict.fromkeys(trajectory.generation_ids(), Return(TurnKey(), whole))
-        return Returns(trajectory, whole, {}, returns, _mean_by_turn(returns))
+        return Returns(trajectory, whole, {}, returns, _average_by_turn(returns))
     return _turn_returns(trajectory, whole, [r for r in read if r.target], config.discount)
 
 
@@ -152,10 +152,10 @@ def _turn_returns(
         for id, key, height, below in _accumulate(nodes, discount)
     }
     in_order = {id: returns[id] for id in nodes}
-    return Returns(trajectory, whole, agents, in_order, _mean_by_turn(in_order))
+    return Returns(trajectory, whole, agents, in_order, _average_by_turn(in_order))
 
 
-def _mean_by_turn(returns: Mapping[GenerationId, Return]) -> dict[TurnKey, float]:
+def _average_by_turn(returns: Mapping[GenerationId, Return]) -> dict[TurnKey, float]:
     values = defaultdict[TurnKey, list[float]](list)
     for key, value in returns.values():
         values[key].append(value)

@@ -18,7 +18,7 @@ from whet.app.cli.display import Display
 from whet.app.composition.run import Run
 from whet.app.evaluation.comparison import Comparison, compare
 from whet.app.evaluation.statistics import Interval, Scores, complete_tasks, compute_measures
-from whet.app.evaluation.trials import ended_rollouts, plan_trials, read_scores, run_trials
+from whet.app.evaluation.trials import plan_trials, read_ended_rollouts, read_scores, run_trials
 from whet.app.inputs import check_held_out, plan_rollouts
 from whet.app.run_folder import RunFolder, check_steps
 from whet.config import EvaluationConfig, changed_keys
@@ -26,7 +26,7 @@ from whet.protocols import Tracker
 from whet.training import async_loop as overlapped
 from whet.training import loop as on_policy
 from whet.training.diagnosis import explain_metrics
-from whet.training.stopping import EVALUATION, best_step, stop_reason
+from whet.training.stopping import EVALUATION, explain_stop, find_best_step
 from whet.training.tracking import CLOSE_TIMEOUT_S, Tracking, build_tracker
 from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics, StepRecord
@@ -94,8 +94,8 @@ class Result:
             "steps": len(self.steps),
             "stopped": self.stopped,
             "model_step": self.model_step,
-            "before": self._side("base"),
-            "after": self._side("trained"),
+            "before": self._summarize_side("base"),
+            "after": self._summarize_side("trained"),
             "gain_ci95": list(self.gain_ci95) if self.gain_ci95 else None,
             "comparison": self.comparison.as_json() if self.comparison else None,
             "tasks": self.comparison.tasks if self.comparison else 0,
@@ -109,7 +109,7 @@ class Result:
     def metrics(self) -> Metrics:
         """The numbers for trackers: totals of the run, and the comparison."""
         totals = {name: float(self.total(name)) for name in TOTALS}
-        compared: Metrics = comparison_metrics(self.comparison) if self.comparison else {}
+        compared: Metrics = compute_comparison_metrics(self.comparison) if self.comparison else {}
         return {"seconds": self.seconds, "steps": len(self.steps), **totals, **compared}
 
     def _repr_html_(self) -> str:
@@ -126,7 +126,7 @@ class Result:
             lines.append(f'<img alt="learning curve" src="data:image/png;base64,{data}">')
         return "\n".join(lines)
 
-    def _side(self, name: str) -> dict[str, float | None] | None:
+    def _summarize_side(self, name: str) -> dict[str, float | None] | None:
         """Mean of each measure, and the number of failed rollouts."""
         if self.comparison is None:
             return None
@@ -159,7 +159,7 @@ async def run_experiment(
             seconds=time.monotonic() - began,
             failures=await _count_failures(steps, run),
             problem=problem,
-            stopped=stop_reason(steps, run.config) if len(steps) < run.config.steps else None,
+            stopped=explain_stop(steps, run.config) if len(steps) < run.config.steps else None,
             model_step=best.step + 1 if best else len(steps) or None,
         )
         tracking.finish(result.metrics())
@@ -174,10 +174,10 @@ async def _evaluate(
     if not held_out:
         return None
     trials = plan_trials(name, held_out, run.config)
-    ended = await ended_rollouts(run.store)
+    ended = await read_ended_rollouts(run.store)
     left = [trial for trial in trials if trial.rollout.id not in ended]
     if left:
-        display.phase(f"evaluate {when}", len(left))
+        display.show_phase(f"evaluate {when}", len(left))
         ended = await run_trials(left, collector=run.collector, directory=run.store)
     return read_scores(trials, ended)
 
@@ -187,7 +187,7 @@ def _name_trials(steps: int) -> str:
     return f"step-{steps:06d}"
 
 
-def evaluation_metrics(scores: Scores, config: EvaluationConfig) -> dict[str, float]:
+def compute_evaluation_metrics(scores: Scores, config: EvaluationConfig) -> dict[str, float]:
     """An evaluation of one model as metrics: `eval/greedy`, `eval/sampled` and so on."""
     tasks = complete_tasks([scores])
     found = compute_measures(scores, tasks, pass_threshold=config.pass_threshold)
@@ -204,8 +204,8 @@ async def _choose_model(
     config = run.config.evaluation
     if not config.every or scores is None or not steps:
         return scores, None
-    last = steps[-1].model_copy(update={"metrics": evaluation_metrics(scores, config)})
-    best = best_step([*steps[:-1], last])
+    last = steps[-1].model_copy(update={"metrics": compute_evaluation_metrics(scores, config)})
+    best = find_best_step([*steps[:-1], last])
     if best is None or best is last:
         return scores, None
     await run.trainer.restore(run.folder.checkpoints / best.checkpoint)
@@ -223,15 +223,15 @@ async def _train(
     config = run.config
 
     def begin_step() -> None:
-        display.phase("train", config.tasks_per_step * config.group_size)
+        display.show_phase("train", config.tasks_per_step * config.group_size)
 
     def report(record: StepRecord) -> None:
-        display.step(record, config.steps)
+        display.show_step(record, config.steps)
         tracking.step(record.step + 1, record.metrics)
 
     async def evaluate(steps: int) -> Metrics:
         scores = await _evaluate(f"step {steps}", _name_trials(steps), held_out, run, display)
-        return evaluation_metrics(scores, config.evaluation) if scores else {}
+        return compute_evaluation_metrics(scores, config.evaluation) if scores else {}
 
     done = await run.store.steps()
     check_steps(config, len(done))
@@ -258,7 +258,7 @@ async def _train(
                 await to_thread.run_sync(run.folder.save_log_ratios, record.step, log_ratios)
             report(record)
             rewards += await _read_group_rewards(record, run)
-            if all_failed(record):
+            if has_only_failures(record):
                 break
             begin_step()
 
@@ -276,7 +276,7 @@ async def _read_group_rewards(record: StepRecord, run: Run) -> list[float | None
     return rewards
 
 
-def all_failed(record: StepRecord) -> bool:
+def has_only_failures(record: StepRecord) -> bool:
     """Whether every rollout of a step failed, without a reward for its failure."""
     metrics = record.metrics  # a driver's own steps may lack these
     return metrics.get("rollouts", 0) > 0 and "reward" not in metrics
@@ -287,7 +287,7 @@ async def _find_problem(steps: Sequence[StepRecord], run: Run) -> str | None:
     if not steps:
         return None
     last = steps[-1]
-    if all_failed(last):
+    if has_only_failures(last):
         reasons = list((await run.store.failures(last.consumed)).values())
         return (
             f"every rollout of step {last.step + 1} failed, {len(reasons)} of {len(reasons)}, such "
@@ -334,7 +334,7 @@ async def open_trackers(folder: RunFolder, warn: Callable[[str], None]) -> Async
             await to_thread.run_sync(tracking.close, timeout_s)
 
 
-def comparison_metrics(comparison: Comparison) -> Metrics:
+def compute_comparison_metrics(comparison: Comparison) -> Metrics:
     """An evaluation as metrics: `trained/greedy`, `gain/greedy` and so on."""
     found: dict[str, float] = {}
     for measure, by_model in comparison.measures.items():

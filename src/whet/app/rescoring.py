@@ -153,7 +153,7 @@ def load_reward(spec: str) -> RewardFunction:
     ]
     if unknown:
         raise ConfigError(
-            f"the reward {spec!r} has an unknown parameter {unknown[0]!r}; there are "
+            f"the reward {spec!r} has an unknown parameter {unknown[0]!r}; expected one of "
             f"{', '.join(PARAMETERS)}"
         )
     return found

@@ -104,7 +104,7 @@ class RunFolder:
         """Create the folder of a new run. Raises ConfigError if it exists or cannot be written."""
         name = config.name or f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         folder = cls(config.dir / "runs" / name)
-        with _writing(folder.path):
+        with _report_write_errors(folder.path):
             if folder.config_file.exists():
                 raise ConfigError(
                     f"the run {name!r} exists already: continue it with --resume {name} "
@@ -167,7 +167,7 @@ class RunFolder:
     def save_log_ratios(self, step: int, found: Mapping[GenerationId, Sequence[float]]) -> None:
         """Write the log-ratios of a step's trained tokens, which are for display only."""
         rounded = {id: [round(value, 3) for value in values] for id, values in found.items()}
-        with _writing(self.path):
+        with _report_write_errors(self.path):
             self._log_ratios.mkdir(exist_ok=True)
             content = gzip.compress(json.dumps(rounded).encode(), compresslevel=1, mtime=0)
             _write_whole(self._log_ratios / f"step-{step:06d}.json.gz", content)
@@ -200,7 +200,7 @@ class RunFolder:
         except ValidationError as error:
             raise ConfigError(f"{str(self.config_file)!r}: {explain(error)}") from error
 
-    def resumed_config(self, values: Mapping[str, JsonValue]) -> RunConfig:
+    def read_resumed_config(self, values: Mapping[str, JsonValue]) -> RunConfig:
         """The config to continue with: the saved one, with new values where they may change.
 
         Raises:
@@ -216,17 +216,17 @@ class RunFolder:
                     f"a resumed run keeps its config: {key!r} is {before.get(key)!r} there, found "
                     f"{value!r}; leave it out, or start a new run"
                 )
-        check_steps(config, self.steps_reported())
+        check_steps(config, self.count_reported_steps())
         return config
 
     def save_config(self, config: RunConfig) -> None:
         """Write the config. Raises ConfigError if the folder cannot be written."""
-        with _writing(self.path):
+        with _report_write_errors(self.path):
             _write_whole(self.config_file, config.model_dump_json(indent=2).encode())
 
     def resume(self, values: Mapping[str, JsonValue]) -> None:
-        """Continue with `resumed_config`. Raises ConfigError as it does."""
-        config = self.resumed_config(values)
+        """Continue with `read_resumed_config`. Raises ConfigError as it does."""
+        config = self.read_resumed_config(values)
         if config != self.config():
             self.save_config(config)
 
@@ -245,7 +245,7 @@ class RunFolder:
         try:
             kept = json.loads(self._tasks.read_text())
         except FileNotFoundError:
-            with _writing(self.path):
+            with _report_write_errors(self.path):
                 _write_whole(self._tasks, json.dumps(found).encode())
             return
         for name, digest in found.items():
@@ -287,9 +287,9 @@ class RunFolder:
         )
 
     @contextmanager
-    def owned(self) -> Generator[None]:
+    def lock(self) -> Generator[None]:
         """Lock the run against other processes. A kill releases it."""
-        with _writing(self.path):
+        with _report_write_errors(self.path):
             lock = (self.path / "lock").open("w")
         with lock:
             try:
@@ -301,7 +301,7 @@ class RunFolder:
                 ) from error
             yield
 
-    def steps_reported(self) -> int:
+    def count_reported_steps(self) -> int:
         """Steps in the report of a run; 0 without one."""
         if not self.report.is_file():
             return 0
@@ -319,7 +319,7 @@ class RunFolder:
 
 
 @contextmanager
-def _writing(path: Path) -> Generator[None]:
+def _report_write_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ from whet.app.composition.distributed import (
 )
 from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.run import open_run
-from whet.app.composition.trainers import algorithm_name, check_credit, load_algorithm
+from whet.app.composition.trainers import check_credit, load_algorithm, name_algorithm
 from whet.app.dashboard.serving import serve_beside
 from whet.app.evaluation.model_sources import resolve_starts
 from whet.app.experiment import Result, run_experiment
@@ -126,7 +126,7 @@ def _read_algorithm(
     if isinstance(algorithm, dict):
         return {**settings, "algorithm": algorithm}, None
     own = check_credit(algorithm)
-    return {**settings, "algorithm": {"name": algorithm_name(own)}}, own
+    return {**settings, "algorithm": {"name": name_algorithm(own)}}, own
 
 
 def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
@@ -168,7 +168,7 @@ def prepare_run(
         config = resolve(values)
     folder = _find_run(config, kind, resume=resume, continues=continues or store is not None)
     if folder is not None:
-        config = folder.resumed_config(values)
+        config = folder.read_resumed_config(values)
     check_run(agent, config, algorithm=algorithm, context=context, runs_agent=store is None)
     for each in (config, *(config.for_policy(name) for name in config.policies)):
         resolve_model(each.model, progress=partial(console.print, highlight=False))
@@ -176,7 +176,7 @@ def prepare_run(
         return RunFolder.create(config, kind)
     if inputs is not None:
         folder.keep_tasks(*inputs)
-    with folder.owned():  # what is refused changes nothing
+    with folder.lock():  # what is refused changes nothing
         folder.save_config(config)
     return folder
 
@@ -268,7 +268,7 @@ def _serve_dashboard(folder: RunFolder, console: Console) -> Generator[None]:
         return
     directory = folder.path.parent.parent
     with serve_beside(directory, host=config.host, port=config.port) as dashboard:
-        link = dashboard.link(folder.path.name)
+        link = dashboard.create_link(folder.path.name)
         console.print(f"dashboard {link}", highlight=False, soft_wrap=True)
         yield
 
@@ -290,7 +290,7 @@ async def run_training(
     """
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
-        display.ended(1)
+        display.count_ended(1)
 
     folder.keep_tasks(tasks, held_out)
     runner = folder.config().runner
@@ -308,7 +308,7 @@ async def run_training(
                 algorithm=algorithm,
                 context=context,
                 on_outcome=on_outcome,
-                on_ended=display.ended if connected or runner.ray else None,
+                on_ended=display.count_ended if connected or runner.ray else None,
                 plan=plan_rollouts(tasks, folder.config()),
                 progress=display.note,
             )

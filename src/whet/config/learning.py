@@ -9,7 +9,7 @@ from whet.config.section import Section, changed_keys
 
 Layer = Literal["attention", "mlp", "head"]
 
-SHARDLESS_KEYS = {"compile", "optimizer"}
+UNSHARDED_KEYS = {"compile", "optimizer"}
 """Keys of the local trainer that a sharded model does not support."""
 
 
@@ -32,12 +32,12 @@ class LocalTrainerConfig(Section):
     """AdamW with moments in fp32, or in 8 bits by `bitsandbytes`, which is installed apart."""
     micro_batch_tokens: Annotated[int, Field(ge=64)] | None = None
     """Tokens in one forward and backward pass; shared prefixes count once. If absent 2048 on a CPU,
-    and on a GPU what fills about half of it. Halved when memory runs out."""
+    and on a GPU as many as fill about half its memory. Halved when memory runs out."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, for a fraction of the memory."""
     gpus: Annotated[int, Field(ge=1)] = 1
-    """GPUs of this machine to train on, with a process each; without a GPU, processes. Rows are
-    dealt by tokens; the first GPU samples too."""
+    """GPUs of this machine to train on, each with its own process; without a GPU, the number of
+    processes. Each gets rows with about as many tokens; the first GPU samples too."""
     shard: Literal["auto", "yes", "no"] = "auto"
     """With `gpus`: divide the trained model, its gradient and its optimizer among them (FSDP2), or
     have a copy on each; `auto` divides what would fill more than half of a GPU."""
@@ -50,9 +50,14 @@ class LocalTrainerConfig(Section):
         if self.shard != "yes":
             return self
         if self.gpus == 1:
-            raise ValueError("shard divides the model among several GPUs: set gpus too")
-        if odd := changed_keys(self) & SHARDLESS_KEYS:
-            raise ValueError(f"a sharded model has no {min(odd)}: leave it out, or set shard to no")
+            raise ValueError(
+                "shard 'yes' divides the model among several GPUs, found gpus 1: set gpus too"
+            )
+        if unsupported := changed_keys(self) & UNSHARDED_KEYS:
+            raise ValueError(
+                f"{min(unsupported)} is not supported with shard 'yes': leave it out, or set "
+                "shard to 'no'"
+            )
         return self
 
 
@@ -116,7 +121,9 @@ class AdamConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
 
-    def at(self, step: int, steps: int, weights: Literal["lora", "full"] = "lora") -> AdamStep:
+    def build_step(
+        self, step: int, steps: int, weights: Literal["lora", "full"] = "lora"
+    ) -> AdamStep:
         """Parameters of one step of a run that trains these weights; the first step is 0.
 
         A pure function, so a resumed run continues the schedule.
@@ -170,7 +177,8 @@ class LossConfig(Section):
     correction_max: Annotated[float, Field(ge=1)] = 3.0
     """Largest importance weight, with `correction`."""
     correction_min: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least importance weight, with a `correction` by mask: tokens or rows below it are dropped."""
+    """Least importance weight, with `token_mask` or `sequence_mask`: tokens or rows below it are
+    dropped."""
     old_logprobs: Literal["sampler", "recomputed"] = "sampler"
     """Probability that ratios are relative to: the sampler's, or the trainer's before the first
     update of a step."""
@@ -185,7 +193,8 @@ class LossConfig(Section):
     """`token`: every sampled token of an update weighs the same; `rollout`: every rollout does;
     `constant`: tokens weigh the same in every update, so that longer rollouts weigh more."""
     tokens_per_rollout: Annotated[int, Field(ge=1)] | None = None
-    """Divisor of a rollout's sum with `constant`, such as the longest answer."""
+    """With `normalize` `constant`: divisor of the sum over a rollout's tokens, such as the number
+    of tokens of the longest answer."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -213,17 +222,23 @@ class LossConfig(Section):
             if unread and getattr(self, key) != field.default:
                 raise ValueError(f"{key} has no meaning for {self.name!r}: leave it out")
         if self.correction is None and (self.correction_max, self.correction_min) != (3.0, 0.0):
-            raise ValueError("correction_max and correction_min are given with a correction")
+            raise ValueError(
+                "correction_max and correction_min need a correction: set it, or leave them out"
+            )
         if self.correction_min and self.correction not in ("token_mask", "sequence_mask"):
-            raise ValueError("correction_min is for 'token_mask' and 'sequence_mask'")
+            raise ValueError(
+                "correction_min needs correction 'token_mask' or 'sequence_mask': leave it out"
+            )
         in_ratio = self.old_logprobs == "sampler" and self.name in ("cispo", "gspo")
         if in_ratio and self.correction in ("token_truncate", "sequence_truncate"):
             raise ValueError(
-                f"{self.name!r} bounds its own ratio to the sampler: choose a correction by mask, "
-                "or old_logprobs='recomputed'"
+                f"{self.name!r} bounds its own ratio to the sampler: choose correction "
+                "'token_mask' or 'sequence_mask', or old_logprobs 'recomputed'"
             )
         if (self.tokens_per_rollout is None) == (self.normalize == "constant"):
-            raise ValueError("tokens_per_rollout and normalize='constant' are given together")
+            raise ValueError(
+                "tokens_per_rollout and normalize 'constant' need each other: set both or neither"
+            )
         return self
 
     def _read_keys(self) -> set[str]:
@@ -248,13 +263,13 @@ class AlgorithmConfig(Section):
     `distillation`, or your own as `module:Class` or `file.py:Class`."""
     credit: Literal["attempt", "turn"] = "attempt"
     """`attempt`: every answer is credited with the attempt's reward; `turn`: each with the rewards
-    from it on, including those of turns, calls and agents."""
+    of its turn and of later ones, including those of calls and agents."""
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of a reward per turn, with `credit` by `turn`."""
     reward_keys: tuple[str, ...] = ()
     """Further keys of emitted rewards that are added to the reward."""
     logged_keys: tuple[str, ...] = ()
-    """Keys of emitted rewards that are only logged; of any other key a warning is shown."""
+    """Keys of emitted rewards that are only logged; any other key causes a warning."""
     divide_by_std: bool = False
     """`grpo`: divide by the group's standard deviation, as its paper does."""
     group_baseline: bool = False
@@ -266,7 +281,8 @@ class AlgorithmConfig(Section):
     teacher: str | None = None
     """`distillation`: the model to learn from, named like `model`."""
     oversample: Annotated[int, Field(ge=1)] = 1
-    """Draw more tasks for groups without a signal, up to this many times `tasks_per_step`."""
+    """Collect groups of further tasks in place of those without a signal, up to this many times
+    `tasks_per_step`."""
 
 
 class FailureRewardConfig(Section):
@@ -300,11 +316,11 @@ class LengthConfig(Section):
     """Reduction of the reward for every sampled token."""
 
     @property
-    def shapes(self) -> bool:
+    def is_active(self) -> bool:
         """Whether rewards depend on the length of answers."""
         return self.hard_limit is not None or self.token_cost > 0
 
-    def cost(self, tokens: int) -> float:
+    def compute_cost(self, tokens: int) -> float:
         """Penalty on the reward for an answer of this many tokens."""
         cost = self.token_cost * tokens
         if self.soft_limit is not None and self.hard_limit is not None:
@@ -315,14 +331,14 @@ class LengthConfig(Section):
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         if (self.soft_limit is None) != (self.hard_limit is None):
-            raise ValueError("soft_limit and hard_limit are given together")
+            raise ValueError("soft_limit and hard_limit need each other: set both or neither")
         if (self.soft_limit or 0) >= (self.hard_limit or 1):
             raise ValueError(
                 f"expected soft_limit below hard_limit, found {self.soft_limit} and "
                 f"{self.hard_limit}"
             )
         if self.hard_limit is None and self.penalty != 1.0:
-            raise ValueError("penalty is that of hard_limit: give both limits, or token_cost")
+            raise ValueError("penalty needs soft_limit and hard_limit: set both, or use token_cost")
         return self
 
 
@@ -349,7 +365,10 @@ class CurriculumConfig(Section):
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
         if self.hopeless_reward >= self.solved_reward:
-            raise ValueError("expected hopeless_reward below solved_reward")
+            raise ValueError(
+                f"expected hopeless_reward below solved_reward, found {self.hopeless_reward} and "
+                f"{self.solved_reward}"
+            )
         return self
 
 
@@ -360,7 +379,8 @@ class LoopConfig(Section):
     """`on_policy`: a step's rollouts are sampled by the weights it updates; `overlapped`: rollouts
     of later steps run while a step is trained."""
     max_staleness: Annotated[int, Field(ge=1)] = 1
-    """`overlapped`: steps that a trained token may be behind."""
+    """`overlapped`: steps by which the weights that sampled a token may be older than those that it
+    trains."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
     """Parts of a step's groups, with an optimizer update on each."""
     epochs: Annotated[int, Field(ge=1)] = 1
@@ -369,7 +389,9 @@ class LoopConfig(Section):
     @model_validator(mode="after")
     def _check_staleness(self) -> Self:
         if self.name == "on_policy" and self.max_staleness != 1:
-            raise ValueError("max_staleness has no meaning on policy: leave it out")
+            raise ValueError(
+                "max_staleness has no meaning with loop.name 'on_policy': leave it out"
+            )
         return self
 
 
@@ -385,8 +407,8 @@ class SelectionConfig(Section):
     tools: tuple[str, ...] = ()
     """Train only calls that offer all of these tools."""
     discarded: bool = True
-    """Train also answers that the agent threw away: other choices (`n`) and other answers to the
-    same prompt than the one it continued. Answers of a last turn never count as thrown away."""
+    """Train also answers that the agent discarded: other choices (`n`) and other answers to the
+    same prompt than the one it continued. Answers of a last turn never count as discarded."""
 
 
 class EvaluationConfig(Section):
@@ -410,7 +432,7 @@ class EvaluationConfig(Section):
     @model_validator(mode="after")
     def _check_patience(self) -> Self:
         if self.patience and not self.every:
-            raise ValueError("patience counts the evaluations of `every`: set it too")
+            raise ValueError("patience counts the evaluations of `every`, which is 0: set it too")
         return self
 
 

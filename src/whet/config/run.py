@@ -64,7 +64,7 @@ TrainerConfig = Annotated[
 
 VERL_ALGORITHMS = ("grpo", "rloo", "reinforce++")
 """Algorithms of which the plugin of verl has an advantage estimator."""
-VERL_UNREAD = (
+SECTIONS_UNREAD_BY_VERL = (
     *("engine", "adam", "loss", "algorithm", "failure_reward", "length", "curriculum", "loop"),
     *("selection", "evaluation", "checkpoints", "budget", "tracking"),
 )
@@ -130,7 +130,7 @@ class RunConfig(Section):
     """Rollouts of each task in a step."""
     policies: dict[str, PolicyConfig] = Field(default={})
     """Several policies, each by the name that agents send as their model, with its own model,
-    trainer settings, algorithm and checkpoints; without any, one policy has every call."""
+    trainer settings, algorithm and checkpoints; if absent, one policy answers every call."""
     engine: EngineConfig = LocalEngineConfig()
     trainer: TrainerConfig = LocalTrainerConfig()
     adam: AdamConfig = AdamConfig()
@@ -199,7 +199,7 @@ class RunConfig(Section):
         unsupported = [f"{k}.kind {v!r}" for k, v in kinds.items() if v in ("sglang", "verl")]
         unsupported += ["runner.ray"] if self.runner.ray else []
         if unsupported:
-            raise ValueError(f"{unsupported[0]} takes only one policy: leave out 'policies'")
+            raise ValueError(f"{unsupported[0]} supports only one policy: leave out 'policies'")
         if self.gateway.models:
             raise ValueError("gateway.models does not name a policy: use policies.NAME.models")
         taken = [*RESERVED_MODELS, *(each.partition("=")[0] for each in self.gateway.endpoints)]
@@ -219,7 +219,10 @@ class RunConfig(Section):
     def _check_policy(self, name: str) -> None:
         policy, kind = self.policies[name], self.trainer.kind
         if policy.trainer.get("kind", kind) != kind:
-            raise ValueError(f"policy {name!r}: all policies have trainer.kind {kind!r}")
+            raise ValueError(
+                f"policy {name!r}: expected trainer.kind {kind!r} like that of the run, found "
+                f"{policy.trainer['kind']!r}"
+            )
         try:
             own = self.for_policy(name)
         except ConfigError as error:
@@ -268,7 +271,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_start(self) -> Self:
         if self.start is not None and self.trainer.kind == "tinker":
-            raise ValueError("a Tinker service starts from no adapter or checkpoint: leave it out")
+            raise ValueError(
+                "start has no meaning with trainer.kind 'tinker', whose service trains new "
+                "adapters: leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -295,10 +301,13 @@ class RunConfig(Section):
         if self.loss.name == "dro":
             raise ValueError(
                 "loss.name 'dro' of a Tinker service also changes tokens that were not sampled: "
-                "choose another"
+                "choose another loss"
             )
         if self.runner.temperature not in (None, 1.0):
-            raise ValueError("a Tinker service trains at runner.temperature 1 alone")
+            raise ValueError(
+                "a Tinker service trains only at runner.temperature 1, found "
+                f"{self.runner.temperature}: leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -311,7 +320,7 @@ class RunConfig(Section):
                 f"choose {', '.join(VERL_ALGORITHMS)}, or an estimator of verl by trainer.overrides"
             )
         read = {"algorithm": {"name", "divide_by_std"}, "adam": {"lr"}}
-        for name in VERL_UNREAD:
+        for name in SECTIONS_UNREAD_BY_VERL:
             section = getattr(self, name)
             kind = {"kind"} if getattr(section, "kind", "local") != "local" else set[str]()
             if unread := (changed_keys(section) | kind) - read.get(name, set[str]()):
@@ -320,7 +329,10 @@ class RunConfig(Section):
                     "settings of its own: leave it out, and use trainer.overrides"
                 )
         if self.start is not None:
-            raise ValueError("verl starts from a model folder: merge it with `whet models merge`")
+            raise ValueError(
+                "verl starts from a model folder, not an adapter or checkpoint: merge it with "
+                "`whet models merge`"
+            )
         return self
 
 
@@ -346,7 +358,7 @@ def read_toml(path: Path) -> dict[str, JsonValue]:
 
 
 def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
-    """Validate config values. Raises ConfigError with the first fault, in one line."""
+    """Validate config values. Raises ConfigError with the first error, in one line."""
     for key, value in list_leaves(values):
         try:
             str(value).encode()
@@ -361,7 +373,7 @@ def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
 
 
 def explain(error: ValidationError) -> str:
-    """The first fault pydantic found, in one line that names the key."""
+    """Return the first error that pydantic found, in one line that names the key."""
     fault = error.errors()[0]
     section, *rest = fault["loc"] or ("",)
     if section in UNIONS and rest:  # pydantic puts the union's tag after the section

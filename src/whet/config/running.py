@@ -42,10 +42,11 @@ class VLLMConfig(_EngineSection):
     def _check_launch(self) -> Self:
         if self.urls and changed_keys(self) & {"command", "flags", "replicas"}:
             raise ValueError(
-                "command, flags and replicas are for servers that are started, not for urls"
+                "command, flags and replicas are for servers that whet starts: leave them "
+                "out, or leave out urls"
             )
         if (self.replicas or 1) > 1 and any(flag.startswith("--port") for flag in self.flags):
-            raise ValueError("replicas have ports of their own: leave out --port")
+            raise ValueError("each of several replicas gets its own port: leave out --port")
         return self
 
 
@@ -59,7 +60,9 @@ class SGLangConfig(_EngineSection):
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
         if not self.urls:
-            raise ValueError("name the SGLang servers with urls: only 'vllm' is started")
+            raise ValueError(
+                "engine.kind 'sglang' needs urls of running servers: only 'vllm' is started"
+            )
         return self
 
 
@@ -69,9 +72,9 @@ class RunnerConfig(Section):
     concurrency: Annotated[int, Field(ge=1)] = 64
     """Attempts that run at once, in all processes."""
     processes: Annotated[int, Field(ge=0, le=1024)] | None = None
-    """Processes to run agents in: 0 runs all attempts in this process, as many as `concurrency` one
-    attempt in each. If absent half the cores, or all but four where that is more, at most 12; 0
-    with at most two cores, or for an agent that cannot be imported by name."""
+    """Processes to run agents in: 0 runs all attempts in this process; as many as `concurrency`
+    gives each attempt a process of its own. If absent, the larger of half the cores and all but
+    four, at most 12; 0 with at most two cores, or for an agent that cannot be imported by name."""
     tracer: TracerName | None = None
     """Record the spans of an agent's SDK: `otel` those of OpenTelemetry, `openai-agents` those of
     the OpenAI Agents SDK, which are then not uploaded."""
@@ -110,8 +113,8 @@ class GatewayConfig(Section):
     recorded, never trained. The key is in `WHET_NAME_KEY`, else in `OPENAI_API_KEY`."""
     judge: str | None = None
     """A model that agents and judges reach as `judge`: text only, never recorded, never trained.
-    `base` is the model of the run before training; else any that `model` takes. It is loaded in
-    this process, beside the policy."""
+    `base` is the model of the run before training; else any name that `model` accepts. It is
+    loaded in this process, beside the policy."""
     trace_header: str = "trace_id"
     """Request header that may name the attempt, besides the URL and the API key."""
     allow_unattributed: bool = False

@@ -16,7 +16,7 @@ OTHER_NAMES = {
 }
 """Keys by the names that they have in other libraries."""
 
-OF_REQUESTS = {
+REQUEST_FIELDS = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "max_tokens": "max_tokens",
@@ -28,14 +28,14 @@ OF_REQUESTS = {
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the key that was probably meant: known by this name elsewhere, ending with it, or
-    spelled alike; empty if there is none."""
+    """Return the key that was probably meant: its name in another library, its last part, or a
+    similar spelling; empty if there is none."""
     keys = [*known]
     last = name.split(".")[-1]
     if OTHER_NAMES.get(last) in keys:
         return OTHER_NAMES[last]
     ending = [key for key in keys if key.split(".")[-1] == last]
-    if not ending and last in OF_REQUESTS:
+    if not ending and last in REQUEST_FIELDS:
         return ""
     close = ending or difflib.get_close_matches(name, keys, n=1)
     return close[0] if close else ""
@@ -48,6 +48,6 @@ def explain_unknown(name: str, known: Mapping[str, str]) -> str:
     """
     if meant := known.get(suggest(name, known)):
         return f"did you mean {meant}?"
-    if field := OF_REQUESTS.get(name.split(".")[-1]):
+    if field := REQUEST_FIELDS.get(name.split(".")[-1]):
         return f"the agent sends {field} in its own requests"
     return ""

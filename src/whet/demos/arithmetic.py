@@ -34,7 +34,7 @@ async def solve(task: Task, llm: Endpoint) -> float:
             )
             message = reply.choices[0].message
             if not message.tool_calls:
-                return float(_last_number(message.content or "") == task["answer"])
+                return float(_find_last_number(message.content or "") == task["answer"])
             messages.append(message.model_dump(exclude_none=True))
             for call in message.tool_calls:
                 assert call.type == "function"  # no other kind of tool was offered
@@ -43,6 +43,6 @@ async def solve(task: Task, llm: Endpoint) -> float:
     return 0.0
 
 
-def _last_number(text: str) -> float | None:
+def _find_last_number(text: str) -> float | None:
     found = NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None

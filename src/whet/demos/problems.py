@@ -167,13 +167,13 @@ class Draw:
         return {"question": self.question, "answer": answer, "kind": self.pattern.kind}
 
 
-def _number(rng: random.Random) -> int:
+def _draw_number(rng: random.Random) -> int:
     return rng.randint(10, 99) if rng.random() < 0.8 else rng.randint(100, 999)
 
 
-def _numbers(pattern: Pattern, rng: random.Random) -> dict[str, int]:
+def _draw_numbers(pattern: Pattern, rng: random.Random) -> dict[str, int]:
     """Operands for a pattern, such that its answer is not negative."""
-    a, b = _number(rng), _number(rng)
+    a, b = _draw_number(rng), _draw_number(rng)
     if "*" in pattern.expression:
         b = rng.randint(2, 9)
     elif pattern.kind == "subtract":
@@ -194,7 +194,7 @@ def draw(pattern: Pattern, split: Split, rng: random.Random) -> Draw:
             "things": rng.choice(THINGS),
             "boxes": rng.choice(BOXES),
         }
-        numbers = _numbers(pattern, rng)
+        numbers = _draw_numbers(pattern, rng)
         question = rng.choice(pattern.phrasings).format_map({**words, **numbers})
         drawn = Draw(pattern, numbers, question)
         if drawn.split == split:
@@ -276,7 +276,7 @@ def calculate(expression: str) -> str:
     if _CHARACTERS.fullmatch(expression) is None:
         return "error: not arithmetic"
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _compute_value(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         return "error: division by zero"
     except OverflowError:
@@ -288,14 +288,14 @@ def calculate(expression: str) -> str:
     return format(value, ".10g")
 
 
-def _value(node: ast.expr) -> Number:
+def _compute_value(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=int() | float() as number):
             value = number
         case ast.BinOp(left, op, right) if type(op) in _BINARY:
-            value = _BINARY[type(op)](_value(left), _value(right))
+            value = _BINARY[type(op)](_compute_value(left), _compute_value(right))
         case ast.UnaryOp(op, operand) if type(op) in _UNARY:
-            value = _UNARY[type(op)](_value(operand))
+            value = _UNARY[type(op)](_compute_value(operand))
         case _:
             raise ValueError("not arithmetic")
     if abs(value) > _LARGEST:

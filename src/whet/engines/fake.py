@@ -8,7 +8,7 @@ from random import Random
 
 from anyio.lowlevel import checkpoint
 
-from whet.engines.request import Decode, SampledTokens, SampleRequest, remaining_context
+from whet.engines.request import Decode, SampledTokens, SampleRequest, compute_remaining_context
 from whet.errors import EngineError, RequestError
 from whet.protocols import Engine
 from whet.types import Sampling, TokenChunk
@@ -59,7 +59,7 @@ class FakeEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[TokenChunk]:
-        remaining = remaining_context(prompt, self.context_length, self._vocabulary)
+        remaining = compute_remaining_context(prompt, self.context_length, self._vocabulary)
         if sampling.grammar is not None:
             raise RequestError("this engine does not support grammars")
         self.prompts.append(tuple(prompt))
@@ -97,7 +97,7 @@ class FakeEngine(Engine):
         sampling = request.sampling
         if answer is not None:
             sampling = Sampling(top_logprobs=sampling.top_logprobs)
-        logprobs = self._distribution(request.tokens[-1], sampling)
+        logprobs = self._compute_distribution(request.tokens[-1], sampling)
         if answer is not None:
             token = answer[len(request.logprobs)]
         elif sampling.temperature == 0:
@@ -108,7 +108,7 @@ class FakeEngine(Engine):
         top = tuple(logprobs.items())[: sampling.top_logprobs]
         return SampledTokens([token], [logprobs[token]], [top] if sampling.top_logprobs else [])
 
-    def _distribution(self, last: int, sampling: Sampling) -> dict[int, float]:
+    def _compute_distribution(self, last: int, sampling: Sampling) -> dict[int, float]:
         """Log-probabilities after a token, most probable first, without truncated tokens."""
         random = Random(f"{self.version} {last}")
         logits = {token: random.gauss(0, 2) for token in range(self._vocabulary)}

@@ -17,7 +17,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """The most probable tokens at a position, with their log-probabilities."""
 
 
-def remaining_context(
+def compute_remaining_context(
     prompt: Sequence[int], context_length: int, vocabulary: int | None = None
 ) -> int:
     """Check a prompt and return how many tokens fit in the context after it.

@@ -85,7 +85,7 @@ class LocalScorer(Scorer):
             target_N = ids_BT[:, 1:].flatten()
             chosen = [
                 logp_CV.gather(1, target_N[part, None])[:, 0]
-                for part, logp_CV in self._chunks(hidden_BTD[:, :-1].flatten(0, 1))
+                for part, logp_CV in self._compute_chunks(hidden_BTD[:, :-1].flatten(0, 1))
             ]
         chosen_BT = torch.cat([*chosen, ids_BT.new_zeros(0)]).view(len(batch), width - 1)
         rows = zip(cast(list[list[float]], chosen_BT.tolist()), batch, strict=True)
@@ -103,11 +103,11 @@ class LocalScorer(Scorer):
                 body = self.policy.body(input_ids=ids_1T, use_cache=False)
                 parts = [
                     _score_chunk(logp_CV, ids_1T[0, 1:][part], target_TK[part], request)
-                    for part, logp_CV in self._chunks(body.last_hidden_state[0, :-1])
+                    for part, logp_CV in self._compute_chunks(body.last_hidden_state[0, :-1])
                 ]
         return _join_scores(parts, targets.shape[1], request)
 
-    def _chunks(self, hidden_ND: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def _compute_chunks(self, hidden_ND: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Log-probabilities of all tokens after each hidden state, for a chunk at a time."""
         tokens = max(1, CHUNK_LOGITS // self.policy.head.vocabulary)
         for start in range(0, len(hidden_ND), tokens):

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import ClassVar
 
-from whet.engines.request import SampledTokens, SampleRequest, remaining_context
+from whet.engines.request import SampledTokens, SampleRequest, compute_remaining_context
 from whet.errors import EngineError, RequestError
 from whet.protocols import Engine
 from whet.types import Sampling, TokenChunk
@@ -33,9 +33,11 @@ class SingleChunkEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[TokenChunk]:
-        room = remaining_context(prompt, self.context_length)
+        room = compute_remaining_context(prompt, self.context_length)
         if sampling.grammar is not None:
-            raise RequestError(f"{self.SERVICE} takes no grammars: leave the output format out")
+            raise RequestError(
+                f"{self.SERVICE} does not support grammars: leave out the output format"
+            )
         if self._closed:
             raise EngineError("the engine is closed")
         limit = min(sampling.max_tokens or room, room)

@@ -63,7 +63,7 @@ def build_app(
     policies beside the pipeline's; a call chooses one by its model name.
     """
     gateway = _Gateway([pipeline, *others], secret, config)
-    return build_router(gateway.routes(check_reward), POST=gateway.refuse_path)
+    return build_router(gateway.build_routes(check_reward), POST=gateway.refuse_path)
 
 
 class _Gateway:
@@ -80,14 +80,14 @@ class _Gateway:
         self._unauthorized: set[str] = set()
         """Attempts that calls with a wrong key have named."""
 
-    def routes(self, check_reward: Callable[[Reward], None]) -> list[Route]:
+    def build_routes(self, check_reward: Callable[[Reward], None]) -> list[Route]:
         anthropic = AnthropicDialect()
         dialects = (ChatDialect(), anthropic, ResponsesDialect(), CompletionsDialect())
-        anthropic_errors = ErrorFormat(anthropic.error, anthropic.error_event)
+        anthropic_errors = ErrorFormat(anthropic.build_error, anthropic.build_error_event)
         show = self._look_up(self._show_response)
         telemetry = Telemetry(self._pipeline.log, self._find_attempt, check_reward)
         return [
-            *(self._call_route(dialect) for dialect in dialects),
+            *(self._build_call_route(dialect) for dialect in dialects),
             build_route("/messages/count_tokens", anthropic_errors, POST=self._count_tokens),
             build_route("/responses/{id}/input_items", GET=self._look_up(list_input)),
             build_route("/responses/{id}", GET=show, DELETE=self._delete_response),
@@ -100,7 +100,7 @@ class _Gateway:
             build_route("/traces", OtlpErrors(), POST=telemetry.ingest_traces),
         ]
 
-    def _call_route(self, dialect: Dialect) -> Route:
+    def _build_call_route(self, dialect: Dialect) -> Route:
         async def handle(request: GatewayRequest) -> None:
             try:
                 await self._complete_call(dialect, request)
@@ -112,7 +112,7 @@ class _Gateway:
                 await self._record_unauthorized(request, error)
                 raise
 
-        errors = ErrorFormat(dialect.error, dialect.error_event)
+        errors = ErrorFormat(dialect.build_error, dialect.build_error_event)
         return build_route(dialect.path, errors, POST=handle)
 
     async def refuse_path(self, request: GatewayRequest) -> None:
@@ -138,16 +138,16 @@ class _Gateway:
         stream = None
         if call.request.stream:
             stream = EventStream(request.send, pipeline.renderer, call, reply)
-        with pipeline.delivery(call), request.watch_disconnect() as client:
+        with pipeline.track_delivery(call), request.watch_disconnect() as client:
             async with stream.keep_alive() if stream else nullcontext():
-                with pipeline.in_flight(call):
+                with pipeline.track_in_flight(call):
                     with client.cancel_work():
                         choices = await pipeline.sample(call, stream and stream.send_chunk)
                     # A call that is sampled is recorded even if its client has gone: it may retry.
                     completed = await pipeline.record(call, choices)
             client.check_connected()
             if stream is None:
-                await request.respond(JsonResponse(reply.body(completed)))
+                await request.respond(JsonResponse(reply.build_body(completed)))
             else:
                 await stream.finish(completed)
 

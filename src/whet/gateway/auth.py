@@ -49,24 +49,24 @@ def derive_secret(token: str, run: str) -> bytes:
 
 def mint_key(attempt: AttemptId, secret: bytes) -> str:
     """Return the API key of an attempt, or with ANY_ATTEMPT of the gateway itself."""
-    return f"{KEY_PREFIX}{attempt}-{_mac(attempt, secret)}"
+    return f"{KEY_PREFIX}{attempt}-{_compute_mac(attempt, secret)}"
 
 
 def mint_reward_key(attempt: AttemptId, secret: bytes) -> str:
     """Return the key that posts rewards of an attempt, which its API key cannot."""
-    return f"{KEY_PREFIX}{attempt}-{_mac(REWARDS + attempt, secret)}"
+    return f"{KEY_PREFIX}{attempt}-{_compute_mac(REWARDS + attempt, secret)}"
 
 
 def read_key(key: str, secret: bytes, scope: str = "") -> AttemptId | None:
     """Return the attempt of a key, or None if the key was not minted with this secret."""
     body, _, mac = key.removeprefix(KEY_PREFIX).rpartition("-")
     genuine = key.startswith(KEY_PREFIX) and hmac.compare_digest(
-        mac.encode(), _mac(scope + body, secret).encode()
+        mac.encode(), _compute_mac(scope + body, secret).encode()
     )
     return AttemptId(body) if genuine else None
 
 
-def _mac(attempt: str, secret: bytes) -> str:
+def _compute_mac(attempt: str, secret: bytes) -> str:
     return hmac.new(secret, attempt.encode(), hashlib.sha256).hexdigest()[:MAC_LENGTH]
 
 
@@ -90,7 +90,7 @@ def identify_caller(
         RequestError: the request names two attempts.
     """
     headers, prefix = request.headers, request.state
-    keys = _candidate_keys(headers.get("authorization", ""), headers.get("x-api-key", ""))
+    keys = _list_candidate_keys(headers.get("authorization", ""), headers.get("x-api-key", ""))
     keys.append(prefix.key or "")  # of an agent with a key of its own
     holders = {holder for key in keys if key and (holder := read_key(key, secret, scope))}
     if not holders:
@@ -121,7 +121,7 @@ def require_attempt(attempt: AttemptId | None) -> AttemptId:
     return attempt
 
 
-def _candidate_keys(authorization: str, api_key: str) -> list[str]:
+def _list_candidate_keys(authorization: str, api_key: str) -> list[str]:
     """Return what may be our key: clients may send another provider's key in the other header."""
     scheme, _, key = authorization.partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from whet.gateway.messages import Message, ToolCall, all_same, join_extensions, restore_calls
+from whet.gateway.messages import Message, ToolCall, is_echo, join_extensions, restore_calls
 from whet.types import Call, CallId, Fork, Generation, GenerationId
 
 TEXT = "text"
@@ -127,7 +127,7 @@ class Graph:
                     continue
                 echo = echo._replace(content=turn.message.content)
                 after = [Message("assistant", added, extends=True), *after]
-            lossy = lossy or turn.message.lost_in(echo)
+            lossy = lossy or turn.message.loses_text_in(echo)
             misnamed += echo.call != turn.call.id and echo.call in self.calls
             # Of turns that read the same: the one that the client names, or else the one that it
             # sends back unchanged, or else the newest, which comes first here.
@@ -175,7 +175,7 @@ class Graph:
             open_ends += [(t, after) for t in self._after.get(turn.id, [])]
         return best
 
-    def fork_raw(self, turn: Turn | None, context: Sequence[int]) -> Fork | None:
+    def classify_raw_fork(self, turn: Turn | None, context: Sequence[int]) -> Fork | None:
         """Return why a raw prompt does not continue the attempt's only conversation, or None."""
         peers = self._after.get(turn.id if turn else None, [])
         if any(peer.call.context == tuple(context) for peer in peers):
@@ -184,7 +184,7 @@ class Graph:
             return Fork.BRANCH if peers else None
         return Fork.NEW_CONVERSATION if peers else None
 
-    def fork(self, found: Found, root: str) -> Fork | None:
+    def classify_fork(self, found: Found, root: str) -> Fork | None:
         """Return why a request does not continue the attempt's only conversation, or None."""
         if not self._turns:
             return None
@@ -206,11 +206,11 @@ class Graph:
         edited = goes_on and self._index.has_begun(root, found.rest)
         return Fork.EDITED_HISTORY if edited else Fork.NEW_CONVERSATION
 
-    def turn(self, id: GenerationId) -> Turn:
+    def get_turn(self, id: GenerationId) -> Turn:
         """Return a turn by its id."""
         return self._turns[id]
 
-    def path(self, turn: Turn | None) -> list[Turn]:
+    def collect_path(self, turn: Turn | None) -> list[Turn]:
         """Return the turns from the beginning of a conversation to this one."""
         path: list[Turn] = []
         while turn is not None:
@@ -218,20 +218,20 @@ class Graph:
             turn = self._turns[turn.call.parent] if turn.call.parent else None
         return path[::-1]
 
-    def tokens(self, turn: Turn | None) -> list[int]:
+    def collect_tokens(self, turn: Turn | None) -> list[int]:
         """Return the whole stored sequence up to the end of a turn."""
         ids: list[int] = []
-        for each in self.path(turn):  # whole tuples at a time: there may be very many
+        for each in self.collect_path(turn):  # whole tuples at a time: there may be very many
             ids += each.call.context
             ids += each.generation.tokens
         return ids
 
-    def messages(self, call: CallId, choice: int = 0) -> list[Message]:
+    def collect_messages(self, call: CallId, choice: int = 0) -> list[Message]:
         """Return the conversation through a choice of a call; empty if the call is unknown."""
         if call not in self.calls:
             return []
         turn = self._turns[self.calls[call].generation_id(choice)]
-        path = self.path(turn)
+        path = self.collect_path(turn)
         return join_extensions([m for t in path for m in (*t.context, t.message)])
 
 
@@ -253,11 +253,11 @@ class _Index:
         parent, length = turn.call.parent, len(turn.context)
         digest = 0
         for message in turn.context:
-            digest = hash((digest, _key(message)))
+            digest = hash((digest, _build_key(message)))
         self._turns.setdefault((parent, length, digest), []).append((self._added, turn))
         self._lengths.setdefault(parent, set()).add(length)
         if parent is None:
-            self._begun.add((turn.call.root, _opening(turn.context)))
+            self._begun.add((turn.call.root, _build_opening_key(turn.context)))
         self._added += 1
 
     def begin(self, parent: GenerationId | None, messages: Sequence[Message]) -> list[Turn]:
@@ -268,23 +268,23 @@ class _Index:
         found: list[tuple[int, Turn]] = []
         digest = 0
         for length, message in enumerate(messages[: max(lengths)], 1):
-            digest = hash((digest, _key(message)))
+            digest = hash((digest, _build_key(message)))
             if length in lengths:
                 alike = self._turns.get((parent, length, digest), [])
-                found += [e for e in alike if all_same(e[1].context, messages[:length])]
+                found += [e for e in alike if is_echo(e[1].context, messages[:length])]
         return [turn for _, turn in sorted(found, key=lambda entry: entry[0])]
 
     def has_begun(self, root: str, messages: Sequence[Message]) -> bool:
         """Return whether a conversation under this root has the same first message."""
-        return (root, _opening(messages)) in self._begun
+        return (root, _build_opening_key(messages)) in self._begun
 
 
-def _key(message: Message) -> Hashable:
+def _build_key(message: Message) -> Hashable:
     if message.role == "assistant":  # SDKs may drop its text, never its calls
         return tuple(call.id for call in message.tool_calls)
     return (message.role, message.content, message.tool_call_id)
 
 
-def _opening(messages: Sequence[Message]) -> Hashable:
+def _build_opening_key(messages: Sequence[Message]) -> Hashable:
     """Return the key of the first message after the system prompt, which several may share."""
-    return next((_key(message) for message in messages if message.role != "system"), None)
+    return next((_build_key(message) for message in messages if message.role != "system"), None)

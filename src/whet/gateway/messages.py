@@ -38,8 +38,8 @@ class ToolCall(NamedTuple):
         """Return whether `echo` is this call, sent back. Invalid JSON matches by id and name."""
         if self.id != echo.id or self.name != echo.name:
             return False
-        mine = self.parsed()
-        return mine is None or mine == echo.parsed()
+        mine = self.parse_arguments()
+        return mine is None or mine == echo.parse_arguments()
 
     def to_json(self) -> JsonValue:
         """Serialize for the store."""
@@ -47,7 +47,7 @@ class ToolCall(NamedTuple):
         value["arguments"] = self.arguments
         return value | ({"model_id": self.model_id} if self.model_id else {})
 
-    def parsed(self) -> dict[str, JsonValue] | None:
+    def parse_arguments(self) -> dict[str, JsonValue] | None:
         """Return the arguments as an object, or None if they are anything else."""
         try:
             value = parse_json(self.arguments)
@@ -100,7 +100,7 @@ class Message(NamedTuple):
             return ""
         return theirs.removeprefix(mine) if theirs.startswith(mine) else ""
 
-    def lost_in(self, echo: "Message") -> bool:
+    def loses_text_in(self, echo: "Message") -> bool:
         """Return whether `echo`, which is this message sent back, lacks some of its text."""
         return self.content != echo.content or self.reasoning != echo.reasoning
 
@@ -136,7 +136,7 @@ class Message(NamedTuple):
             bool(value.get("extends")),
         )
 
-    def for_template(self) -> dict[str, JsonValue]:
+    def to_template(self) -> dict[str, JsonValue]:
         """Convert to what Hugging Face chat templates expect: arguments as an object if valid."""
         value: dict[str, JsonValue] = {"role": self.role, "content": self.content}
         if self.tool_calls:
@@ -161,13 +161,13 @@ def join_extensions(messages: Sequence[Message]) -> list[Message]:
     return turns
 
 
-def all_same(mine: Sequence[Message], echo: Sequence[Message]) -> bool:
+def is_echo(mine: Sequence[Message], echo: Sequence[Message]) -> bool:
     """Return whether a sequence of messages is the echo of another."""
     return len(mine) == len(echo) and all(m.same_as(e) for m, e in zip(mine, echo, strict=True))
 
 
 def _call_for_template(call: ToolCall) -> dict[str, JsonValue]:
-    arguments = call.parsed()
+    arguments = call.parse_arguments()
     function: dict[str, JsonValue] = {
         "name": call.name,
         "arguments": call.arguments if arguments is None else arguments,
@@ -206,7 +206,7 @@ def _restore(
     if echo.arguments == sampled.arguments or echo.name != sampled.name:
         return echo
     schema = schemas.get(echo.name)
-    same = equals_with_defaults(sampled.parsed(), echo.parsed(), schema)
+    same = equals_with_defaults(sampled.parse_arguments(), echo.parse_arguments(), schema)
     return sampled if same else echo
 
 

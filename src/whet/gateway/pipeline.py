@@ -116,18 +116,20 @@ class CallPipeline:
     ) -> PreparedCall:
         """Place the request in the graph and render what is new; a retry gets its recorded call."""
         if (recorded := await self._find_recorded(source)) is not None:
-            return _replay(recorded, request, await self._sessions.graph(recorded.attempt))
+            return _replay(recorded, request, await self._sessions.load_graph(recorded.attempt))
         if self._prepare is not None and source.attempt is not None:
             await self._prepare(source.attempt)
         self._check_length(request)
         root, created = _digest_root(source.model, request), time.time()
         place, prompt = await self._place(request, root, graph, created, size=source.size)
         context = tuple(prompt.ids)
-        tokens = (*graph.tokens(place.turn), *context)
-        fork = graph.fork_raw(place.turn, context) if request.raw is not None else place.fork
+        tokens = (*graph.collect_tokens(place.turn), *context)
+        fork = (
+            graph.classify_raw_fork(place.turn, context) if request.raw is not None else place.fork
+        )
         text: dict[str, JsonValue] = {TEXT: place.raw} if isinstance(place.raw, str) else {}
         return PreparedCall(
-            id=self._new_id(),
+            id=self._create_id(),
             attempt=source.attempt.id if source.attempt else None,
             request=request,
             sampling=self._merge_sampling(request, source.attempt, tokens),
@@ -142,7 +144,7 @@ class CallPipeline:
                 model=source.model,
                 policy=self._policy,
                 agent=source.agent,
-                tools=tuple(map(_tool_name, request.tools)),
+                tools=tuple(map(_read_tool_name, request.tools)),
                 request=source.request,
                 fork=fork,
                 lossy=place.lossy or any(OMITTED_IMAGE in m.content for m in place.messages),
@@ -198,14 +200,14 @@ class CallPipeline:
             await self._sessions.add(completed.call, call.messages, answers, call.text)
         return completed
 
-    def in_flight(self, call: PreparedCall) -> AbstractContextManager[None]:
+    def track_in_flight(self, call: PreparedCall) -> AbstractContextManager[None]:
         """Mark a call as being sampled and recorded: retries wait for it."""
         if call.attempt is None or call.recorded is not None:
             return nullcontext()
-        return self._retries.in_flight((call.attempt, call.origin.request))
+        return self._retries.track((call.attempt, call.origin.request))
 
     @contextmanager
-    def delivery(self, call: PreparedCall) -> Generator[None]:
+    def track_delivery(self, call: PreparedCall) -> Generator[None]:
         """If the reply of a recorded call is not delivered, replay it for the next equal request.
 
         Enter it around all that follows the rendering.
@@ -225,7 +227,7 @@ class CallPipeline:
             LeaseLost: its attempt has ended.
         """
         deletion = Call(
-            id=self._new_id(),
+            id=self._create_id(),
             attempt=call.attempt,
             parent=None,
             root=call.root,
@@ -249,13 +251,13 @@ class CallPipeline:
         key = (source.attempt.id, source.request)
         while True:
             if (undelivered := self._retries.pop_undelivered(key)) is not None:
-                return (await self._sessions.graph(source.attempt.id)).calls[undelivered]
+                return (await self._sessions.load_graph(source.attempt.id)).calls[undelivered]
             if self._retries.pop_unanswered(key) or not source.is_retry:
                 return None
             if (done := self._retries.find_in_flight(key)) is None:
                 break
             await done.wait()
-        graph = await self._sessions.graph(source.attempt.id)
+        graph = await self._sessions.load_graph(source.attempt.id)
         equal = [call for call in graph.calls.values() if call.origin.request == source.request]
         return equal[-1] if equal else None
 
@@ -276,17 +278,19 @@ class CallPipeline:
     ) -> tuple[_Placement, RenderedPrompt]:
         """Find the turn that a request continues, and render what follows it."""
         if isinstance(request.raw, str):
-            text = graph.find_text(root, request.raw, self._sampled_text)
+            text = graph.find_text(root, request.raw, self._decode_sampled)
             ids = self.renderer.template.encode(text.rest)
             return _Placement(text.turn, raw=text.rest), RenderedPrompt("", ids)
         if request.raw is not None:
             turn = graph.find_tokens(request.raw)
-            ids = request.raw[len(graph.tokens(turn)) :]
+            ids = request.raw[len(graph.collect_tokens(turn)) :]
             return _Placement(turn, raw=ids), RenderedPrompt("", ids)
         messages = graph.restore_calls(request.messages, request.tools)
         request = request._replace(messages=messages)
         found = graph.find(root, request.messages)
-        place = _Placement(found.turn, found.rest, graph.fork(found, root), lossy=found.lossy)
+        place = _Placement(
+            found.turn, found.rest, graph.classify_fork(found, root), lossy=found.lossy
+        )
         key = (root, request.messages)
         if place.turn is None and (cached := self._prompts.get(key)) is not None:
             return place, cached
@@ -303,21 +307,21 @@ class CallPipeline:
     ) -> tuple[_Placement, RenderedPrompt]:
         """Render what follows a stored turn; a fork where the template does not continue it."""
         if place.turn is not None:
-            path, text = graph.path(place.turn), graph.texts.get(place.turn.call.id)
+            path, text = graph.collect_path(place.turn), graph.texts.get(place.turn.call.id)
             suffix = self.renderer.render_suffix(path, place.messages, request.tools, text)
             if not isinstance(suffix, Mismatch):
                 return place, suffix
             place = _Placement(None, request.messages, fork=suffix.fork)
         return place, self.renderer.render_full(request.messages, request.tools, now)
 
-    def _sampled_text(self, turn: Turn) -> str:
+    def _decode_sampled(self, turn: Turn) -> str:
         """Return the text a turn sampled, as a client would append it to the prompt."""
         template, ids = self.renderer.template, turn.generation.tokens
         if ids[-1] in self.renderer.stop_ids:
-            return template.decode(ids[:-1]) + template.token_text(ids[-1])
+            return template.decode(ids[:-1]) + template.get_token_text(ids[-1])
         return template.decode(ids)
 
-    def _new_id(self) -> CallId:
+    def _create_id(self) -> CallId:
         return CallId(f"{self._instance}{next(self._numbers):08x}")
 
     @cached_property
@@ -348,7 +352,7 @@ class CallPipeline:
     ) -> TokenChunk:
         stream = self._engine.generate(
             call.tokens,
-            _choice_sampling(call, index),
+            _derive_choice_sampling(call, index),
             stream=call.request.stream,
             affinity=call.attempt or "",
         )
@@ -390,13 +394,13 @@ def _mix_seed(seed: int, attempt: AttemptId) -> int:
 
 
 def _replay(call: Call, request: ModelRequest, graph: Graph) -> PreparedCall:
-    parent = graph.turn(call.parent) if call.parent else None
+    parent = graph.get_turn(call.parent) if call.parent else None
     return PreparedCall(
         id=call.id,
         attempt=call.attempt,
         request=request,
         sampling=call.generations[0].sampling,
-        tokens=(*graph.tokens(parent), *call.context),
+        tokens=(*graph.collect_tokens(parent), *call.context),
         root=call.root,
         parent=call.parent,
         messages=tuple(Message.from_json(m) for m in call.messages),
@@ -426,7 +430,7 @@ def _build_call(
     )
 
 
-def _choice_sampling(call: PreparedCall, index: int) -> Sampling:
+def _derive_choice_sampling(call: PreparedCall, index: int) -> Sampling:
     """Return the sampling parameters of a choice: each has a seed of its own."""
     if call.sampling.seed is None or index == 0:
         return call.sampling
@@ -447,7 +451,7 @@ def _build_generation(
         logprobs=choice.logprobs,
         versions=choice.versions,
         stop=choice.stop,
-        sampling=_choice_sampling(call, index),
+        sampling=_derive_choice_sampling(call, index),
         message=answer.to_json(),
     )
 
@@ -468,7 +472,7 @@ def _digest_root(model: str, request: ModelRequest) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
-def _tool_name(tool: JsonValue) -> str:
+def _read_tool_name(tool: JsonValue) -> str:
     match tool:
         case {"function": {"name": str(name)}}:
             return name

@@ -42,13 +42,13 @@ class Sessions:
         """Return a running attempt and its graph. Raises as `CallLog.attempt` does."""
         attempt, expiry = self._attempts.get(id, (None, 0.0))
         if attempt is not None and time.monotonic() < expiry:
-            return attempt, await self.graph(id)
+            return attempt, await self.load_graph(id)
         if id in self._graphs:
-            return await self._load_attempt(id), await self.graph(id)
+            return await self._load_attempt(id), await self.load_graph(id)
         # Both reads at once: a served store answers them in one round trip.
-        return await asyncio.gather(self._load_attempt(id), self.graph(id))
+        return await asyncio.gather(self._load_attempt(id), self.load_graph(id))
 
-    async def graph(self, id: AttemptId) -> Graph:
+    async def load_graph(self, id: AttemptId) -> Graph:
         """Return the graph of an attempt, running or not."""
         while id not in self._graphs:
             if (loading := self._loading.get(id)) is not None:
@@ -75,7 +75,7 @@ class Sessions:
         text: str | None = None,
     ) -> None:
         """Add a recorded call to its graph; the parameters are those of `Graph.add`."""
-        graph = await self.graph(call.attempt)
+        graph = await self.load_graph(call.attempt)
         self._size -= graph.size
         graph.add(call, messages, answers, text)
         self._size += graph.size
@@ -121,7 +121,7 @@ class RetryTracker:
         self._unanswered: Counter[RequestKey] = Counter()
 
     @contextmanager
-    def in_flight(self, key: RequestKey) -> Generator[None]:
+    def track(self, key: RequestKey) -> Generator[None]:
         """Mark a request as being sampled and recorded; one that fails counts as unanswered."""
         done = asyncio.Event()
         self._in_flight.setdefault(key, []).append(done)

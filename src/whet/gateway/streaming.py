@@ -31,7 +31,7 @@ class EventStream:
         """One for each choice."""
         self._unended = call.request.n
         """Number of choices that are still sampled."""
-        self._unsent = reply.first_events()
+        self._unsent = reply.build_first_events()
         """Events that the next write sends first."""
         self._started = False
         self._last_write = asyncio.get_running_loop().time()
@@ -49,7 +49,9 @@ class EventStream:
 
     async def send_chunk(self, index: int, chunk: TokenChunk) -> None:
         """Send the next tokens of a choice; the last ones of all leave with the next write."""
-        events = self._reply.chunk_events(index, chunk, self._decoders[index].feed(chunk.tokens))
+        events = self._reply.build_chunk_events(
+            index, chunk, self._decoders[index].feed(chunk.tokens)
+        )
         self._unended -= chunk.stop is not None
         if self._unended:
             await self._write(events)
@@ -60,7 +62,7 @@ class EventStream:
         """Send what is left of a call that is recorded, and end the stream."""
         pairs = zip(self._decoders, completed.messages, strict=True)
         rest = [decoder.finish(message) for decoder, message in pairs]
-        await self._write(self._reply.last_events(completed, rest), more=False)
+        await self._write(self._reply.build_last_events(completed, rest), more=False)
 
     async def _write(self, events: bytes, *, more: bool = True) -> None:
         async with self._writing:

@@ -70,7 +70,9 @@ class Telemetry:
         sender = Sender(attempt, is_bound=attempt is not None)
         export = parse_export(_decompress(request, await request.read_body()), encoding)
         result = await ingest(export, sender, self.log.record)
-        return _otlp_response(encoding, build_response(encoding, result.rejected, result.reason))
+        return _build_otlp_response(
+            encoding, build_response(encoding, result.rejected, result.reason)
+        )
 
 
 class OtlpErrors(ErrorFormat):
@@ -81,10 +83,10 @@ class OtlpErrors(ErrorFormat):
             encoding = _read_encoding(request)
         except UnsupportedMediaType:
             encoding = Encoding.JSON
-        return _otlp_response(encoding, build_error(encoding, error.message), error.status)
+        return _build_otlp_response(encoding, build_error(encoding, error.message), error.status)
 
 
-def _otlp_response(encoding: Encoding, body: bytes, status: int = 200) -> Response:
+def _build_otlp_response(encoding: Encoding, body: bytes, status: int = 200) -> Response:
     return Response(body, status, media_type=encoding)
 
 

@@ -1,6 +1,6 @@
 """Files that survive a kill: atomic writes of files and folders, and append-only JSON lines.
 
-`memory_folder` is for files that need not survive.
+`make_memory_folder` is for files that need not survive.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ def atomic_folder(folder: Path) -> Generator[Path]:
     _sync(folder.parent)
 
 
-def final_path(path: Path) -> Path:
+def find_final_path(path: Path) -> Path:
     """Path that a file will have when the atomic files and folders it is in are complete."""
     parts = ((_PARTIAL_NAME.fullmatch(part), part) for part in path.parts)
     return Path(*(match[1] if match else part for match, part in parts))
@@ -155,7 +155,7 @@ class JsonLines:
             yield file
 
 
-def memory_folder(owner: Path, *, needed: int, memory: Path = MEMORY) -> Path | None:
+def make_memory_folder(owner: Path, *, needed: int, memory: Path = MEMORY) -> Path | None:
     """A folder in memory that belongs to another folder and this process, made if it is missing.
 
     None if the system has none, it is another user's, or less than `needed` bytes are free.

@@ -113,7 +113,7 @@ async def add_calls_from_spans(
 ) -> list[Trajectory]:
     """Return the trajectories, with calls from their spans where they have none.
 
-    See `calls_from_spans`.
+    See `build_calls_from_spans`.
 
     Raises:
         ConfigError: a trajectory has calls, but no span has token ids.
@@ -122,13 +122,13 @@ async def add_calls_from_spans(
     async def add(trajectory: Trajectory) -> Trajectory:
         id = trajectory.attempt.id
         spans = await log.spans(id)
-        calls = await calls_from_spans(id, spans, scorer, version=version, stop_ids=stop_ids)
+        calls = await build_calls_from_spans(id, spans, scorer, version=version, stop_ids=stop_ids)
         return trajectory.model_copy(update={"calls": tuple(calls)})
 
     return [each if each.calls else await add(each) for each in trajectories]
 
 
-async def calls_from_spans(
+async def build_calls_from_spans(
     attempt: AttemptId,
     spans: Sequence[Span],
     scorer: Scorer,

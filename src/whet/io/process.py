@@ -50,7 +50,7 @@ class Stop:
 
 
 @asynccontextmanager
-async def stoppable() -> AsyncGenerator[Stop]:
+async def handle_stop_signals() -> AsyncGenerator[Stop]:
     """Request a stop on Ctrl-C and SIGTERM; on the second signal the process exits at once."""
     stop = Stop()
 
@@ -70,7 +70,7 @@ async def stoppable() -> AsyncGenerator[Stop]:
 
 
 @contextmanager
-def sigterm_interrupts() -> Generator[None]:
+def treat_sigterm_as_interrupt() -> Generator[None]:
     """Treat SIGTERM as Ctrl-C within the block.
 
     Only the main thread may change signal handlers; in another one nothing is changed.

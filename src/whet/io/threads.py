@@ -24,7 +24,7 @@ Resolution = tuple[asyncio.Future[Any], Any]
 
 
 @contextmanager
-def short_turns() -> Generator[None]:
+def shorten_thread_turns() -> Generator[None]:
     """Let the threads of this process take turns at the interpreter lock quickly."""
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -64,9 +64,9 @@ def resolve_model(
         raise ConfigError(f"only 'smollm2' is made from a wheel, not {name!r}: leave out the wheel")
     match name:
         case "tiny":
-            return shipped_folder(TINY)
+            return find_shipped_folder(TINY)
         case "smollm2":
-            return _find_smollm2(models_dir(cache) / SMOLLM2, wheel, progress)
+            return _find_smollm2(find_models_dir(cache) / SMOLLM2, wheel, progress)
         case _ if _is_gguf(name):
             return _convert_gguf(Path(os.path.expanduser(name)), cache, progress)
         case _:
@@ -77,9 +77,9 @@ def find_model(name: str) -> Path | None:
     """Return the folder of a model that is on this machine, or None; nothing is fetched."""
     match name:
         case "tiny":
-            return shipped_folder(TINY)
+            return find_shipped_folder(TINY)
         case "smollm2":
-            folder = models_dir() / SMOLLM2
+            folder = find_models_dir() / SMOLLM2
         case _ if _is_gguf(name):
             folder = _find_gguf_folder(Path(os.path.expanduser(name)), None)
         case _:
@@ -103,14 +103,14 @@ def _find_cached(name: str) -> Path | None:
 
 def list_models(*, cache: Path | None = None) -> list[ModelInfo]:
     """The named models, present or not."""
-    smollm2 = models_dir(cache) / SMOLLM2
+    smollm2 = find_models_dir(cache) / SMOLLM2
     return [
         _describe_folder("tiny", "a toy for tests and the first run, shipped with whet", TINY, 0),
         _describe_folder("smollm2", "SmolLM2-135M-Instruct by Hugging Face", smollm2, SMOLLM2_MB),
     ]
 
 
-def model_context(folder: Path) -> int:
+def read_model_context(folder: Path) -> int:
     """Read a model's context length from its config. Raises ConfigError if it is missing."""
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -122,7 +122,7 @@ def model_context(folder: Path) -> int:
         ) from error
 
 
-def models_dir(cache: Path | None = None) -> Path:
+def find_models_dir(cache: Path | None = None) -> Path:
     """Folder of converted models: under `cache`, else WHET_CACHE, else the user's cache."""
     if cache is not None:
         return cache / "models"
@@ -133,7 +133,7 @@ def models_dir(cache: Path | None = None) -> Path:
     return (caches if caches.is_absolute() else Path.home() / ".cache") / "whet" / "models"
 
 
-def shipped_folder(folder: Path) -> Path:
+def find_shipped_folder(folder: Path) -> Path:
     """Return a folder shipped in the package. Raises ConfigError if it is missing."""
     if not _is_model(folder):
         raise ConfigError(
@@ -168,7 +168,7 @@ def _find_gguf_folder(file: Path, cache: Path | None) -> Path:
     found = file.stat()
     identity = f"{file.resolve()}\n{found.st_size}\n{found.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    return models_dir(cache) / f"{file.stem}-{digest}"
+    return find_models_dir(cache) / f"{file.stem}-{digest}"
 
 
 def _convert_gguf(file: Path, cache: Path | None, progress: Callable[[str], None]) -> Path:

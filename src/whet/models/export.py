@@ -24,7 +24,7 @@ def write_adapter(weights: Path, folder: Path, trainer: LocalTrainerConfig, *, b
     Raises:
         EngineError: the weights cannot be read.
     """
-    with _atomic_folder(folder) as partial:
+    with _write_atomic_folder(folder) as partial:
         names = _copy_renamed(weights, partial / "adapter_model.safetensors", _name_adapter)
         layers = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names})
         settings = {
@@ -43,7 +43,7 @@ def write_adapter(weights: Path, folder: Path, trainer: LocalTrainerConfig, *, b
 
 def write_full(weights: Path, folder: Path, *, base: Path) -> None:
     """Write a model folder with these weights. The write is atomic. Raises EngineError."""
-    with _atomic_folder(folder) as partial:
+    with _write_atomic_folder(folder) as partial:
         for file in base.iterdir():
             if file.is_file() and file.suffix in (".json", ".jinja"):
                 shutil.copy2(file, partial / file.name)
@@ -51,7 +51,7 @@ def write_full(weights: Path, folder: Path, *, base: Path) -> None:
         _copy_renamed(weights, partial / "model.safetensors", str)
 
 
-def parameter_name(name: str) -> str:
+def read_parameter_name(name: str) -> str:
     """The parameter that a tensor of a PEFT adapter's file is for."""
     return re.sub(r"\.(lora_[AB])\.", rf".\1{ADAPTER_INFIX}.", name)
 
@@ -61,7 +61,7 @@ def _name_adapter(name: str) -> str:
 
 
 @contextmanager
-def _atomic_folder(folder: Path) -> Generator[Path]:
+def _write_atomic_folder(folder: Path) -> Generator[Path]:
     with (
         boundary(EngineError, f"cannot write {str(folder)!r} for the server"),
         atomic_folder(folder) as partial,

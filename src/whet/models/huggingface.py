@@ -139,7 +139,7 @@ class LocalPolicy:
 
         New adapters need none: without them the model has its initial weights.
         """
-        self._reference = {n: p.detach().clone() for n, p in self.trainable().items()}
+        self._reference = {n: p.detach().clone() for n, p in self.get_trainable().items()}
 
     @contextmanager
     def use_reference(self) -> Generator[None]:
@@ -157,14 +157,14 @@ class LocalPolicy:
                 "not called for this policy"
             )
         with self.lock:
-            trained = {name: parameter.data for name, parameter in self.trainable().items()}
+            trained = {name: parameter.data for name, parameter in self.get_trainable().items()}
             try:
                 self._swap_in(self._reference)
                 yield
             finally:
                 self._swap_in(trained)
 
-    def trainable(self) -> dict[str, nn.Parameter]:
+    def get_trainable(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by name."""
         return {n: p for n, p in self.wrapped.named_parameters() if p.requires_grad}
 
@@ -177,7 +177,7 @@ class LocalPolicy:
         """Write the trainable weights, for a policy in another process. The write is atomic."""
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(file) as to:
-            safetensors.save_file({n: p.detach() for n, p in self.trainable().items()}, to)
+            safetensors.save_file({n: p.detach() for n, p in self.get_trainable().items()}, to)
 
     def load_weights(self, file: Path, version: int) -> None:
         """Load what `write_weights` wrote, bit for bit.
@@ -185,7 +185,7 @@ class LocalPolicy:
         Raises:
             EngineError: the file cannot be read or is of another model; nothing was changed.
         """
-        parameters = self.trainable()
+        parameters = self.get_trainable()
         with boundary(EngineError, f"cannot load the weights {str(file)!r}"):
             weights = safetensors.load_file(file)
         if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in parameters.items()}:
@@ -215,7 +215,7 @@ class LocalPolicy:
                 merged = self.wrapped.merge_and_unload()
                 self.wrapped = cast(PreTrainedModel, merged)
 
-    def micro_batch_tokens(self) -> int:
+    def choose_micro_batch_tokens(self) -> int:
         """Default number of tokens of a training pass, from the device's memory."""
         if self.device.type == "cpu":
             return 2048
@@ -229,7 +229,7 @@ class LocalPolicy:
         return max(2048, min(65_536, tokens))
 
     def _swap_in(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.trainable().items():
+        for name, parameter in self.get_trainable().items():
             parameter.data = weights[name]
 
     def _check_head(self) -> None:
@@ -257,14 +257,14 @@ class LocalPolicy:
         with self.lock, boundary(ConfigError, f"cannot run the model in {str(self.folder)!r}"):
             probe = attention.RowProbe(model, self.body, self.vocabulary, self.device, self.dtype)
             exact = self.dtype == torch.float32
-            tolerance = 1e-3 if exact else max(0.1, 3 * probe.rounding_gap())
-            self.packs_rows = not self.partial_layers and probe.tree_gap() < tolerance
+            tolerance = 1e-3 if exact else max(0.1, 3 * probe.measure_rounding_gap())
+            self.packs_rows = not self.partial_layers and probe.measure_tree_gap() < tolerance
             if not self.packs_rows:
                 logger.warning("the layers of %r are trained row by row", config.model_type)
-                if probe.row_gap() > tolerance:  # the attention has more than sdpa computes
+                if probe.measure_row_gap() > tolerance:  # the attention has more than sdpa computes
                     model.set_attn_implementation("eager")
             lengths = [self.context_length, *_find_original_lengths(config.to_dict())]
-            stable = [n for n in lengths if probe.length_gap(n) < tolerance]
+            stable = [n for n in lengths if probe.measure_length_gap(n) < tolerance]
         if not stable:
             raise ConfigError(
                 f"the model in {str(self.folder)!r} encodes positions by the length of the whole "
@@ -315,7 +315,7 @@ def _with_lora(model: PreTrainedModel, config: LocalTrainerConfig, seed: int) ->
         target_parameters=experts if "mlp" in config.lora_layers else None,
         task_type="CAUSAL_LM",
     )
-    with _GLOBAL_STATE, torch.random.fork_rng(devices=[]), _adapting_tied_head():
+    with _GLOBAL_STATE, torch.random.fork_rng(devices=[]), _silence_tied_head_warning():
         torch.manual_seed(seed)
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
@@ -359,7 +359,7 @@ def _wrap_layers_for_training(body: nn.Module, config: LocalTrainerConfig) -> No
         if config.compile:
             trained = torch.compile(trained, dynamic=True)
         if config.gradient_checkpointing:
-            trained = partial(_checkpoint, trained)
+            trained = partial(_run_checkpointed, trained)
         layer.forward = partial(_dispatch, plain, trained)
 
 
@@ -369,7 +369,7 @@ def _dispatch(
     return (trained if torch.is_grad_enabled() else plain)(*args, **settings)
 
 
-def _checkpoint(forward: Callable[..., Tensor], *args: object, **settings: object) -> Tensor:
+def _run_checkpointed(forward: Callable[..., Tensor], *args: object, **settings: object) -> Tensor:
     checkpoint = cast(Callable[..., Tensor], torch.utils.checkpoint.checkpoint)
     return checkpoint(
         partial(forward, **settings), *args, use_reentrant=False, preserve_rng_state=False
@@ -387,13 +387,13 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     with (
         _GLOBAL_STATE,
         boundary(ConfigError, f"the adapter {str(adapter)!r} does not fit the model"),
-        _adapting_tied_head(),
+        _silence_tied_head_warning(),
     ):
         return PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
 
 
 @contextmanager
-def _adapting_tied_head() -> Generator[None]:
+def _silence_tied_head_warning() -> Generator[None]:
     """Silence PEFT: the adapter is on the head only; the embedding it may be tied to stays."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")

@@ -160,7 +160,7 @@ def fuse_rotary(model: nn.Module) -> None:
     if kernels is None or not next(model.parameters()).is_cuda:
         return
     for module in model.modules():
-        forward = rotary_forward(module)
+        forward = find_rotary_forward(module)
         if forward is not None and _check_rotations(
             forward.__globals__.get(ROTARY_FUNCTION), module
         ):
@@ -185,7 +185,7 @@ class _Rotate(torch.autograd.Function):
         return *kernels.rotate(*grads, *ctx.saved_tensors, backward=True), None, None
 
 
-def rotary_forward(module: nn.Module) -> FunctionType | None:
+def find_rotary_forward(module: nn.Module) -> FunctionType | None:
     """A module's forward function, if it is a plain one that applies rotary embeddings."""
     forward = cast(object, type(module).forward)
     if not isinstance(forward, FunctionType) or forward.__closure__ is not None:

@@ -11,7 +11,7 @@ DEVIATION = 0.29
 
 
 @contextmanager
-def rounding_errors(model: nn.Module) -> Generator[None]:
+def simulate_rounding_errors(model: nn.Module) -> Generator[None]:
     """Disturb the outputs of all linear layers as rounding does, otherwise in every pass.
 
     Rounding moves some models far: in Qwen2.5 the largest activations are in the thousands, and two

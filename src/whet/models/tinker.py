@@ -52,7 +52,7 @@ class TinkerPolicy:
         """Use `connect` or `open` instead."""
         self._service = service
         self._config = config
-        self._settings = service_settings(config)
+        self._settings = read_service_settings(config)
         self._training: tinker.TrainingClient | None = None
         self._sampling: tinker.SamplingClient | None = None
         self.context_length = context
@@ -74,9 +74,9 @@ class TinkerPolicy:
             ConfigError: the service cannot be reached, or has no such model.
         """
         with boundary(ConfigError, "cannot reach the Tinker service"):
-            service = tinker.ServiceClient(base_url=service_settings(config).base_url)
+            service = tinker.ServiceClient(base_url=read_service_settings(config).base_url)
             found = await service.get_server_capabilities_async()
-        wanted = base_model(config)
+        wanted = read_base_model(config)
         models = {m.model_name or "": m for m in found.supported_models}
         model = models.get(wanted) or (next(iter(models.values())) if len(models) == 1 else None)
         if model is None:
@@ -86,8 +86,8 @@ class TinkerPolicy:
     @classmethod
     async def open(cls, config: RunConfig) -> "TinkerPolicy":
         """Create adapters to train. Raises as `connect` does."""
-        policy, wanted = await cls.connect(config), base_model(config)
-        settings = service_settings(config)
+        policy, wanted = await cls.connect(config), read_base_model(config)
+        settings = read_service_settings(config)
         layers = settings.lora_layers
         with boundary(ConfigError, f"the service cannot train {wanted!r}"):
             policy._training = await policy._service.create_lora_training_client_async(
@@ -192,7 +192,7 @@ class TinkerPolicy:
         Raises:
             EngineError: the service has no such weights.
         """
-        base = None if path else base_model(self._config)
+        base = None if path else read_base_model(self._config)
         with boundary(EngineError, f"the Tinker service cannot sample from {path or base!r}"):
             self._sampling = await self._service.create_sampling_client_async(path or None, base)
         self._sampler, self.served = path, version
@@ -243,15 +243,15 @@ class TinkerPolicy:
         return f"{self.version:06d}-{os.urandom(4).hex()}"
 
 
-def service_settings(config: RunConfig) -> TinkerConfig:
+def read_service_settings(config: RunConfig) -> TinkerConfig:
     """Return the settings of the service."""
     assert isinstance(config.trainer, TinkerConfig)
     return config.trainer
 
 
-def base_model(config: RunConfig) -> str:
+def read_base_model(config: RunConfig) -> str:
     """Return the service's name of the base model."""
-    if (name := service_settings(config).base_model) is not None:
+    if (name := read_service_settings(config).base_model) is not None:
         return name
     folder = Path(os.path.expanduser(config.model))
     return str(folder.absolute()) if folder.is_dir() else config.model

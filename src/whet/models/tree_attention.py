@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
-from whet.models.rounding import rounding_errors
+from whet.models.rounding import simulate_rounding_errors
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -160,7 +160,7 @@ def register() -> None:
     masking_utils.AttentionMaskInterface.register(NAME, masking_utils.sdpa_mask)
 
 
-def runs_flash(device: torch.device, dtype: torch.dtype) -> bool:
+def can_run_flash(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the flash kernel runs on this device in this precision; else trees need a mask."""
     if device.type != "cuda" or dtype != torch.bfloat16 or varlen_attn is None:
         return False
@@ -187,7 +187,7 @@ class RowProbe:
         dtype: torch.dtype,
     ) -> None:
         self._body, self._device, self._dtype = body, device, dtype
-        self._flash = runs_flash(device, dtype)
+        self._flash = can_run_flash(device, dtype)
         size = self.PREFIX + 2 * self.BRANCH
         self._ids_L = (7 * torch.arange(size, device=device) + 3) % min(vocabulary, 256)
         shared, nodes = np.arange(self.PREFIX), np.arange(self.PREFIX, size)
@@ -196,7 +196,7 @@ class RowProbe:
         self._plain = [self._run(self._ids_L[row]) for row in self._rows]
         model.set_attn_implementation(NAME)
 
-    def tree_gap(self) -> float:
+    def measure_tree_gap(self) -> float:
         """Gap of two rows in one tree to the rows alone."""
         own = slice(self.PREFIX, None)
         node_L = torch.arange(len(self._ids_L), device=self._device)
@@ -222,14 +222,14 @@ class RowProbe:
             for row, plain_TD in zip(self._rows, self._plain, strict=True)
         )
 
-    def row_gap(self) -> float:
+    def measure_row_gap(self) -> float:
         """Gap of a row with this module's attention to one with the model's own."""
         try:
             return _measure_gap(self._run(self._ids_L[self._rows[0]]), self._plain[0])
         except ValueError:  # sdpa refuses what it does not compute
             return math.inf
 
-    def length_gap(self, length: int) -> float:
+    def measure_length_gap(self, length: int) -> float:
         """Gap between a row whose last token is at the end of a context and the row alone."""
         row = self._rows[0]
         position_T = torch.arange(len(row), device=self._device)
@@ -238,9 +238,9 @@ class RowProbe:
         alone_TD = self._run(self._ids_L[row], torch.arange(len(row), device=self._device))
         return _measure_gap(hidden_TD[:-1], alone_TD[:-1])
 
-    def rounding_gap(self) -> float:
+    def measure_rounding_gap(self) -> float:
         """Largest of some gaps of a row to itself with rounding errors."""
-        with rounding_errors(self._body):
+        with simulate_rounding_errors(self._body):
             runs = [self._run(self._ids_L[self._rows[0]]) for _ in range(self.DISTURBED_RUNS)]
         return max(_measure_gap(run_TD, self._plain[0]) for run_TD in runs)
 

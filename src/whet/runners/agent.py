@@ -163,14 +163,14 @@ def _inspect_function(function: Callable[..., Any], agent: str) -> Entrypoint:
         elif parameter.default is not parameter.empty:
             break  # it and those after it keep their defaults, or are passed by name
         else:
-            raise _unknown_parameter(agent, parameter.name)
+            raise _build_unknown_parameter_error(agent, parameter.name)
     if not slots and any(p.kind is p.VAR_POSITIONAL for p in parameters):
         positional = ["task", "llm"]
     by_name = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     by_name |= {p.name: p for p in slots[len(positional) :] if p.kind is not p.POSITIONAL_ONLY}
     for name, parameter in by_name.items():
         if name not in PARAMETERS and parameter.default is parameter.empty:
-            raise _unknown_parameter(agent, name)
+            raise _build_unknown_parameter_error(agent, name)
     keywords = frozenset(by_name.keys() & PARAMETERS.keys())
     if "task" not in {*positional, *keywords}:
         raise ConfigError(f"the agent {agent!r} does not take the task: add a parameter `task`")
@@ -196,11 +196,11 @@ def _close_matches(name: str) -> list[str]:
     return difflib.get_close_matches(name, PARAMETERS, n=1, cutoff=0.75)
 
 
-def _unknown_parameter(agent: str, name: str) -> ConfigError:
+def _build_unknown_parameter_error(agent: str, name: str) -> ConfigError:
     close = _close_matches(name)
     suggestion = f", perhaps {close[0]!r}" if close else ""
     return ConfigError(
-        f"the agent {agent!r} has an unknown parameter {name!r}{suggestion}; there are "
+        f"the agent {agent!r} has an unknown parameter {name!r}{suggestion}; expected one of "
         f"{', '.join(PARAMETERS)}"
     )
 
@@ -266,8 +266,8 @@ def _find_template(resources: Mapping[str, JsonValue]) -> PromptTemplate:
         return next(iter(found.values()))
     if found:
         raise AgentFailed(
-            f"the agent takes prompt_template, and its rollout has {', '.join(sorted(found))}: "
-            "let it take `resources` instead"
+            f"the agent takes prompt_template, but its rollout has {', '.join(sorted(found))}: "
+            "use the parameter `resources` instead"
         )
     raise AgentFailed(
         "the agent takes prompt_template, but its rollout has none: add a resource such as "

@@ -101,10 +101,10 @@ class AttemptExecution:
             reward = await self._executor.run(context, await self._get_resources(context.attempt))
             outcome = Outcome(reward=reward)
         except Evicted as error:
-            outcome = _failed(FailureKind.WORKER_LEFT, error)
+            outcome = _build_failed_outcome(FailureKind.WORKER_LEFT, error)
         except AttemptError as error:
             kind = await self._classify(error, context.attempt.id, connection)
-            outcome = _failed(kind, error)
+            outcome = _build_failed_outcome(kind, error)
             logger.info(
                 "attempt failed attempt=%s kind=%s reason=%s", context.attempt.id, kind.value, error
             )
@@ -118,12 +118,12 @@ class AttemptExecution:
         if not isinstance(error, BadReward) and await connection.was_lost():
             return FailureKind.MODEL_LOST
         if isinstance(error, AgentFailed) and (
-            PROMPT_TOO_LONG.search(str(error)) or await self._ended_with_full_context(attempt)
+            PROMPT_TOO_LONG.search(str(error)) or await self._has_ended_with_full_context(attempt)
         ):
             return FailureKind.CONTEXT
         return next(kind for cls, kind in FAILURE_KINDS.items() if isinstance(error, cls))
 
-    async def _ended_with_full_context(self, attempt: AttemptId) -> bool:
+    async def _has_ended_with_full_context(self, attempt: AttemptId) -> bool:
         """Whether the last model call was refused as too long, which the agent's error may hide."""
         spans = await self._store.spans(attempt)
         refused = [s.start for s in find_refusals(spans) if PROMPT_TOO_LONG.search(s.message)]
@@ -224,7 +224,7 @@ def check_runnable(agent: Agent, config: RunnerConfig) -> None:
         raise ConfigError("--env-python runs in a process of its own: leave out runner.processes 0")
 
 
-def _failed(kind: FailureKind, error: Exception) -> Outcome:
+def _build_failed_outcome(kind: FailureKind, error: Exception) -> Outcome:
     trace = error.traceback if isinstance(error, AttemptError) else ""
     message = shorten_attempt_urls(str(error))  # equal failures have one reason; the trace has it
     return Outcome(failure=Failure(kind=kind, message=message, traceback=trace))
@@ -261,7 +261,7 @@ class HookRunner:
                 await self._call(context, partial(hook.before, context.attempt))
             except WhetError as error:
                 raise AgentFailed(
-                    f"the hook {get_name(hook)}.before {_hook_reason(error)}"
+                    f"the hook {get_name(hook)}.before {_describe_hook_error(error)}"
                 ) from error
 
     async def after(self, context: AttemptContext, outcome: Outcome) -> None:
@@ -270,17 +270,17 @@ class HookRunner:
             try:
                 await self._call(context, partial(hook.after, context.attempt, outcome))
             except WhetError as error:
-                logger.warning("the hook %s.after %s", get_name(hook), _hook_reason(error))
+                logger.warning("the hook %s.after %s", get_name(hook), _describe_hook_error(error))
 
     async def _call(self, context: AttemptContext, hook: Callable[[], Any]) -> None:
         async def work() -> float:
             await self._sandbox.call(hook, is_async=_is_async_hook(hook))
             return 0.0
 
-        await self._sandbox.run(context.for_hook(), work, HOOK_TIMEOUT_S)
+        await self._sandbox.run(context.copy_for_hook(), work, HOOK_TIMEOUT_S)
 
 
-def _hook_reason(error: WhetError) -> str:
+def _describe_hook_error(error: WhetError) -> str:
     return str(error).removeprefix("the agent ")
 
 

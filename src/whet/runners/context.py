@@ -45,7 +45,7 @@ class AttemptContext:
         """Tasks that the agent has created. Any: their results are the agent's own."""
         self.has_ended = False
 
-    def for_hook(self) -> "AttemptContext":
+    def copy_for_hook(self) -> "AttemptContext":
         """Return a context for a hook of the attempt: rewards and spans are shared, tasks not."""
         other = AttemptContext(self.attempt, self.llm, is_alone=self.is_alone)
         other.rewards, other.spans = self.rewards, self.spans
@@ -67,7 +67,7 @@ active_attempt: ContextVar[AttemptContext | None] = ContextVar("active_attempt",
 """Copied into tasks, and into threads by `asyncio.to_thread` and the like."""
 
 
-def current_attempt(caller: str) -> AttemptContext:
+def get_current_attempt(caller: str) -> AttemptContext:
     """Return the attempt this code belongs to.
 
     Raises:
@@ -102,7 +102,7 @@ def emit_reward(
         BadReward: the value is not a finite number, the key cannot be encoded, or the turn is
             negative.
     """
-    context = current_attempt("emit_reward")
+    context = get_current_attempt("emit_reward")
     try:
         key.encode()
     except UnicodeEncodeError as error:  # nor can the store keep it
@@ -169,7 +169,7 @@ def as_attempt_error(error: BaseException) -> AttemptError:
 def find_agent_line(error: BaseException) -> str:
     """Return `file:line` of the innermost frame in the user's own code; empty if there is none."""
     return _find_user_line(
-        (frame.filename, frame.lineno) for frame in reversed(_agent_frames(error))
+        (frame.filename, frame.lineno) for frame in reversed(_extract_agent_frames(error))
     )
 
 
@@ -189,14 +189,14 @@ def _is_library(file: Path) -> bool:
     return is_installed or str(file).startswith((_PACKAGE, _STANDARD_LIBRARY))
 
 
-def _agent_frames(error: BaseException) -> list[traceback.FrameSummary]:
+def _extract_agent_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of a traceback from the first that is not our own code that called the agent."""
     frames = traceback.extract_tb(error.__traceback__)
     return list(dropwhile(lambda frame: frame.filename.startswith(_PACKAGE), frames))
 
 
 def _format_traceback(error: BaseException) -> str:
-    frames = _agent_frames(error)
+    frames = _extract_agent_frames(error)
     if not frames:
         return ""
     reason = traceback.format_exception_only(error)

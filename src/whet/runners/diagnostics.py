@@ -198,7 +198,7 @@ def find_known_pitfalls(modules: Modules, environ: Mapping[str, str]) -> dict[st
             "DSPy answers repeated requests from its cache, so a group is one sample many times: "
             "write dspy.LM(..., cache=False)"
         )
-    if _agents_upload(modules.get("agents.tracing")):
+    if _uploads_traces(modules.get("agents.tracing")):
         found["openai-agents-traces"] = (
             "the OpenAI Agents SDK uploads traces to api.openai.com with the key it has: set "
             "OPENAI_AGENTS_DISABLE_TRACING=1"
@@ -217,7 +217,7 @@ def _dspy_has_cached(dspy: ModuleType | None) -> bool:
     return bool(len(getattr(cache, "memory_cache", ())))
 
 
-def _agents_upload(tracing: ModuleType | None) -> bool:
+def _uploads_traces(tracing: ModuleType | None) -> bool:
     if tracing is None or not hasattr(tracing, "get_trace_provider"):
         return False
     provider: Any = tracing.get_trace_provider()  # Any: see above

@@ -23,7 +23,7 @@ HEALTH_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
-async def _never_lost() -> bool:
+async def _return_false() -> bool:
     return False
 
 
@@ -32,7 +32,7 @@ class Connection:
     """The endpoint of one attempt."""
 
     endpoint: Endpoint
-    was_lost: Callable[[], Awaitable[bool]] = _never_lost
+    was_lost: Callable[[], Awaitable[bool]] = _return_false
     """Whether the gateway is gone, or was restarted since the attempt began."""
 
 

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from pydantic_core import to_json, to_jsonable_python
 
 from whet.errors import ConfigError
-from whet.runners.context import AttemptContext, active_attempt, current_attempt
+from whet.runners.context import AttemptContext, active_attempt, get_current_attempt
 from whet.types import Endpoint, Span, SpanEvent
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,7 +72,7 @@ class Operation:
         self._attributes |= attributes
 
     def __enter__(self) -> "Operation":
-        context = current_attempt("operation")
+        context = get_current_attempt("operation")
         self._parent = _parent_id.get()
         self._started = (context, _parent_id.set(self._id), time.time_ns())
         return self
@@ -98,8 +98,8 @@ class Operation:
                     end=max(start, end),
                     status="error" if error else "ok",
                     message=f"{type(error).__name__}: {error}"[:MAX_CHARS] if error else "",
-                    attributes=self._attributes | _error_type(error),
-                    events=(_exception_event(error, end),) if error else (),
+                    attributes=self._attributes | _format_error_type(error),
+                    events=(_build_exception_event(error, end),) if error else (),
                     scope=SCOPE,
                 )
             )
@@ -178,7 +178,7 @@ def _decorate(function: F, name: str, attributes: dict[str, JsonValue]) -> F:
 
 
 def _emit(caller: str, name: str, attributes: dict[str, JsonValue]) -> None:
-    context = current_attempt(caller)
+    context = get_current_attempt(caller)
     now = time.time_ns()
     context.add_span(
         Span(
@@ -214,11 +214,11 @@ def _redact_key(value: object) -> object:
     return value.model_copy(update={"api_key": "...", "reward_key": "..."})
 
 
-def _error_type(error: BaseException | None) -> dict[str, JsonValue]:
+def _format_error_type(error: BaseException | None) -> dict[str, JsonValue]:
     return {"error.type": type(error).__qualname__} if error else {}
 
 
-def _exception_event(error: BaseException, at: int) -> SpanEvent:
+def _build_exception_event(error: BaseException, at: int) -> SpanEvent:
     return SpanEvent(
         name="exception",
         time=at,

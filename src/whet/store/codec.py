@@ -192,10 +192,10 @@ def to_json_fast(value: BaseModel | Sequence[JsonValue] | Mapping[str, JsonValue
         return to_json(value)
 
 
-def _fields(value: object) -> dict[str, object]:
+def _list_fields(value: object) -> dict[str, object]:
     if isinstance(value, BaseModel):
         return vars(value)
     raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_list_fields)

@@ -36,11 +36,11 @@ class _Refused(WhetError):
     """A change was refused, and may have left something in the transaction."""
 
 
-def _store_errors() -> AbstractContextManager[None]:
+def _wrap_errors() -> AbstractContextManager[None]:
     return boundary(StoreError, "store")
 
 
-def _never(error: BaseException | None) -> bool:
+def _return_false(error: BaseException | None) -> bool:
     return False
 
 
@@ -54,9 +54,9 @@ class Writer:
         *,
         expire_leases: Callable[[Db], float | None],
         announce: Callable[[Db], None] | None = None,
-        errors: Callable[[], AbstractContextManager[None]] = _store_errors,
+        errors: Callable[[], AbstractContextManager[None]] = _wrap_errors,
         turn: AbstractContextManager[object] | None = None,
-        is_transient: Callable[[BaseException | None], bool] = _never,
+        is_transient: Callable[[BaseException | None], bool] = _return_false,
     ) -> None:
         """Start the thread.
 
@@ -186,7 +186,7 @@ class Writer:
             if with_savepoints:
                 results = [(item, self._apply_in_savepoint(item)) for item in items]
             else:
-                for batch in _batches(items):
+                for batch in _group_batches(items):
                     results += zip(batch, self._apply(batch), strict=True)
             # The lease reaper has no thread of its own. It runs at the end of every transaction,
             # and the writer wakes up for an empty one when the next lease expires: so a read after
@@ -239,7 +239,7 @@ class Writer:
         _resolve([(item, result)])
 
 
-def _batches(items: Sequence[Item]) -> Iterable[list[Item]]:
+def _group_batches(items: Sequence[Item]) -> Iterable[list[Item]]:
     """Group items of one kind, at the place of the first of them.
 
     A caller that waits for one change before the next cannot see the reordering.

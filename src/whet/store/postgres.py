@@ -201,7 +201,7 @@ class PostgresDatabase(Database):
 
     def _read_snapshot(self, read: Callable[[Db], T]) -> T:
         with boundary(StoreError, "store"):
-            db = self._thread_connection()
+            db = self._get_thread_connection()
             db.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             try:
                 return read(db)
@@ -209,7 +209,7 @@ class PostgresDatabase(Database):
                 with suppress(psycopg.Error):
                     db.execute("ROLLBACK")
 
-    def _thread_connection(self) -> PostgresDb:
+    def _get_thread_connection(self) -> PostgresDb:
         db: PostgresDb | None = getattr(self._thread_local, "db", None)
         if db is None:
             db = self._thread_local.db = PostgresDb(self._url, self._schema)
@@ -223,7 +223,7 @@ class PostgresDatabase(Database):
         expiry, self._known_expiry = self._known_expiry, self.queue.next_expiry
         if self.queue.next_expiry < expiry:
             self._notify(db, {"due": self.queue.next_expiry})
-        for keys in _packets(self.notifier.marked):
+        for keys in _split_into_packets(self.notifier.marked):
             self._notify(db, {"keys": keys})
 
     def _wake_listener(self, db: Db, _: object) -> list[None]:
@@ -312,7 +312,7 @@ def create_tables(db: Db, schema: str) -> None:
             db.execute("ROLLBACK")
 
 
-def _packets(keys: Iterable[str]) -> list[list[str]]:
+def _split_into_packets(keys: Iterable[str]) -> list[list[str]]:
     """Split keys into lists that fit into a notification; very many become `ALL`."""
     packets: list[list[str]] = []
     room = 0

@@ -199,12 +199,12 @@ def find_upgrades(store: str, found: int, expected: int) -> list[str]:
         StoreError: its version is newer, or too old.
     """
     if not 0 <= expected - found <= len(UPGRADES):
-        raise _wrong_version(store, found, expected)
+        raise _build_version_error(store, found, expected)
     steps = UPGRADES[len(UPGRADES) - (expected - found) :]
     return [statement for step in steps for statement in step]
 
 
-def _wrong_version(store: str, found: int, expected: int) -> StoreError:
+def _build_version_error(store: str, found: int, expected: int) -> StoreError:
     """The error for a store whose tables are of another version."""
     advice = (
         "upgrade whet"

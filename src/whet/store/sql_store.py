@@ -20,7 +20,7 @@ from whet.store.database import Database, Db, WorkItem, no_change
 from whet.store.notify import ALL, end_key, work_key
 from whet.store.queries import archive, calls, listing, resources, retention, steps
 from whet.store.queries.idempotency import idempotent
-from whet.store.queries.queue import Claim, OutcomeReport, Queue, pack_rollout, unfinished
+from whet.store.queries.queue import Claim, OutcomeReport, Queue, list_unfinished, pack_rollout
 from whet.store.queries.spans import insert_spans, read_owners, read_spans
 from whet.store.queries.tables import find_statuses
 from whet.types import (
@@ -106,7 +106,7 @@ class SQLStore(Store):
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         with boundary(StoreError, "rollouts cannot be stored"):
             packed = [pack_rollout(rollout) for rollout in rollouts]
-        await self._write(self._in_run(self._queue.enqueue, rollouts=packed))
+        await self._write(self._bind_run(self._queue.enqueue, rollouts=packed))
 
     async def claim(self, worker: str, *, lease_s: float, wait_s: float) -> Attempt | None:
         attempt = await self._claim_now(worker, lease_s, wait_s)
@@ -125,7 +125,7 @@ class SQLStore(Store):
                     return None
 
     async def heartbeat(self, attempt: AttemptId, *, lease_s: float) -> None:
-        change = self._in_run(self._queue.heartbeat, attempt=attempt, lease_s=lease_s)
+        change = self._bind_run(self._queue.heartbeat, attempt=attempt, lease_s=lease_s)
         if not await self._write(change):
             raise LeaseLost(f"attempt {attempt!r} has ended: it exceeded its time limit")
 
@@ -133,7 +133,7 @@ class SQLStore(Store):
         try:
             await self._write_batched(self._queue.finish, OutcomeReport(attempt, outcome))
         except LeaseLost:
-            late = self._in_run(self._queue.keep_late, attempt=attempt, outcome=outcome)
+            late = self._bind_run(self._queue.keep_late, attempt=attempt, outcome=outcome)
             await self._write(late)
             raise
 
@@ -144,7 +144,7 @@ class SQLStore(Store):
             pending = set(rollouts)
             changed = pending
             while True:
-                unended = await self._read(self._in_run(unfinished, rollouts=list(changed)))
+                unended = await self._read(self._bind_run(list_unfinished, rollouts=list(changed)))
                 pending -= changed - set(unended)
                 if not pending:
                     return
@@ -152,7 +152,7 @@ class SQLStore(Store):
                 changed = pending if ALL in received else {keys[key] for key in received}
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
-        return await self._write(self._in_run(self._queue.cancel, rollouts=rollouts))
+        return await self._write(self._bind_run(self._queue.cancel, rollouts=rollouts))
 
     async def ended(self, attempt: AttemptId) -> Status:
         with self._database.notifier.subscribe([end_key(self.run, attempt)]) as changes:
@@ -168,47 +168,47 @@ class SQLStore(Store):
         Raises:
             StoreError: the attempt has begun.
         """
-        await self._write(self._in_run(self._queue.give_back, key=key))
+        await self._write(self._bind_run(self._queue.give_back, key=key))
 
     async def release_workers(self) -> int:
-        return await self._write(self._in_run(self._queue.release))
+        return await self._write(self._bind_run(self._queue.release))
 
     # ------------------------------------------------------------------ calls, rewards, spans
 
     async def attempt(self, attempt: AttemptId) -> Attempt:
-        return await self._read(self._in_run(calls.read_attempt, attempt=attempt))
+        return await self._read(self._bind_run(calls.read_attempt, attempt=attempt))
 
     async def append(self, call: Call) -> None:
         await self._write_batched(calls.append, pack_call(call))
 
     async def emit(self, attempt: AttemptId, reward: Reward) -> None:
-        await self._write(self._in_run(calls.emit, attempt=attempt, reward=reward))
+        await self._write(self._bind_run(calls.emit, attempt=attempt, reward=reward))
 
     async def rewards(self, attempt: AttemptId) -> list[Reward]:
-        return await self._read(self._in_run(calls.read_rewards, attempt=attempt))
+        return await self._read(self._bind_run(calls.read_rewards, attempt=attempt))
 
     async def calls(self, attempt: AttemptId) -> list[Call]:
-        return await self._read(self._in_run(calls.read_calls, attempt=attempt))
+        return await self._read(self._bind_run(calls.read_calls, attempt=attempt))
 
     async def trajectories(
         self, rollouts: Sequence[str], *, failed: bool = False
     ) -> list[Trajectory]:
         return await self._read(
-            self._in_run(calls.read_trajectories, rollouts=rollouts, failed=failed)
+            self._bind_run(calls.read_trajectories, rollouts=rollouts, failed=failed)
         )
 
     async def failures(self, rollouts: Sequence[str]) -> dict[str, str]:
-        return await self._read(self._in_run(calls.read_failures, rollouts=rollouts))
+        return await self._read(self._bind_run(calls.read_failures, rollouts=rollouts))
 
     async def record(self, attempt: AttemptId, spans: Sequence[Span]) -> None:
-        await self._write(self._in_run(insert_spans, attempt=attempt, spans=spans))
+        await self._write(self._bind_run(insert_spans, attempt=attempt, spans=spans))
 
     async def spans(self, attempt: AttemptId) -> list[Span]:
-        return await self._read(self._in_run(read_spans, attempt=attempt))
+        return await self._read(self._bind_run(read_spans, attempt=attempt))
 
     async def owners(self, ids: Sequence[str]) -> dict[str, AttemptId]:
         """Read the attempt of each trace that has spans of exactly one attempt."""
-        return await self._read(self._in_run(read_owners, ids=ids))
+        return await self._read(self._bind_run(read_owners, ids=ids))
 
     # ------------------------------------------------------------------ training steps
 
@@ -220,16 +220,16 @@ class SQLStore(Store):
         epoch: int | None = None,
     ) -> None:
         now = self._queue.clock()
-        change = self._in_run(
+        change = self._bind_run(
             steps.commit, record=record, advantages=advantages, now=now, epoch=epoch
         )
         await self._write(change)
 
     async def steps(self, *, after: int = -1, limit: int | None = None) -> list[StepRecord]:
-        return await self._read(self._in_run(steps.read_steps, after=after, limit=limit))
+        return await self._read(self._bind_run(steps.read_steps, after=after, limit=limit))
 
     async def advantages(self, step: int) -> dict[GenerationId, float]:
-        return await self._read(self._in_run(steps.read_advantages, step=step))
+        return await self._read(self._bind_run(steps.read_advantages, step=step))
 
     # ------------------------------------------------------------------ resources
 
@@ -237,17 +237,17 @@ class SQLStore(Store):
         with boundary(StoreError, "the resource cannot be stored"):
             packed, name = to_json(value), _NAME.validate_python(name)
         now = self._queue.clock()
-        change = self._in_run(resources.publish, name=name, value=packed, now=now, epoch=epoch)
+        change = self._bind_run(resources.publish, name=name, value=packed, now=now, epoch=epoch)
         return await self._write(change)
 
     async def get(self, name: str, version: int) -> Resource:
-        return await self._read(self._in_run(resources.read_resource, name=name, version=version))
+        return await self._read(self._bind_run(resources.read_resource, name=name, version=version))
 
     async def latest(self, name: str) -> Resource:
-        return await self._read(self._in_run(resources.read_resource, name=name, version=None))
+        return await self._read(self._bind_run(resources.read_resource, name=name, version=None))
 
     async def resources(self) -> list[Resource]:
-        return await self._read(self._in_run(resources.read_resources))
+        return await self._read(self._bind_run(resources.read_resources))
 
     # ------------------------------------------------------------------ listings
 
@@ -260,7 +260,7 @@ class SQLStore(Store):
         after: str | None = None,
         limit: int = 100,
     ) -> list[RolloutRecord]:
-        page = self._in_run(
+        page = self._bind_run(
             listing.read_rollouts,
             status=status,
             mode=mode,
@@ -271,13 +271,13 @@ class SQLStore(Store):
         return await self._read(page)
 
     async def attempts(self, rollout: str) -> list[AttemptRecord]:
-        return await self._read(self._in_run(listing.read_attempts, rollout=rollout))
+        return await self._read(self._bind_run(listing.read_attempts, rollout=rollout))
 
     async def workers(self) -> list[WorkerRecord]:
-        return await self._read(self._in_run(listing.read_workers))
+        return await self._read(self._bind_run(listing.read_workers))
 
     async def counts(self) -> dict[str, int]:
-        return await self._read(self._in_run(listing.read_counts))
+        return await self._read(self._bind_run(listing.read_counts))
 
     async def overview(self) -> listing.Overview:
         """Count rollouts and workers of all runs of the database."""
@@ -288,7 +288,7 @@ class SQLStore(Store):
         self, query: Callable[Concatenate[Db, str, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Run one of `queries.browse` on this run, without delaying other reads."""
-        return await self._read(self._in_run(query, *args, **kwargs), is_long=True)
+        return await self._read(self._bind_run(query, *args, **kwargs), is_long=True)
 
     @property
     def expired_leases(self) -> int:
@@ -301,10 +301,10 @@ class SQLStore(Store):
         return await self._read(retention.read_sizes, is_long=True)
 
     async def prune(self, before: float) -> int:
-        return await self._write(self._in_run(retention.prune, before=before))
+        return await self._write(self._bind_run(retention.prune, before=before))
 
     async def drop(self) -> None:
-        await self._write(self._in_run(retention.drop))
+        await self._write(self._bind_run(retention.drop))
 
     async def vacuum(self) -> None:
         await self._submit(WorkItem(self._vacuum, in_transaction=False))
@@ -315,16 +315,16 @@ class SQLStore(Store):
         return [None]
 
     async def export(self, file: Path) -> None:
-        read = self._in_run(archive.export_run, file=file)
+        read = self._bind_run(archive.export_run, file=file)
         await self._read(read, is_long=True)
 
     async def load(self, file: Path) -> None:
         now = self._queue.clock()
-        await self._write(self._in_run(archive.load_run, file=file, now=now))
+        await self._write(self._bind_run(archive.load_run, file=file, now=now))
 
     # ------------------------------------------------------------------ changes and reads
 
-    def _in_run(
+    def _bind_run(
         self, query: Callable[Concatenate[Db, str, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[Db], T]:
         """Bind a query to this run; the connection comes later."""
@@ -339,9 +339,9 @@ class SQLStore(Store):
         self, change: Callable[[Db, str, Sequence[A]], Sequence[T | WhetError]], argument: A
     ) -> T:
         """Apply a change that is idempotent without a key, in a batch with others of its kind."""
-        return await self._submit(self._batched(change, argument))
+        return await self._submit(self._build_item(change, argument))
 
-    def _batched(
+    def _build_item(
         self, change: Callable[[Db, str, Sequence[A]], Sequence[T | WhetError]], argument: A
     ) -> WorkItem[T]:
         run = self.run
@@ -364,7 +364,7 @@ class SQLStore(Store):
 
     async def _claim_now(self, worker: str, lease_s: float, wait_s: float) -> Attempt | None:
         claim = Claim(worker, lease_s, wait_s, self._key)
-        claimed = self._submit(self._batched(self._queue.claim, claim))
+        claimed = self._submit(self._build_item(self._queue.claim, claim))
         try:
             return await asyncio.shield(claimed)
         except asyncio.CancelledError:
@@ -379,7 +379,7 @@ class SQLStore(Store):
         attempt = claimed.result()
         if attempt is not None:
             with suppress(StoreError):  # the store is closed: the lease will expire
-                unclaim = self._in_run(self._queue.unclaim, attempt=attempt.id, key=self._key)
+                unclaim = self._bind_run(self._queue.unclaim, attempt=attempt.id, key=self._key)
                 self._database.submit(WorkItem(lambda db, _: [unclaim(db)]))
 
 

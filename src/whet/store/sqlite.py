@@ -59,7 +59,7 @@ class SQLiteDatabase(Database):
             writes,
             self.notifier,
             expire_leases=self.queue.expire_leases if expires_leases else lambda db: None,
-            errors=partial(sqlite_errors, path),
+            errors=partial(wrap_sqlite_errors, path),
             turn=self._turn,
         )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="whet-store-reader")
@@ -73,7 +73,7 @@ class SQLiteDatabase(Database):
 
     def read_long(self, read: Callable[[Db], T]) -> Future[T]:
         def read_beside() -> T:
-            with sqlite_errors(self._path), closing(_connect_read_only(self._path)) as db:
+            with wrap_sqlite_errors(self._path), closing(_connect_read_only(self._path)) as db:
                 return self._read_snapshot(db, read)
 
         return self._long_reader.submit(read_beside)
@@ -87,7 +87,7 @@ class SQLiteDatabase(Database):
         self.notifier.notify()
 
     def _read_snapshot(self, db: sqlite3.Connection, read: Callable[[Db], T]) -> T:
-        with sqlite_errors(self._path):
+        with wrap_sqlite_errors(self._path):
             db.execute("BEGIN")
             try:
                 return read(db)
@@ -104,7 +104,7 @@ class _WriteTurn:
     """
 
     def __init__(self, path: Path) -> None:
-        with sqlite_errors(path, "cannot open the store"):
+        with wrap_sqlite_errors(path, "cannot open the store"):
             self._file = path.with_name(f"{path.name}-turn").open("wb")
 
     def __enter__(self) -> None:
@@ -141,7 +141,7 @@ class SQLiteStore(SQLStore):
 
 
 @contextmanager
-def sqlite_errors(path: Path, what: str = "store") -> Generator[None]:
+def wrap_sqlite_errors(path: Path, what: str = "store") -> Generator[None]:
     """Raise the errors of a file as StoreError, in one line that says what to do."""
     try:
         with boundary(StoreError, what):
@@ -163,7 +163,7 @@ def _explain(error: sqlite3.Error) -> str:
 def _open(path: Path) -> sqlite3.Connection:
     """Connect for writing; creates the file and its tables."""
     _check_writable(path)
-    with sqlite_errors(path, "cannot open the store"), ExitStack() as undo:
+    with wrap_sqlite_errors(path, "cannot open the store"), ExitStack() as undo:
         db = _connect(path)
         undo.callback(db.close)
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # an existing file keeps its own

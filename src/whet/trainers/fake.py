@@ -15,14 +15,14 @@ from whet.types import GenerationId, Metrics, Row
 STATE = "state.json"
 
 
-def _ignore(version: int) -> None:
+def _ignore_version(version: int) -> None:
     """Ignore a published version."""
 
 
 class FakeTrainer(TrainingBackend):
     """Raises the version at every step and records which generations the step trained."""
 
-    def __init__(self, on_publish: Callable[[int], None] = _ignore) -> None:
+    def __init__(self, on_publish: Callable[[int], None] = _ignore_version) -> None:
         """`on_publish` is called with each published version, as an engine would be."""
         self._on_publish = on_publish
         self._gradient: list[str] = []
@@ -80,11 +80,11 @@ class FakeTrainer(TrainingBackend):
         return self.version
 
     async def snapshot(self) -> Callable[[Path], None]:
-        state = self._state()
+        state = self._dump_state()
         return lambda folder: _write(folder, state)
 
     async def save(self, folder: Path) -> None:
-        _write(folder, self._state())
+        _write(folder, self._dump_state())
 
     async def restore(self, folder: Path) -> None:
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
@@ -93,9 +93,9 @@ class FakeTrainer(TrainingBackend):
         self._gradient = []
 
     async def export(self, folder: Path) -> None:
-        _write(folder, self._state())
+        _write(folder, self._dump_state())
 
-    def _state(self) -> str:
+    def _dump_state(self) -> str:
         return json.dumps({"version": self.version, "trained": self.trained})
 
 

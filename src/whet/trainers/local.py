@@ -21,15 +21,15 @@ from whet.config import AdamStep, LossConfig
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
 from whet.models.huggingface import LocalPolicy
-from whet.models.tree_attention import runs_flash
+from whet.models.tree_attention import can_run_flash
 from whet.protocols import TrainingBackend
 from whet.trainers.logprobs import PolicyScores, score_tokens
 from whet.trainers.loss import (
     LossFunction,
     compute_ratios,
+    compute_total_loss,
     count_corrected,
     estimate_kl,
-    total_loss,
 )
 from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import MASKED_TREE_NODES, Batch, PrefixTree, R, check_rows, pack
@@ -68,13 +68,13 @@ class LocalTrainer(TrainingBackend):
         self._log_ratios: dict[GenerationId, list[float]] = {}
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        return await self._in_thread(lambda: self._forward_backward(rows, loss))
+        return await self._run_in_thread(lambda: self._forward_backward(rows, loss))
 
     async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
-        return await self._in_thread(lambda: self._recompute_logprobs(rows))
+        return await self._run_in_thread(lambda: self._recompute_logprobs(rows))
 
     async def optim_step(self, adam: AdamStep) -> Metrics:
-        return await self._in_thread(lambda: self._optim_step(adam))
+        return await self._run_in_thread(lambda: self._optim_step(adam))
 
     def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
         taken, self._log_ratios = self._log_ratios, {}
@@ -85,15 +85,15 @@ class LocalTrainer(TrainingBackend):
         return self._policy.version
 
     async def snapshot(self) -> Callable[[Path], None]:
-        self._snapshot = Snapshot(self._weights.tensors(), self._policy.version)
+        self._snapshot = Snapshot(self._weights.list_tensors(), self._policy.version)
         return self._snapshot.write
 
     async def save(self, folder: Path) -> None:
         write = await self.snapshot()
-        await self._in_thread(lambda: write(folder))
+        await self._run_in_thread(lambda: write(folder))
 
     async def restore(self, folder: Path) -> None:
-        await self._in_thread(lambda: self._restore(folder))
+        await self._run_in_thread(lambda: self._restore(folder))
 
     async def start_from(self, folder: Path) -> None:
         """Load the weights of a checkpoint or a PEFT adapter as those before training.
@@ -101,7 +101,7 @@ class LocalTrainer(TrainingBackend):
         Raises:
             TrainerError: they do not fit the model; nothing was changed.
         """
-        await self._in_thread(lambda: self._start_from(folder))
+        await self._run_in_thread(lambda: self._start_from(folder))
 
     async def keep_reference(self) -> None:
         """Keep the weights as they are now as those before training, for `loss.kl`."""
@@ -112,9 +112,9 @@ class LocalTrainer(TrainingBackend):
             with atomic_folder(folder) as to:
                 self._policy.write_model(to)
 
-        await self._in_thread(write)
+        await self._run_in_thread(write)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
         return await self._micro_batches.run_in_thread(work)
 
     # ----------------------------------------------------------------- in a worker thread
@@ -142,11 +142,11 @@ class LocalTrainer(TrainingBackend):
 
     def _train_tree(self, tree: PrefixTree[Row], loss: LossConfig) -> dict[str, float]:
         """Accumulate a tree's gradient, all of it or nothing; returns sums of its metrics."""
-        reference_N = self._reference_logprobs(tree) if loss.kl else None
+        reference_N = self._compute_reference_logprobs(tree) if loss.kl else None
         scores, batch = self._micro_batches.score_tree(tree, entropy_grad=bool(loss.entropy))
         ratio_N = compute_ratios(scores.logp_N, batch, loss)
-        value = total_loss(scores, ratio_N, reference_N, batch, loss, self._custom_loss)
-        gradient = self._weights.gradient(value)
+        value = compute_total_loss(scores, ratio_N, reference_N, batch, loss, self._custom_loss)
+        gradient = self._weights.compute_gradient(value)
         sums = self._measure(value, scores, ratio_N, reference_N, batch, loss)
         if not math.isfinite(sums["loss"]):
             finite = bool(scores.logp_N.isfinite().all())
@@ -184,7 +184,7 @@ class LocalTrainer(TrainingBackend):
             for row, _ in tree.rows
         }
 
-    def _reference_logprobs(self, tree: PrefixTree[Row]) -> Tensor:
+    def _compute_reference_logprobs(self, tree: PrefixTree[Row]) -> Tensor:
         """Log-probabilities of the sampled tokens under the weights before training."""
         with torch.no_grad(), self._policy.use_reference():
             scores, _ = self._micro_batches.score_tree(tree)
@@ -244,7 +244,7 @@ class MicroBatches:
         self.weights = weights or MasterWeights(policy)
         self._policy = policy
         self._threads = threads
-        self._max_tokens = policy.config.micro_batch_tokens or policy.micro_batch_tokens()
+        self._max_tokens = policy.config.micro_batch_tokens or policy.choose_micro_batch_tokens()
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run long work in a worker thread, on this trainer's share of the CPU cores."""
@@ -264,13 +264,13 @@ class MicroBatches:
         accumulated gradient is dropped: half of one is worse than none. Passes without a gradient
         leave it alone.
         """
-        waiting: Sequence[PrefixTree[R]] = self._trees(rows)
+        waiting: Sequence[PrefixTree[R]] = self._build_trees(rows)
         try:
             while waiting:
                 done, found = self._try_tree(waiting[0], run_tree)
                 if not done:  # pack the rest again, into smaller trees
                     left: list[R] = [row for tree in waiting for row, _ in tree.rows]
-                    waiting = self._trees(left)
+                    waiting = self._build_trees(left)
                     continue
                 waiting = waiting[1:]
                 yield cast(T, found)
@@ -279,7 +279,7 @@ class MicroBatches:
                 self.weights.drop_gradient()
             raise
 
-    def hidden_states(self, tree: PrefixTree[R]) -> Tensor:
+    def compute_hidden_states(self, tree: PrefixTree[R]) -> Tensor:
         """The last hidden state of each node."""
         device = self._policy.device
         if not self._policy.packs_rows:  # a single row, whose masks are the model's own affair
@@ -288,7 +288,7 @@ class MicroBatches:
             return cast(Tensor, output.last_hidden_state)[0]
         if self._flash:
             # The mask is ignored, but without one transformers would build its own.
-            shape = {"branches": tree.branches(device)}
+            shape = {"branches": tree.build_branches(device)}
             mask_11LL = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         else:
             shape, mask_11LL = {}, tree.mask(device)[None, None]
@@ -305,7 +305,7 @@ class MicroBatches:
         self, tree: PrefixTree[Row], *, entropy_grad: bool = False
     ) -> tuple[PolicyScores, Batch]:
         """Score the sampled tokens of a tree."""
-        hidden_LD = self.hidden_states(tree)
+        hidden_LD = self.compute_hidden_states(tree)
         # Built while a GPU still computes the hidden states; the copy to it waits for them.
         batch = Batch.of(tree).to(self._policy.device)
         return self.score(hidden_LD, batch, entropy_grad=entropy_grad), batch
@@ -320,7 +320,7 @@ class MicroBatches:
             entropy_grad=entropy_grad,
         )
 
-    def _trees(self, rows: Sequence[R]) -> Sequence[PrefixTree[R]]:
+    def _build_trees(self, rows: Sequence[R]) -> Sequence[PrefixTree[R]]:
         if not self._policy.packs_rows:
             return list(pack(rows, max_tokens=0))
         enough = self._max_tokens if self._flash else MASKED_TREE_NODES
@@ -328,7 +328,7 @@ class MicroBatches:
 
     @property
     def _flash(self) -> bool:
-        return runs_flash(self._policy.device, self._policy.dtype)
+        return can_run_flash(self._policy.device, self._policy.dtype)
 
     def _try_tree(
         self, tree: PrefixTree[R], run_tree: Callable[[PrefixTree[R]], T]

@@ -60,7 +60,7 @@ class _ScoreJob(NamedTuple):
     entropy_grad: bool
     chunk_tokens: int
 
-    def parts(self) -> Iterator[slice]:
+    def split_parts(self) -> Iterator[slice]:
         for start in range(0, len(self.target_N), self.chunk_tokens):
             yield slice(start, start + self.chunk_tokens)
 
@@ -142,7 +142,7 @@ class _Score(torch.autograd.Function):
         entropy: list[Tensor] = []
         logp_grads: list[Tensor] = []
         entropy_grads: list[Tensor] = []
-        for part in job.parts():
+        for part in job.split_parts():
             hidden_CD = hidden_ND[part].detach().requires_grad_(grads_now)
             with torch.set_grad_enabled(grads_now):
                 logits_CV = job.head(hidden_CD)
@@ -189,7 +189,7 @@ def _recompute_grads(
     trained = job.head.trained
     hidden_grads: list[Tensor] = []
     sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
-    for part in job.parts():
+    for part in job.split_parts():
         hidden_CD = hidden_ND[part].detach().requires_grad_()
         with torch.enable_grad():
             logits_CV = job.head(hidden_CD)

@@ -25,7 +25,7 @@ LossFunction = Callable[[Tensor, Tensor, Batch, LossConfig], Tensor]
 """Maps log-probabilities now, ratios, the batch and the config to the loss of each token."""
 
 
-def total_loss(
+def compute_total_loss(
     scores: PolicyScores,
     ratio_N: Tensor,
     reference_N: Tensor | None,
@@ -52,7 +52,7 @@ def compute_ratios(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     A row is what one reward was given for. Turn by turn, how far the policy may move would depend
     on how an agent cuts its work into turns (arXiv:2507.18071 has one turn only).
     """
-    log_ratio_N = logp_N - _old_logprobs(logp_N, batch, config)
+    log_ratio_N = logp_N - _compute_old_logprobs(logp_N, batch, config)
     if config.name == "gspo":
         counted_N = torch.ones_like(logp_N) if batch.counted_N is None else batch.counted_N
         tokens_N = _sum_rows(counted_N, batch).clamp(min=1)
@@ -74,7 +74,7 @@ def compute_corrections(logp_N: Tensor, batch: Batch, config: LossConfig) -> Ten
     The weight is the trainer's probability over the sampler's, of a token or of the sampled tokens
     of its row. A ratio to the sampler has this weight in it already.
     """
-    weight_N = _importance_weights(logp_N, batch, config)
+    weight_N = _compute_importance_weights(logp_N, batch, config)
     if config.correction in ("token_truncate", "sequence_truncate"):
         factor_N = (config.correction_max / weight_N).clamp(max=1.0)
     else:
@@ -84,12 +84,12 @@ def compute_corrections(logp_N: Tensor, batch: Batch, config: LossConfig) -> Ten
 
 def count_corrected(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """Number of tokens whose importance weight was truncated or masked."""
-    return _is_beyond(_importance_weights(logp_N, batch, config), config).sum()
+    return _is_beyond(_compute_importance_weights(logp_N, batch, config), config).sum()
 
 
-def _importance_weights(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
+def _compute_importance_weights(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     in_ratio = config.old_logprobs == "sampler"
-    known_N = logp_N.detach() if in_ratio else _old_logprobs(logp_N, batch, config)
+    known_N = logp_N.detach() if in_ratio else _compute_old_logprobs(logp_N, batch, config)
     log_weight_N = known_N - batch.sampled_N
     if config.correction in ("sequence_truncate", "sequence_mask"):
         log_weight_N = _sum_rows(log_weight_N, batch)
@@ -100,7 +100,7 @@ def _is_beyond(weight_N: Tensor, config: LossConfig) -> Tensor:
     return (weight_N > config.correction_max) | (weight_N < config.correction_min)
 
 
-def _old_logprobs(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
+def _compute_old_logprobs(logp_N: Tensor, batch: Batch, config: LossConfig) -> Tensor:
     """Log-probabilities that ratios are relative to."""
     if config.old_logprobs == "sampler":
         return batch.sampled_N

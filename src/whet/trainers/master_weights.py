@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from whet.config import AdamStep
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, boundary
-from whet.models.export import parameter_name
+from whet.models.export import read_parameter_name
 from whet.models.huggingface import LocalPolicy
 
 WEIGHTS = "weights.safetensors"
@@ -30,13 +30,13 @@ class MasterWeights:
     ) -> None:
         """`parameters` are what this process has of the trainable ones, if not all of them."""
         self._policy = policy
-        trainable = policy.trainable()
+        trainable = policy.get_trainable()
         self._shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
         self._model = parameters or trainable
-        self._master = {name: _in_fp32(parameter) for name, parameter in self._model.items()}
+        self._master = {name: _copy_to_fp32(parameter) for name, parameter in self._model.items()}
         self._adam = _open_optimizer(policy.config.optimizer, list(self._master.values()))
 
-    def gradient(self, loss: Tensor) -> tuple[Tensor | None, ...]:
+    def compute_gradient(self, loss: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient of a loss without accumulating it."""
         return torch.autograd.grad(loss, list(self._model.values()), allow_unused=True)
 
@@ -50,11 +50,11 @@ class MasterWeights:
             else:
                 weight.grad += grad
 
-    def accumulated(self) -> list[Tensor | None]:
-        """The accumulated gradient of each weight, in the order of `policy.trainable()`."""
+    def get_accumulated(self) -> list[Tensor | None]:
+        """The accumulated gradient of each weight, in the order of `policy.get_trainable()`."""
         return [weight.grad for weight in self._master.values()]
 
-    def like(self) -> list[Tensor]:
+    def detach_weights(self) -> list[Tensor]:
         """The weights, whose shapes and device are those of their gradients."""
         return [weight.detach() for weight in self._master.values()]
 
@@ -94,14 +94,14 @@ class MasterWeights:
 
     def _measure_norm(self) -> Tensor:
         """Norm of the accumulated gradient."""
-        return torch.nn.utils.get_total_norm([g for g in self.accumulated() if g is not None])
+        return torch.nn.utils.get_total_norm([g for g in self.get_accumulated() if g is not None])
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state."""
-        for name, tensors in self.tensors().items():
+        for name, tensors in self.list_tensors().items():
             safetensors.save_file(tensors, folder / name)
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
+    def list_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and optimizer state by file; not copied."""
         weights = {name: weight.detach() for name, weight in self._master.items()}
         moments = {
@@ -199,7 +199,7 @@ def _find_weights_file(folder: Path) -> Path:
 
 def _name_parameter(name: str, file: Path) -> str:
     """The parameter that a tensor in a file is for."""
-    return name if file.name == WEIGHTS else parameter_name(name)
+    return name if file.name == WEIGHTS else read_parameter_name(name)
 
 
 def _read_shapes(file: Path) -> Iterable[tuple[str, tuple[int, ...]]]:
@@ -226,7 +226,7 @@ def _open_optimizer(name: str, weights: list[nn.Parameter]) -> torch.optim.Optim
     return cast(torch.optim.Optimizer, library.optim.AdamW8bit(weights, lr=1.0))
 
 
-def _in_fp32(parameter: nn.Parameter) -> nn.Parameter:
+def _copy_to_fp32(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype == torch.float32:
         return parameter
     return nn.Parameter(parameter.detach().float())

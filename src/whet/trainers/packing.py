@@ -69,7 +69,7 @@ class PrefixTree(Generic[R]):
         self._tokens.append(tokens)
         self._added.append(len(fresh))
 
-    def shared(self, tokens: Nodes) -> int:
+    def count_shared(self, tokens: Nodes) -> int:
         """Length of the prefix that these tokens share with the last row."""
         if not self._tokens:
             return 0
@@ -80,12 +80,12 @@ class PrefixTree(Generic[R]):
     @property
     def tokens(self) -> Nodes:
         """Token id of each node."""
-        return self._fresh(self._tokens)
+        return self._select_added(self._tokens)
 
     @property
     def depth(self) -> Nodes:
         """Depth of each node, which is its position in every row it belongs to."""
-        return self._fresh([np.arange(len(nodes)) for _, nodes in self.rows])
+        return self._select_added([np.arange(len(nodes)) for _, nodes in self.rows])
 
     @property
     def end(self) -> Nodes:
@@ -103,12 +103,12 @@ class PrefixTree(Generic[R]):
         end_L = torch.from_numpy(self.end).to(device)
         return (node_L[None, :] <= node_L[:, None]) & (node_L[:, None] < end_L[None, :])
 
-    def branches(self, device: torch.device) -> Branches:
+    def build_branches(self, device: torch.device) -> Branches:
         """The same structure for variable-length attention, without a square mask."""
         runs = [(n, nodes) for n, (_, nodes) in zip(self._added, self.rows, strict=True) if n]
         return Branches.of(runs, device)
 
-    def _fresh(self, values: Sequence[Nodes]) -> Nodes:
+    def _select_added(self, values: Sequence[Nodes]) -> Nodes:
         """From one value per token of each row, those of the nodes the row added."""
         last = [one[len(one) - n :] for one, n in zip(values, self._added, strict=True)]
         return np.concatenate(last, dtype=np.int64)
@@ -126,7 +126,7 @@ def pack(
     # As big-endian bytes, long prefixes compare at once.
     arrays.sort(key=lambda pair: pair[1].astype(">i8").tobytes())
     for row, tokens in arrays:
-        shared = tree.shared(tokens)
+        shared = tree.count_shared(tokens)
         added = len(tokens) - shared
         unrelated = tree.size >= enough and 2 * added > len(tokens)
         if tree.rows and (unrelated or tree.size + added > max_tokens):

@@ -51,7 +51,7 @@ class Snapshot:
         """Copy the tensors, unless they are copied already."""
         with self._lock:
             if not self._is_copied:
-                with torch.no_grad(), _beside_sampling() as copy:
+                with torch.no_grad(), _open_copy_stream() as copy:
                     self._tensors = {
                         file: {name: copy(tensor) for name, tensor in tensors.items()}
                         for file, tensors in self._tensors.items()
@@ -94,7 +94,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 @contextmanager
-def _beside_sampling() -> Generator[Callable[[Tensor], Tensor]]:
+def _open_copy_stream() -> Generator[Callable[[Tensor], Tensor]]:
     """Return a function that copies a tensor to memory without delaying a sampler on its GPU.
 
     A stream of its own does not queue up with the sampler's work, and pinned memory in between does

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from whet.config import AdamStep, LossConfig
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
-from whet.io.files import atomic_folder, final_path
+from whet.io.files import atomic_folder, find_final_path
 from whet.models.tinker import Floats, TinkerDatum, TinkerPolicy
 from whet.protocols import TrainingBackend
 from whet.types import GenerationId, Metrics, Row
@@ -44,7 +44,7 @@ class TinkerTrainer(TrainingBackend):
             for segment in row.segments:
                 gap = found[segment.start - 1 : segment.end - 1] - np.array(segment.logprobs)
                 self._log_ratios.setdefault(segment.generation, gap.tolist())
-        return {"loss": value, **self._metrics(rows, logprobs, loss)}
+        return {"loss": value, **self._compute_metrics(rows, logprobs, loss)}
 
     def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
         taken, self._log_ratios = self._log_ratios, {}
@@ -72,7 +72,7 @@ class TinkerTrainer(TrainingBackend):
         def write(folder: Path) -> None:
             with atomic_folder(folder) as to:
                 _write(to, state)
-            final = final_path(folder)  # it may be part of a checkpoint of several policies
+            final = find_final_path(folder)  # it may be part of a checkpoint of several policies
             self._replaced.append(self._states.get(final))
             self._states[final] = path
 
@@ -103,7 +103,9 @@ class TinkerTrainer(TrainingBackend):
         with atomic_folder(folder) as to:
             _write_files(to, files)
 
-    def _metrics(self, rows: Sequence[Row], logprobs: list[Floats], loss: LossConfig) -> Metrics:
+    def _compute_metrics(
+        self, rows: Sequence[Row], logprobs: list[Floats], loss: LossConfig
+    ) -> Metrics:
         """Means over trained tokens; the entropy is estimated from what was sampled."""
         segments = [(lp, s) for row, lp in zip(rows, logprobs, strict=True) for s in row.segments]
         now = np.concatenate([lp[s.start - 1 : s.end - 1] for lp, s in segments])

@@ -117,13 +117,13 @@ class DatumTrainer:
         with torch.set_grad_enabled(not forward_only):
             found = list(
                 self._micro_batches.run(
-                    data, lambda tree: self._one_tree(tree, config, forward_only)
+                    data, lambda tree: self._run_tree(tree, config, forward_only)
                 )
             )
         scored = {place: logprobs for part in found for place, logprobs in part.logprobs.items()}
         return DatumResult([scored[id(datum)] for datum in data], math.fsum(p.loss for p in found))
 
-    def _one_tree(self, tree: PrefixTree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
+    def _run_tree(self, tree: PrefixTree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
         batch = _build_batch(tree, config, self._policy.device)
         logp_N = self._score(tree, batch)
         loss_N = LOSSES[config.name](logp_N, compute_ratios(logp_N, batch, config), batch, config)
@@ -134,7 +134,9 @@ class DatumTrainer:
                 raise RequestError(f"the loss is {loss}: weights or advantages are too large")
             raise TrainerError(f"the loss is {loss}: the model's logits are not finite")
         if not forward_only:
-            self._micro_batches.weights.accumulate(self._micro_batches.weights.gradient(value))
+            self._micro_batches.weights.accumulate(
+                self._micro_batches.weights.compute_gradient(value)
+            )
         flat = cast(Floats, logp_N.detach().float().cpu().numpy())
         ends = np.cumsum([datum.targets.size for datum, _ in tree.rows])
         parts = np.split(flat, ends[:-1])
@@ -159,9 +161,9 @@ class DatumTrainer:
             target_N=pair_M % self._policy.vocabulary,
             shaping=batch.shaping.part(slice(0, len(pair_M))),
         )
-        return self._micro_batches.score(self._micro_batches.hidden_states(tree), once).logp_N[
-            place_N
-        ]
+        return self._micro_batches.score(
+            self._micro_batches.compute_hidden_states(tree), once
+        ).logp_N[place_N]
 
     def _check_datum(self, datum: Datum, index: int, loss: str) -> None:
         where = f"datum {index}"

@@ -24,10 +24,10 @@ from whet.training.step import (
     Update,
     collect_step,
     evaluate_step,
-    first_group,
+    find_first_group,
     update_policy,
 )
-from whet.training.stopping import stop_reason
+from whet.training.stopping import explain_stop
 from whet.types import Rollout, StepRecord
 
 
@@ -50,7 +50,7 @@ async def train(
     """
     done = await log.steps()
     async with Checkpoints(checkpoints, trainer, config) as writer:
-        while len(done) < config.steps and not stop_reason(done, config):
+        while len(done) < config.steps and not explain_stop(done, config):
             step = len(done)
             watch = Stopwatch()
             ahead = _plan_window(plan, done, config)
@@ -85,7 +85,7 @@ def _plan_window(plan: Plan, done: Sequence[StepRecord], config: RunConfig) -> l
     Every step consumes at least `tasks_per_step` groups, so a window of `max_staleness + 1` steps
     bounds the staleness. The window ends with the last step, so nothing is left over.
     """
-    first = first_group(done, config)
+    first = find_first_group(done, config)
     steps = min(config.loop.max_staleness + 1, config.steps - len(done))
     groups = range(first, first + steps * config.tasks_per_step)
     return [rollout for group in groups for rollout in plan(group)]

@@ -19,7 +19,7 @@ from whet.config import RunConfig
 from whet.errors import StoreError, TrainerError, boundary
 from whet.protocols import Algorithm, Collector, StepLog, TrainingBackend
 from whet.training.step import Plan, Stopwatch, Update, collect_step, update_policy
-from whet.training.stopping import best_step
+from whet.training.stopping import find_best_step
 from whet.types import StepRecord
 
 QUICK_S = 0.25
@@ -72,7 +72,7 @@ class Checkpoints:
             TrainerError: the checkpoint before could not be written.
         """
         step = done[-1]
-        if step is not best_step(done) and (
+        if step is not find_best_step(done) and (
             (step.step + 1) % self._config.every or await self._is_too_early()
         ):
             return
@@ -129,7 +129,7 @@ class Checkpoints:
         """Delete all but the newest complete checkpoints of committed steps and the best one."""
         complete = [r for r in committed if (self.folder / r.checkpoint).is_dir()]
         kept = {record.checkpoint for record in complete[-self._config.keep :]}
-        if best := best_step(committed):
+        if best := find_best_step(committed):
             kept.add(best.checkpoint)
         for folder in self.folder.glob("*"):
             if folder.name not in kept and self._newest not in folder.name:

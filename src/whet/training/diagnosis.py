@@ -83,7 +83,7 @@ def explain_causes(causes: Mapping[Cause, int]) -> list[str]:
     return [f"{count} x {EXPLANATIONS[cause]}" for cause, count in ordered]
 
 
-def cause_metrics(causes: Mapping[Cause, int]) -> dict[str, float]:
+def build_cause_metrics(causes: Mapping[Cause, int]) -> dict[str, float]:
     """Return the metrics of a step that keep its causes."""
     return {f"no_signal/{cause}": count for cause, count in causes.items()}
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from whet.config import RunConfig
 from whet.protocols import Algorithm, TrainingBackend
-from whet.training.diagnosis import cause_metrics, count_causes
+from whet.training.diagnosis import build_cause_metrics, count_causes
 from whet.training.step import (
     StepBatch,
     Stopwatch,
+    compute_reward_metrics,
     credit_groups,
-    reward_metrics,
     update_policy,
 )
 from whet.types import (
@@ -91,8 +91,8 @@ async def update_policies(
 
     Those of a policy have its name as prefix, as `planner/loss`. Those without are of the run.
     """
-    metrics = reward_metrics(batch, config) | dict.fromkeys(TOTALS, 0.0)
-    metrics |= cause_metrics(count_causes(batch.zero_signal, config.group_size))
+    metrics = compute_reward_metrics(batch, config) | dict.fromkeys(TOTALS, 0.0)
+    metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
     for learner in learners:
         own, name = select_batch(batch, learner.name), learner.name
         before = select_metrics(done, name)
@@ -164,11 +164,11 @@ def read_versions(metrics: Metrics) -> dict[str, int]:
 
 def _select_calls(trajectory: Trajectory, policy: str) -> Trajectory:
     calls = tuple(call for call in trajectory.calls if call.origin.policy == policy)
-    rewards = tuple(reward for reward in trajectory.rewards if _concerns(reward, calls))
+    rewards = tuple(reward for reward in trajectory.rewards if _is_reward_for(reward, calls))
     return trajectory.model_copy(update={"calls": calls, "rewards": rewards})
 
 
-def _concerns(reward: Reward, calls: Sequence[Call]) -> bool:
+def _is_reward_for(reward: Reward, calls: Sequence[Call]) -> bool:
     """Whether a reward is for the attempt, or for one of the calls or their agents."""
     target = reward.target
     if target is None:

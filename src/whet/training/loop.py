@@ -15,7 +15,7 @@ from whet.training.step import (
     evaluate_step,
     update_policy,
 )
-from whet.training.stopping import stop_reason
+from whet.training.stopping import explain_stop
 from whet.types import StepRecord
 
 
@@ -38,7 +38,7 @@ async def train(
     """
     done = await log.steps()
     async with Checkpoints(checkpoints, trainer, config) as writer:
-        while len(done) < config.steps and not stop_reason(done, config):
+        while len(done) < config.steps and not explain_stop(done, config):
             step = len(done)
             watch = Stopwatch()
             batch = await collect_step(

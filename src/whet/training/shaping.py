@@ -13,10 +13,12 @@ def add_length_penalties(groups: Sequence[Group], config: RunConfig) -> list[Gro
 
     With `credit = "turn"` each answer has its own; otherwise the attempt has their sum.
     """
-    if not config.length.shapes:
+    if not config.length.is_active:
         return list(groups)
     by_turn = config.algorithm.credit == "turn"
-    return [[_penalize(trajectory, config.length, by_turn) for trajectory in g] for g in groups]
+    return [
+        [_apply_penalty(trajectory, config.length, by_turn) for trajectory in g] for g in groups
+    ]
 
 
 def mask_truncated(credits: Sequence[Credit], config: LengthConfig) -> list[Credit]:
@@ -43,9 +45,11 @@ def find_truncated(trajectory: Trajectory) -> set[GenerationId]:
     }
 
 
-def _penalize(trajectory: Trajectory, config: LengthConfig, by_turn: bool) -> Trajectory:
+def _apply_penalty(trajectory: Trajectory, config: LengthConfig, by_turn: bool) -> Trajectory:
     costs = {
-        call.id: fmean(config.cost(len(generation.tokens)) for generation in call.generations)
+        call.id: fmean(
+            config.compute_cost(len(generation.tokens)) for generation in call.generations
+        )
         for call in trajectory.calls
         if call.generations
     }

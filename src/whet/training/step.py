@@ -14,7 +14,7 @@ from whet.config import RunConfig
 from whet.errors import ConfigError, NonFiniteUpdate, boundary
 from whet.protocols import Algorithm, Collector, TrainingBackend
 from whet.training.diagnosis import (
-    cause_metrics,
+    build_cause_metrics,
     count_causes,
     explain_causes,
     explain_metrics,
@@ -84,12 +84,12 @@ class Stopwatch:
         self.seconds[f"{name}_seconds"] += time.monotonic() - began
 
 
-def first_group(done: Sequence[StepRecord], config: RunConfig) -> int:
+def find_first_group(done: Sequence[StepRecord], config: RunConfig) -> int:
     """Return the index of the next step's first group: one after the last consumed."""
     return sum(len(record.consumed) for record in done) // config.group_size
 
 
-def version_after(done: Sequence[StepRecord]) -> int:
+def compute_version_after(done: Sequence[StepRecord]) -> int:
     """Return the policy version after these steps."""
     return done[-1].version if done else 0
 
@@ -108,7 +108,7 @@ async def collect_step(
     At most `oversample` times as many groups are collected. Outcomes are durable and the plan is a
     pure function, so a step that is repeated after a crash collects the same groups.
     """
-    first = first_group(done, config)
+    first = find_first_group(done, config)
     rollouts: list[Rollout] = []
     groups: list[Group] = []
     credits: list[Credit] = []
@@ -147,10 +147,10 @@ async def update_policy(
     if built.rows:
         with watch.phase("train"):
             metrics |= await _run_updates(built.rows, len(done), config, trainer)
-    metrics |= reward_metrics(batch, config)
-    metrics |= _row_metrics(built, version_after(done))
-    metrics |= _selection_metrics(batch.credits, selected)
-    metrics |= cause_metrics(count_causes(batch.zero_signal, config.group_size))
+    metrics |= compute_reward_metrics(batch, config)
+    metrics |= _compute_row_metrics(built, compute_version_after(done))
+    metrics |= _count_unselected(batch.credits, selected)
+    metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
     if built.rows:
         _warn_of_equal_answers(batch.groups, metrics, done)
     else:
@@ -165,7 +165,7 @@ Update = Callable[
 """Runs the optimizer updates of a step: `update_policy` unless there are several policies."""
 
 
-def _selection_metrics(credits: Sequence[Credit], selected: Sequence[Credit]) -> dict[str, float]:
+def _count_unselected(credits: Sequence[Credit], selected: Sequence[Credit]) -> dict[str, float]:
     total, kept = (sum(len(c.advantages) for c in each) for each in (credits, selected))
     return {"unselected_generations": total - kept}
 
@@ -215,7 +215,7 @@ async def _run_updates(
     several = config.loop.mini_batches * config.loop.epochs > 1
     if several and config.loss.old_logprobs == "recomputed":
         rows = await trainer.recompute_logprobs(rows)
-    adam = config.adam.at(step, config.steps, config.trained_weights)
+    adam = config.adam.build_step(step, config.steps, config.trained_weights)
     rollouts = config.tasks_per_step * config.group_size / config.loop.mini_batches
     updates: list[dict[str, float]] = []
     skipped = 0
@@ -299,7 +299,7 @@ def _check_credit(credit: Credit, name: str) -> None:
             )
 
 
-def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
+def compute_reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
     """Metrics of what a step collected, before anything is trained on it."""
     trajectories = [trajectory for group in batch.groups for trajectory in group]
     without = [t.attempt.rollout.id for t in trajectories if not t.calls]
@@ -315,7 +315,7 @@ def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
     truncated = [bool(find_truncated(trajectory)) for trajectory in trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
     keys = (*config.algorithm.reward_keys, *config.algorithm.logged_keys)
-    if config.length.shapes:
+    if config.length.is_active:
         keys += (LENGTH_PENALTY,)
     known = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
     return {
@@ -330,11 +330,11 @@ def reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
         "truncated_rollouts": _mean(truncated),
         "calls": sum(len(trajectory.calls) for trajectory in trajectories),
         "sampled_tokens": sum(_count_sampled(trajectory) for trajectory in trajectories),
-        **_judge_metrics(trajectories),
+        **_compute_judge_metrics(trajectories),
     }
 
 
-def _judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _compute_judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Verdicts and cost of the judges of a step: scores are means, costs are sums."""
     found = defaultdict[str, list[float]](list)
     for reward in (reward for trajectory in trajectories for reward in trajectory.rewards):
@@ -345,7 +345,7 @@ def _judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {f"{JUDGE}/{n}": fmean(v) if n in means else sum(v) for n, v in found.items()}
 
 
-def _row_metrics(built: Rows, version: int) -> dict[str, float]:
+def _compute_row_metrics(built: Rows, version: int) -> dict[str, float]:
     segments = [segment for row in built.rows for segment in row.segments]
     ages = [version - sampled for segment in segments for sampled in segment.versions]
     return {

@@ -79,7 +79,7 @@ class Preference(Objective):
     reference: Reference
 
     async def weigh(self, batch: Sequence[SupervisedExample]) -> tuple[list[Row], Metrics]:
-        margins = await self._margins(batch)
+        margins = await self._compute_margins(batch)
         rows: list[Row] = []
         for pair, margin in zip(batch, margins, strict=True):
             weight = self.beta * _sigmoid(-margin) / len(batch)
@@ -88,9 +88,9 @@ class Preference(Objective):
         return rows, _describe(margins)
 
     async def measure(self, examples: Sequence[SupervisedExample]) -> Metrics:
-        return _describe(await self._margins(examples))
+        return _describe(await self._compute_margins(examples))
 
-    async def _margins(self, pairs: Sequence[SupervisedExample]) -> list[float]:
+    async def _compute_margins(self, pairs: Sequence[SupervisedExample]) -> list[float]:
         found = await score_pairs(self.scorer, pairs)
         margins: list[float] = []
         for pair in pairs:
@@ -148,9 +148,9 @@ async def fit(
         block = range(updates, min(updates + config.supervised.checkpoint_every, config.steps))
         found: list[Metrics] = []
         for update in block:
-            rows, own = await objective.weigh(nth_batch(examples, update, config))
+            rows, own = await objective.weigh(select_nth_batch(examples, update, config))
             trained = await trainer.forward_backward(rows, CROSS_ENTROPY)
-            step = await trainer.optim_step(config.adam.at(update, config.steps))
+            step = await trainer.optim_step(config.adam.build_step(update, config.steps))
             kept = {name: trained[name] for name in ("loss", *SUMS) if name in trained}
             found.append({**kept, **step, **own})
             on_update()
@@ -172,7 +172,7 @@ async def fit(
         yield record
 
 
-def nth_batch(
+def select_nth_batch(
     examples: Sequence[SupervisedExample], update: int, config: RunConfig
 ) -> list[SupervisedExample]:
     """Return the examples of an optimizer step: each once an epoch, shuffled by the seed.

@@ -86,7 +86,7 @@ class Generation(Value):
     """The assistant message returned to the agent, in canonical form."""
 
     @model_validator(mode="after")
-    def _one_of_each_per_token(self) -> Self:
+    def _check_lengths(self) -> Self:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"{len(self.tokens)} tokens but {len(self.logprobs)} logprobs "

@@ -21,7 +21,7 @@ class PromptTemplate(Value):
     @field_validator("template")
     @classmethod
     def _has_only_names(cls, template: str) -> str:
-        for place in _placeholders(template):
+        for place in _list_placeholders(template):
             if not place.isidentifier():
                 raise ValueError(
                     f"invalid placeholder {{{place}}} in the prompt template: expected a name, "
@@ -32,7 +32,7 @@ class PromptTemplate(Value):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the placeholders, each once."""
-        return tuple(dict.fromkeys(_placeholders(self.template)))
+        return tuple(dict.fromkeys(_list_placeholders(self.template)))
 
     def format(self, **values: object) -> str:
         """Fill every placeholder; values without a placeholder are ignored.
@@ -49,7 +49,7 @@ class PromptTemplate(Value):
         return self.template.format(**{name: str(values[name]) for name in self.names})
 
 
-def _placeholders(template: str) -> Iterator[str]:
+def _list_placeholders(template: str) -> Iterator[str]:
     for _, name, spec, conversion in string.Formatter().parse(template):
         if name is not None:
             yield name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")

@@ -25,7 +25,7 @@ GenerationId = NewType("GenerationId", str)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
-def _url_safe(name: str) -> str:
+def _check_url_safe(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise ValueError(
             f"invalid name {name!r}: expected 1 to 128 letters, digits, '.', '_' or '-',"
@@ -36,10 +36,10 @@ def _url_safe(name: str) -> str:
 
 _AS_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})
 
-RolloutId = Annotated[str, AfterValidator(_url_safe), _AS_SCHEMA]
+RolloutId = Annotated[str, AfterValidator(_check_url_safe), _AS_SCHEMA]
 """Part of URL paths, hence only characters that need no quoting."""
 
-Name = Annotated[str, AfterValidator(_url_safe), _AS_SCHEMA]
+Name = Annotated[str, AfterValidator(_check_url_safe), _AS_SCHEMA]
 """Name of a run or a resource; the same characters as a rollout's id."""
 
 
@@ -62,7 +62,7 @@ class Value(BaseModel):
         """
         value = cls.__new__(cls)
         _set(value, "__dict__", fields)
-        _set(value, "__pydantic_fields_set__", _field_names(cls))
+        _set(value, "__pydantic_fields_set__", _list_field_names(cls))
         _set(value, "__pydantic_extra__", None)
         _set(value, "__pydantic_private__", None)
         return value
@@ -72,7 +72,7 @@ _set = object.__setattr__
 
 
 @cache
-def _field_names(kind: type[Value]) -> set[str]:
+def _list_field_names(kind: type[Value]) -> set[str]:
     return set(kind.model_fields)
 
 
@@ -196,7 +196,7 @@ class Outcome(Value):
     failure: Failure | None = None
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
+    def _check_one_of_both(self) -> Self:
         if (self.reward is None) == (self.failure is None):
             raise ValueError("an outcome has either a reward or a failure")
         return self
@@ -217,7 +217,7 @@ class Target(Value):
     """Generations of this agent."""
 
     @model_validator(mode="after")
-    def _names_something(self) -> Self:
+    def _check_target(self) -> Self:
         if self.call is None and self.turn is None and self.agent is None:
             raise ValueError("a target names a call, a turn or an agent")
         return self

@@ -1,6 +1,11 @@
 import pytest
 
-from whet.app.cli.config_flags import add_config_flags, config_fields, config_help, config_values
+from whet.app.cli.config_flags import (
+    add_config_flags,
+    format_config_help,
+    list_config_fields,
+    read_config_values,
+)
 from whet.app.cli.flags import CommandParser
 from whet.config import resolve
 
@@ -14,7 +19,7 @@ def parser() -> CommandParser:
 def test_a_flag_sets_the_key_of_its_name_and_nothing_else() -> None:
     args = parser().parse_args(["--adam.lr", "1e-3", "--tasks-per-step=4", "--adam.beta2", "0.5"])
 
-    values = config_values(args)
+    values = read_config_values(args)
 
     assert values == {"adam": {"lr": "1e-3", "beta2": "0.5"}, "tasks_per_step": "4"}
     assert resolve(values).adam.lr == 1e-3
@@ -22,18 +27,18 @@ def test_a_flag_sets_the_key_of_its_name_and_nothing_else() -> None:
 
 def test_every_key_has_a_flag_that_help_hides_unless_it_is_shown() -> None:
     made = parser()
-    for key, _ in config_fields():
+    for key, _ in list_config_fields():
         if key.startswith("supervised."):
             continue  # of `whet sft` and `whet dpo`
         flag = f"--{key.replace('_', '-')}"
-        assert config_values(made.parse_args([flag, "x"])), flag
+        assert read_config_values(made.parse_args([flag, "x"])), flag
     text = made.format_help()
     assert "--steps N" in text
     assert "--adam.beta2" not in text
 
 
 def test_no_flags_set_no_keys() -> None:
-    assert config_values(parser().parse_args([])) == {}
+    assert read_config_values(parser().parse_args([])) == {}
 
 
 @pytest.mark.parametrize("line", ["--stepz 3", "--adam.learning-rate 1", "--steps"])
@@ -53,7 +58,7 @@ def test_a_flag_cannot_be_shortened() -> None:
 
 
 def test_a_list_is_given_with_commas() -> None:
-    values = config_values(parser().parse_args(["--gateway.models", "gpt-5,gpt-5-mini"]))
+    values = read_config_values(parser().parse_args(["--gateway.models", "gpt-5,gpt-5-mini"]))
     assert resolve(values).gateway.models == ("gpt-5", "gpt-5-mini")
 
 
@@ -61,6 +66,6 @@ def test_the_kind_of_an_engine_or_trainer_has_a_short_flag() -> None:
     args = parser().parse_args(
         ["--engine", "vllm", "--engine.urls", "http://a", "--trainer.kind=local"]
     )
-    assert resolve(config_values(args)).engine.kind == "vllm"
-    text = config_help(dict(config_fields()))
+    assert resolve(read_config_values(args)).engine.kind == "vllm"
+    text = format_config_help(dict(list_config_fields()))
     assert "`vllm`, `sglang`: Running servers" in " ".join(text.split())

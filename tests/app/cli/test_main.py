@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from whet.app.cli import main as main_module
-from whet.app.cli.config_flags import config_fields
+from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.errors import WhetError
@@ -100,7 +100,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --model tyni", "there is no model 'tyni'"),
         ("demo --algorithm.name gpro", "unknown algorithm 'gpro', perhaps 'grpo'"),
         ("demo --algorithm.name rloo --algorithm.divide-by-std 1", "does not read"),
-        ("demo --loop.max-staleness 3", "max_staleness has no meaning on policy"),
+        ("demo --loop.max-staleness 3", "max_staleness has no meaning with loop.name"),
         ("demo --dir file/under", "cannot write to 'file/under"),
         ("demo --dir /proc/whet", "choose another --dir"),
         ("demo --resume", "there is no run to resume"),
@@ -157,7 +157,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("train garbled.py:solve --tasks tasks.jsonl", "SyntaxError"),
         (
             "train agent.py:asks_too_much --tasks tasks.jsonl",
-            "unknown parameter 'judge'; there are task, llm",
+            "unknown parameter 'judge'; expected one of task, llm",
         ),
         ("train agent.py:not_a_function --tasks tasks.jsonl", "an agent is a function"),
         ("train agent.py:solve --tasks absent.jsonl", "cannot read the tasks 'absent.jsonl'"),
@@ -330,7 +330,7 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     )
     more = ("--resume", "mine", "--steps", "9")
     assert_refused(run_main(capsys, *common, *more), "the held-out tasks are not those")
-    with RunFolder(run).owned():
+    with RunFolder(run).lock():
         assert_refused(run_main(capsys, *arguments, *more), "'mine' is in use by another process")
     assert json.loads((run / "config.json").read_text())["steps"] == 2, "refused: nothing changes"
 
@@ -401,7 +401,7 @@ def test_every_config_key_is_in_help_config_with_its_type_default_and_meaning(
     done = run_main(capsys, "train", "--help-config")
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
-    for key, field in config_fields():
+    for key, field in list_config_fields():
         if key.startswith("supervised."):  # for `whet sft` and `whet dpo`
             continue
         assert f"--{key.replace('_', '-')} " in text

@@ -186,10 +186,10 @@ def test_the_legend_of_the_picture_covers_nothing(tmp_path: Path, evaluated: boo
 def test_progress_without_a_terminal_is_a_line_a_step() -> None:
     text = io.StringIO()
     with Display(Console(file=text, width=100)) as display:
-        display.phase("evaluate before", 4)
-        display.step(record(0, 0.25), 2)
-        display.phase("train", 8)
-        display.step(record(1, 1.0), 2)
+        display.show_phase("evaluate before", 4)
+        display.show_step(record(0, 0.25), 2)
+        display.show_phase("train", 8)
+        display.show_step(record(1, 1.0), 2)
     head, names, first, second = text.getvalue().splitlines()
     assert head == "evaluate before: 4 rollouts"
     assert names.split() == ["step", "reward", "0", "1", "tokens", "seconds", "left"]
@@ -206,7 +206,7 @@ def test_the_line_of_a_step_fits_the_terminal(width: int) -> None:
     step = record(9, 0.5)
     display = Display(console)
     for rewards in ({}, more):
-        display.step(step.model_copy(update={"metrics": step.metrics | rewards}), 2000)
+        display.show_step(step.model_copy(update={"metrics": step.metrics | rewards}), 2000)
     names, first, *rest = (line.rstrip() for line in text.getvalue().splitlines())
     assert max(map(len, (names, first, *rest))) <= width
     assert first.count("█") == min(20, width - 46) // 2
@@ -220,7 +220,7 @@ def test_a_bar_is_of_rewards_between_0_and_1_and_tells_where_one_is_above() -> N
     text = io.StringIO()
     display = Display(Console(file=text, width=100))
     for step, reward in enumerate((-2.0, 1.0, 26.0)):
-        display.step(record(step, reward), 3)
+        display.show_step(record(step, reward), 3)
     _, *lines = text.getvalue().splitlines()
     assert [line[18:38] for line in lines] == [" " * 20, "█" * 20, "█" * 19 + "+"]
 
@@ -233,8 +233,8 @@ def test_a_terminal_has_colors_unless_the_user_wants_none(
     terminal = {"TERM": "xterm-256color"} | environment
     console = Console(file=text, width=100, force_terminal=True, _environ=terminal)
     with Display(console) as display:
-        display.phase("train", 8)
-        display.step(record(0, 0.25), 2)
+        display.show_phase("train", 8)
+        display.show_step(record(0, 0.25), 2)
         console.print(Text("failed", "bold red"))
     print_report(console, result(tmp_path))
     codes = ";".join(re.findall(r"\x1b\[([0-9;]+)m", text.getvalue())).split(";")
@@ -245,7 +245,7 @@ def test_a_file_has_no_colors(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, width=100, _environ={"TERM": "xterm-256color"})
     with Display(console) as display:
-        display.step(record(0, 0.25), 2)
+        display.show_step(record(0, 0.25), 2)
         console.print(Text("failed", "bold red"))
     print_report(console, result(tmp_path))
     assert "failed" in text.getvalue()
@@ -256,8 +256,8 @@ def test_quiet_is_silent(tmp_path: Path) -> None:
     text = io.StringIO()
     console = Console(file=text, quiet=True)
     with Display(console) as display:
-        display.phase("train", 8)
-        display.step(record(0, 0.25), 2)
+        display.show_phase("train", 8)
+        display.show_step(record(0, 0.25), 2)
     print_report(console, result(tmp_path))
     assert text.getvalue() == ""
 
@@ -267,7 +267,7 @@ def test_named_rewards_stand_in_the_line_of_a_step() -> None:
     step = record(0, 0.5)
     step = step.model_copy(update={"metrics": step.metrics | {"reward/length": 0.25}})
     with Display(Console(file=written, width=120)) as display:
-        display.step(step, 2)
+        display.show_step(step, 2)
     assert written.getvalue().rstrip().endswith("  length 0.25")
 
 

@@ -139,7 +139,7 @@ def test_an_agent_that_takes_llm_needs_a_gateway(folder: Path, store: HTTPStore)
     with start(folder, "runner", "agent.py:patient", "--gateway", "none") as runner:
         assert runner.ends() == 2
         assert len(runner.lines) == 1
-        assert "this one takes `llm`: let it take `llms`" in runner.said
+        assert "this one takes `llm`: use the parameter `llms`" in runner.said
 
 
 def test_a_wrong_token_is_one_line(folder: Path, store: HTTPStore) -> None:
@@ -167,7 +167,7 @@ def test_a_process_waits_for_its_store_and_says_so(folder: Path) -> None:
             runner.hears("waiting for a gateway")
             assert runner.stop() == 0
             assert store.stop() == 0
-            assert store.lines[-1] == "store stops"
+            assert store.lines[-1] == "stopping the store"
 
 
 def test_the_stores_token_is_made_once_and_only_its_owner_reads_it(folder: Path) -> None:

@@ -14,7 +14,7 @@ from whet.types import Endpoint
 def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'mine' has an unknown parameter 'dataset'; there are store",
+        match=r"'mine' has an unknown parameter 'dataset'; expected one of store",
     ):
 
         @whet.algorithm
@@ -48,7 +48,7 @@ def test_a_scorer_needs_weights_in_this_process() -> None:
     def scores(scorer: object) -> None:
         pass
 
-    with pytest.raises(ConfigError, match="needs 'scorer', which needs the weights here"):
+    with pytest.raises(ConfigError, match="parameter 'scorer' needs the weights in this process"):
         scores.run(repeat, trainer={"kind": "tinker"})
 
 

@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 import whet
-from whet.app.composition.gateway_server import ADDRESS_FILE, address_file
+from whet.app.composition.gateway_server import ADDRESS_FILE, write_address_file
 from whet.errors import ConfigError
 
 
@@ -14,15 +14,15 @@ def test_the_address_of_the_gateway_is_in_a_file_while_it_listens(
 ) -> None:
     file = tmp_path / "address"
     monkeypatch.setenv(ADDRESS_FILE, str(file))
-    with address_file("http://127.0.0.1:5"):
+    with write_address_file("http://127.0.0.1:5"):
         assert file.read_text() == "127.0.0.1:5"
         file.write_text("another:6")
     assert file.read_text() == "another:6"
-    with address_file("http://127.0.0.1:7"):
+    with write_address_file("http://127.0.0.1:7"):
         assert os.listdir(tmp_path) == ["address"]
     assert os.listdir(tmp_path) == []
     monkeypatch.setenv(ADDRESS_FILE, str(tmp_path / "nowhere" / "address"))
-    with pytest.raises(ConfigError, match="cannot be written"), address_file("http://x:1"):
+    with pytest.raises(ConfigError, match="cannot be written"), write_address_file("http://x:1"):
         pass
 
 

@@ -213,7 +213,7 @@ async def test_adapters_on_one_base_share_its_weights() -> None:
         for policy in weights
     ]
     assert places[0] == places[1] == places[2]
-    own = [{p.data_ptr() for p in each.trainable().values()} for each in weights]
+    own = [{p.data_ptr() for p in each.get_trainable().values()} for each in weights]
     assert own[0]
     assert own[0].isdisjoint(own[1])
     assert not own[2]

@@ -10,9 +10,9 @@ import pytest
 import whet
 from support.trajectories import single
 from whet.app.composition.trainers import (
-    algorithm_name,
     check_credit,
     load_loss,
+    name_algorithm,
     open_algorithm,
 )
 from whet.config import resolve
@@ -68,7 +68,7 @@ async def test_the_example_gives_credit_beyond_the_median_in_fewer_than_40_lines
 
 
 def test_an_object_is_named_so_that_a_resumed_run_can_make_another() -> None:
-    assert type(opened(algorithm_name(Mine()))) is Mine
+    assert type(opened(name_algorithm(Mine()))) is Mine
 
 
 @pytest.mark.parametrize(

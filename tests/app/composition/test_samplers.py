@@ -12,7 +12,7 @@ from anyio import to_thread
 from whet.app.composition.samplers import open_sampler
 from whet.app.composition.weight_sync import describe_policy
 from whet.config import resolve
-from whet.io.files import memory_folder
+from whet.io.files import make_memory_folder
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 
@@ -60,7 +60,7 @@ async def test_two_servers_share_adapters_in_memory_on_the_gpus_that_do_not_trai
         urls = [(tmp_path / f"gpu-{gpu}").read_text() for gpu in (5, 6)]
         next_one = describe_policy(config, model, 1, str(tmp_path / "published.safetensors"))
         await sampler.weights.load(next_one)
-        memory = memory_folder(run, needed=0)
+        memory = make_memory_folder(run, needed=0)
         assert memory is not None
         [adapter] = (memory / "served").iterdir()
         assert (adapter / "adapter_model.safetensors").is_file()

@@ -57,7 +57,7 @@ class Side:
         )
 
     async def step(self) -> None:
-        for parameter in self.policy.trainable().values():
+        for parameter in self.policy.get_trainable().values():
             parameter.grad = torch.randn_like(parameter)
         await self.trainer.optim_step(AdamStep(lr=0.1))
 
@@ -78,7 +78,7 @@ def attempt(version: int | None) -> Attempt:
 
 
 def same(one: LocalPolicy, other: LocalPolicy) -> bool:
-    pairs = zip(one.trainable().values(), other.trainable().values(), strict=True)
+    pairs = zip(one.get_trainable().values(), other.get_trainable().values(), strict=True)
     return one.version == other.version and all(torch.equal(a, b) for a, b in pairs)
 
 

@@ -39,6 +39,6 @@ def dashboard(folder: RunFolder) -> Generator[Dashboard]:
 def client(dashboard: Dashboard) -> Generator[httpx.Client]:
     """A browser's requests, signed in."""
     with httpx.Client(base_url=dashboard.url, timeout=60) as signed_in:
-        code = dashboard.link().split("code=")[1]
+        code = dashboard.create_link().split("code=")[1]
         assert signed_in.post("/api/session", json={"code": code}).status_code == 200
         yield signed_in

@@ -15,7 +15,7 @@ from whet.store.sqlite import SQLiteStore
 
 
 def _code(dashboard: Dashboard) -> str:
-    return dashboard.link().split("code=")[1]
+    return dashboard.create_link().split("code=")[1]
 
 
 def test_a_link_opens_one_session_with_a_cookie_that_scripts_and_other_sites_cannot_use(

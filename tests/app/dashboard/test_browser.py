@@ -94,7 +94,7 @@ def page(browser: Browser, dashboard: Dashboard) -> Generator[Page]:
 
     tab.on("console", note)
     tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.goto(dashboard.link())
+    tab.goto(dashboard.create_link())
     expect(tab.locator("tr.row")).to_have_count(2, timeout=PATIENCE_MS)
     yield tab
     assert errors == []
@@ -241,7 +241,7 @@ def test_a_page_follows_a_run_while_it_trains(browser: Browser, tmp_path: Path) 
             assert time.monotonic() < until
             time.sleep(0.1)
         tab = browser.new_page()
-        tab.goto(served.link("live"))
+        tab.goto(served.create_link("live"))
         steps = tab.locator(".tile-value").nth(2)
         for count in (1, 2, 3):  # without a reload
             expect(steps).to_have_text(f"{count} / 3", timeout=2 * PATIENCE_MS)

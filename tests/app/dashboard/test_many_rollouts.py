@@ -102,7 +102,7 @@ def test_the_list_scrolls_smoothly_and_keeps_few_rows_in_the_document(
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         page = browser.new_page(viewport={"width": 1280, "height": 820})
         page.set_default_timeout(60_000)
-        page.goto(dashboard.link("mine"))
+        page.goto(dashboard.create_link("mine"))
         page.get_by_role("link", name="Rollouts").click()
         page.locator("tr.row").first.wait_for()
         before = page.locator("tr.row a").first.inner_text()

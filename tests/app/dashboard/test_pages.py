@@ -13,7 +13,7 @@ from whet.app.cli.main import main
 from whet.app.dashboard.pages.token_texts import split_text
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
-from whet.app.dashboard.terminal import clean
+from whet.app.dashboard.terminal import escape_control_characters
 from whet.app.run_folder import RunFolder
 from whet.store.sqlite import SQLiteStore
 from whet.types import GenerationId
@@ -211,7 +211,7 @@ def test_a_change_is_announced_and_a_closing_server_ends_the_stream(fresh: RunFo
             await record_step(store, 2, QUESTION)
 
     dashboard = Dashboard(FolderCatalog(fresh.path.parent.parent))
-    code = dashboard.link().split("code=")[1]
+    code = dashboard.create_link().split("code=")[1]
     with httpx.Client(base_url=dashboard.url, timeout=60) as client:
         client.post("/api/session", json={"code": code})
         with client.stream("GET", f"{RUN}/events") as stream:
@@ -300,7 +300,7 @@ def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(
 
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:
-    assert clean("a\x1b[31m\x07b\u202e") == "a␛[31m b\ufffd"
+    assert escape_control_characters("a\x1b[31m\x07b\u202e") == "a␛[31m b\ufffd"
 
 
 def test_every_token_has_its_text_and_a_character_of_several_tokens_one() -> None:

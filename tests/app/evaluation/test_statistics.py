@@ -17,10 +17,10 @@ from whet.app.evaluation.statistics import (
     Z,
     complete_tasks,
     compute_measures,
+    compute_pass_at_k,
+    count_failures_by_kind,
     estimate,
     estimate_gain,
-    failure_counts,
-    pass_at_k,
 )
 from whet.config import EvaluationConfig
 from whet.types import Failure, FailureKind
@@ -35,7 +35,7 @@ def test_pass_at_k_is_the_share_of_all_subsets_with_a_passing_sample(
 ) -> None:
     k = min(k, len(rewards))
     expected = fmean(max(subset) >= 0.5 for subset in combinations(rewards, k))
-    assert pass_at_k(rewards, k, 0.5) == pytest.approx(expected)
+    assert compute_pass_at_k(rewards, k, 0.5) == pytest.approx(expected)
 
 
 def test_pass_at_k_is_unbiased_where_the_obvious_estimate_is_not() -> None:
@@ -43,7 +43,8 @@ def test_pass_at_k_is_unbiased_where_the_obvious_estimate_is_not() -> None:
     outcomes = list(product([0.0, 1.0], repeat=4))
     chances = [math.prod(0.3 if reward else 0.7 for reward in each) for each in outcomes]
     expected = sum(
-        chance * pass_at_k(each, 2, 1.0) for each, chance in zip(outcomes, chances, strict=True)
+        chance * compute_pass_at_k(each, 2, 1.0)
+        for each, chance in zip(outcomes, chances, strict=True)
     )
     assert expected == pytest.approx(0.51)
 
@@ -204,7 +205,7 @@ def test_failures_are_counted_by_kind_with_an_example() -> None:
     raised = Failure(kind=FailureKind.AGENT, message="the agent raised: KeyError")
     slow = Failure(kind=FailureKind.TIMEOUT, message="too slow")
     scores = Scores(failures=(raised, slow, raised.model_copy(update={"message": "other"})))
-    assert failure_counts(scores) == {
+    assert count_failures_by_kind(scores) == {
         "agent": (2, "the agent raised: KeyError"),
         "timeout": (1, "too slow"),
     }

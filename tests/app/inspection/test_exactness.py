@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from whet.app.cli.doctor import describe_counts
-from whet.app.inspection.exactness import exactness_report
+from whet.app.inspection.exactness import build_exactness_report
 from whet.config import SelectionConfig
 from whet.store.sqlite import SQLiteStore
 from whet.types import (
@@ -118,7 +118,7 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
     file = tmp_path / "store.sqlite"
     async with SQLiteStore(file) as store:
         await fill(store)
-        report = await exactness_report(store, SelectionConfig())
+        report = await build_exactness_report(store, SelectionConfig())
     assert report == {
         "rollouts": 2,
         "calls": 5,
@@ -143,7 +143,7 @@ async def test_what_selection_leaves_out_is_counted_and_in_no_row(tmp_path: Path
     file = tmp_path / "store.sqlite"
     async with SQLiteStore(file) as store:
         await fill(store)
-        report = await exactness_report(store, SelectionConfig(agents=("solver",)))
+        report = await build_exactness_report(store, SelectionConfig(agents=("solver",)))
     assert report["left_out"] == {"agent 'title' is not among selection.agents": 1}
     assert (report["calls"], report["rows"], report["row_tokens"]) == (5, 1, 9)
 
@@ -163,7 +163,7 @@ async def test_calls_that_passed_us_by_are_explained_once_for_each_server(tmp_pa
             ]  # fmt: skip
             await store.record(attempt.id, spans)
             await store.finish(attempt.id, Outcome(reward=1.0))
-        report = await exactness_report(store, SelectionConfig())
+        report = await build_exactness_report(store, SelectionConfig())
     assert isinstance(report["without_token_ids"], dict)
     [(why, count)] = report["without_token_ids"].items()
     assert count == 4
@@ -175,5 +175,5 @@ async def test_a_store_without_a_finished_rollout_has_no_ratios(tmp_path: Path) 
     file = tmp_path / "store.sqlite"
     async with SQLiteStore(file) as store:
         await store.enqueue([Rollout(id="a", task=None, group="g")])
-        report = await exactness_report(store, SelectionConfig())
+        report = await build_exactness_report(store, SelectionConfig())
     assert (report["rollouts"], report["merge_ratio"], report["logprob_gap"]) == (0, None, None)

@@ -126,7 +126,7 @@ async def test_runs_made_at_once_have_the_adapters_of_their_seed() -> None:
     async with anyio.create_task_group() as tasks:
         for name in names:
             tasks.start_soon(runs.create, name, LORA, 1)
-    first, *others = [runs._get(name)[0].trainable() for name in names]
+    first, *others = [runs._get(name)[0].get_trainable() for name in names]
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 

@@ -452,15 +452,15 @@ async def test_weights_that_were_no_numbers_leave_nothing_behind(policy: LocalPo
     async with started(policy) as engine:
         stream = engine.generate(prompt, Sampling(), stream=True)
         await anext(stream)
-        good = {name: value.detach().clone() for name, value in policy.trainable().items()}
+        good = {name: value.detach().clone() for name, value in policy.get_trainable().items()}
         with policy.update(9), torch.no_grad():
-            for parameter in policy.trainable().values():
+            for parameter in policy.get_trainable().values():
                 parameter.fill_(float("nan"))
         with pytest.raises(EngineError, match="not finite"):
             async for _ in stream:
                 pass
         with policy.update(10), torch.no_grad():
-            for name, parameter in policy.trainable().items():
+            for name, parameter in policy.get_trainable().items():
                 parameter.copy_(good[name])
         answer = await ask(engine, prompt, max_tokens=3)
     expected = plain_logprobs(policy, prompt, answer.tokens, Sampling())

@@ -221,7 +221,7 @@ async def test_a_stop_string_ends_a_constrained_generation_too(bench: Bench) -> 
 
 
 async def test_a_stop_id_may_come_exactly_where_the_text_is_complete(bench: Bench) -> None:
-    matcher = bench.grammars.matcher(of_schema({"type": "integer"}), [END])
+    matcher = bench.grammars.create_matcher(of_schema({"type": "integer"}), [END])
     seen = [bool(matcher.allowed_V[END])]
     for character in "-120":
         (id,) = bench.tokenizer.encode(character, add_special_tokens=False).ids
@@ -243,7 +243,7 @@ def expected_logprobs(
     """From one plain forward pass, masked position by position."""
     ids = torch.tensor([[*prompt, *chunk.tokens]])
     logits_TV = bench.policy.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    matcher = bench.grammars.matcher(grammar, [END])
+    matcher = bench.grammars.create_matcher(grammar, [END])
     found: list[float] = []
     for logits_V, token in zip(logits_TV, chunk.tokens, strict=True):
         allowed_V = torch.zeros(len(logits_V), dtype=torch.bool)
@@ -285,7 +285,7 @@ async def test_rows_without_a_grammar_are_as_they_would_be_alone(bench: Bench) -
 
 
 async def test_an_id_the_tokenizer_does_not_know_is_never_allowed(bench: Bench) -> None:
-    matcher = bench.grammars.matcher(of_schema({"type": "object"}), [END])
+    matcher = bench.grammars.create_matcher(of_schema({"type": "object"}), [END])
     wide = len(matcher.allowed_V) + 5
     masked_BV = mask_logits(torch.zeros(2, wide), [None, matcher])
     assert torch.isfinite(masked_BV[0]).all()
@@ -321,7 +321,7 @@ async def test_a_stream_is_the_same_token_by_token(bench: Bench) -> None:
 
 async def test_new_weights_half_way_change_nothing_about_the_grammar(bench: Bench) -> None:
     sampling = Sampling(grammar=of_shape("nested"), stop_ids=(END,), max_tokens=120)
-    weight = next(iter(bench.policy.trainable().values()))
+    weight = next(iter(bench.policy.get_trainable().values()))
     before = bench.policy.version
     kept = weight.detach().clone()
     chunks: list[TokenChunk] = []
@@ -382,9 +382,13 @@ def test_a_grammar_without_tokens_for_it_is_refused(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<|im_end|>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     grammars = Grammars(tmp_path, [0])
-    assert grammars.matcher('start: "ab"', [0]).allowed_V[:3].tolist() == [False, True, False]
+    assert grammars.create_matcher('start: "ab"', [0]).allowed_V[:3].tolist() == [
+        False,
+        True,
+        False,
+    ]
     with pytest.raises(RequestError):
-        follow(grammars.matcher('start: "a" ("c" | "d")', [0]), [1])
+        follow(grammars.create_matcher('start: "a" ("c" | "d")', [0]), [1])
 
 
 def follow(matcher: Matcher, tokens: Sequence[int]) -> None:
@@ -395,17 +399,17 @@ def follow(matcher: Matcher, tokens: Sequence[int]) -> None:
 async def test_a_token_the_grammar_forbids_is_an_error(bench: Bench) -> None:
     (id,) = bench.tokenizer.encode("[", add_special_tokens=False).ids
     with pytest.raises(RequestError, match="has no continuation"):
-        follow(bench.grammars.matcher(of_schema({"type": "object"}), [END]), [id])
+        follow(bench.grammars.create_matcher(of_schema({"type": "object"}), [END]), [id])
 
 
 def test_a_folder_without_a_tokenizer_cannot_constrain(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="tokenizer does not support grammars"):
-        Grammars(tmp_path, [0]).matcher('start: "a"', [0])
+        Grammars(tmp_path, [0]).create_matcher('start: "a"', [0])
 
 
 async def test_a_grammar_is_compiled_once(bench: Bench) -> None:
     grammars = Grammars(bench.policy.folder, [END])
-    first, second = [grammars.matcher(of_shape("enum"), [END]) for _ in range(2)]
+    first, second = [grammars.create_matcher(of_shape("enum"), [END]) for _ in range(2)]
     (id,) = bench.tokenizer.encode('"', add_special_tokens=False).ids
     first.advance(id)
     assert second.allowed_V[id]

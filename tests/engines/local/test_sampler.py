@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whet.engines.local.sampler import NextTokens, sample_tokens, uniform_numbers
+from whet.engines.local.sampler import NextTokens, draw_uniform_numbers, sample_tokens
 from whet.errors import EngineError
 from whet.models.distribution import Shaping, log_probs
 from whet.types import Sampling
@@ -17,7 +17,7 @@ def sample_with(
 ) -> NextTokens:
     shaping = Shaping.of([(s.temperature, s.top_p, s.top_k) for s in samplings], "cpu")
     rows = len(samplings)
-    uniform_B = uniform_numbers(np.arange(rows).astype(np.uint64), np.zeros(rows, np.int64))
+    uniform_B = draw_uniform_numbers(np.arange(rows).astype(np.uint64), np.zeros(rows, np.int64))
     if uniform is not None:
         uniform_B = np.full(rows, uniform)
     return sample_tokens(logits_BV, shaping, uniform_B, tops=[s.top_logprobs for s in samplings])
@@ -88,9 +88,9 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
 
 def test_points_are_even_and_of_their_seed_and_index_alone() -> None:
     seeds, indices = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(500))
-    uniform = uniform_numbers(seeds, indices)
+    uniform = draw_uniform_numbers(seeds, indices)
     assert ((uniform >= 0) & (uniform < 1)).all()
     count, _ = np.histogram(uniform, bins=100)
     assert ((count - 1000) ** 2 / 1000).sum() < 99 + 4 * math.sqrt(2 * 99)
     assert abs(np.corrcoef(uniform[:, 0], uniform[:, 1])[0, 1]) < 0.2
-    assert uniform_numbers(seeds[7:8, 3], indices[7:8, 3]) == uniform[7, 3]
+    assert draw_uniform_numbers(seeds[7:8, 3], indices[7:8, 3]) == uniform[7, 3]

@@ -13,8 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from whet.config import LocalTrainerConfig, VLLMConfig
-from whet.engines.remote.launch import VLLMProcess, required_flags
-from whet.engines.remote.placement import place_servers, visible_gpus
+from whet.engines.remote.launch import VLLMProcess, build_required_flags
+from whet.engines.remote.placement import list_visible_gpus, place_servers
 from whet.errors import ConfigError
 
 PROGRAM = """#!{python}
@@ -42,7 +42,7 @@ class Program:
 
     def start(self, *flags: str, **place: Any) -> VLLMProcess:
         config = VLLMConfig(command=str(self.path), flags=flags)
-        needs = required_flags(
+        needs = build_required_flags(
             LocalTrainerConfig(precision="fp32"), max_context=512, max_versions=2
         )
         return VLLMProcess(Path("model"), config, needs, log=self.log, **place)
@@ -110,14 +110,14 @@ def test_it_is_started_again_when_it_dies(program: Program) -> None:
     os.kill(int(pid), 9)
     soon(lambda: len(program.started()) == 2)
     assert not lives(worker), "nothing is left of the one before"
-    assert server.startup_error() is None
+    assert server.find_startup_error() is None
     server.close()
 
 
 def test_a_startup_error_has_the_end_of_the_log(program: Program) -> None:
     server = program.start("--fails")
-    soon(server.startup_error)
-    error = server.startup_error()
+    soon(server.find_startup_error)
+    error = server.find_startup_error()
     assert error is not None
     assert error.endswith("ends with: error: no such flag --fails")
     assert str(program.log) in error
@@ -181,16 +181,16 @@ def test_more_replicas_than_gpus_are_an_error_that_says_how_many_fit() -> None:
         place_servers(FOUR, training=2, flags=(), replicas=3)
     with pytest.raises(ValidationError, match="leave out --port"):
         VLLMConfig(replicas=2, flags=("--port", "8000"))
-    with pytest.raises(ValidationError, match="not for urls"):
+    with pytest.raises(ValidationError, match="or leave out urls"):
         VLLMConfig(replicas=2, urls=("http://127.0.0.1:1",))
 
 
 def test_gpus_are_those_that_this_process_may_use(tmp_path: Path) -> None:
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == ["2", "10"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 1"}, tmp_path) == ["3", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+    assert list_visible_gpus({}, tmp_path) == ["2", "10"]
+    assert list_visible_gpus({"CUDA_VISIBLE_DEVICES": "3, 1"}, tmp_path) == ["3", "1"]
+    assert list_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
 
 
 def test_a_missing_program_is_an_error_that_says_what_to_type(tmp_path: Path) -> None:

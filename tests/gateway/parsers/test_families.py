@@ -364,7 +364,7 @@ def read(family: str, written: str, *, in_thinking: bool = False) -> Message:
 
 
 def parsed_calls(message: Message) -> list[tuple[str, Any]]:
-    return [(call.name, call.parsed()) for call in message.tool_calls]
+    return [(call.name, call.parse_arguments()) for call in message.tool_calls]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -455,7 +455,7 @@ def test_untyped_values_have_the_types_of_the_schema(
     format, _, write = FAMILIES[family]
     parsed = PARSER[format].parse(write("", [("f", {key: written})]), [TOOL])
     assert parsed is not None
-    assert parsed.calls[0].parsed() == {key: value}
+    assert parsed.calls[0].parse_arguments() == {key: value}
 
 
 def test_elements_are_lists_or_objects_as_the_schema_says() -> None:
@@ -467,7 +467,11 @@ def test_elements_are_lists_or_objects_as_the_schema_says() -> None:
     tool: Any = {"function": {"name": "f", "parameters": {"properties": properties}}}
     parsed = PARSER["minimax_m3"].parse(text.replace("M<", "]<]minimax[>[<"), [tool])
     assert parsed is not None
-    assert parsed.calls[0].parsed() == {"pair": {"item": [1, 2]}, "tags": [], "same": {"k": [1, 2]}}
+    assert parsed.calls[0].parse_arguments() == {
+        "pair": {"item": [1, 2]},
+        "tags": [],
+        "same": {"k": [1, 2]},
+    }
 
 
 @pytest.mark.parametrize(
@@ -507,7 +511,7 @@ def test_elements_are_lists_or_objects_as_the_schema_says() -> None:
 def test_documented_variants_are_read(format: str, text: str, calls: list[Any]) -> None:
     parsed = PARSER[format].parse(text)
     assert parsed is not None
-    assert [(call.name, call.parsed()) for call in parsed.calls] == calls
+    assert [(call.name, call.parse_arguments()) for call in parsed.calls] == calls
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_special_tokens_are_decoded_only_where_they_are_wanted() -> None:
     ids = TEMPLATE.encode("<|im_start|>user\nZürich 🙂<|im_end|>")
     assert TEMPLATE.decode(ids) == "user\nZürich 🙂"
     assert TEMPLATE.decode_all(ids) == "<|im_start|>user\nZürich 🙂<|im_end|>"
-    assert TEMPLATE.token_text(ids[0]) == "<|im_start|>"
+    assert TEMPLATE.get_token_text(ids[0]) == "<|im_start|>"
 
 
 def test_a_second_template_serves_every_conversation_about_tools(tmp_path: Path) -> None:

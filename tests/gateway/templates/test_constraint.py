@@ -254,7 +254,7 @@ async def test_a_constrained_turn_is_context_of_the_turn_after_it(
 def follows(renderer: Renderer, grammar: str, text: str, folder: Path = TINY) -> bool:
     """Whether a text is a whole sentence of a grammar."""
     (end,) = renderer.stop_ids[:1]
-    matcher = Grammars(folder, renderer.stop_ids).matcher(grammar, [end])
+    matcher = Grammars(folder, renderer.stop_ids).create_matcher(grammar, [end])
     for id in renderer.template.encode(text):
         if not matcher.allowed_V[id]:
             return False

@@ -17,7 +17,7 @@ from whet.gateway.messages import Message, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import RenderedPrompt, Renderer
 from whet.gateway.templates.suffix import TOOL, Mismatch
-from whet.models.catalog import SMOLLM2, TINY, models_dir
+from whet.models.catalog import SMOLLM2, TINY, find_models_dir
 from whet.types import Fork
 
 PER_CALL = {"deepseek_r1_distill", "deepseekv3", "deepseekv3_training"}
@@ -82,7 +82,7 @@ def test_every_report_is_the_known_one_and_has_a_cause(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sampling_stops_only_where_a_turn_ends(name: str) -> None:
     renderer = real_renderer(name)
-    stops = {renderer.template.token_text(id) for id in renderer.stop_ids}
+    stops = {renderer.template.get_token_text(id) for id in renderer.stop_ids}
     assert renderer.report.close in stops or name.startswith(("gptoss", "glm"))
     assert not stops & (
         {*renderer.parser.format.special_tokens} - {"<|call|>", "<|return|>", "<|eot|>"}
@@ -150,7 +150,7 @@ def _as_written(
 
 
 def test_shipped_and_cached_models_are_merged() -> None:
-    folders = [TINY, models_dir() / SMOLLM2]
+    folders = [TINY, find_models_dir() / SMOLLM2]
     for folder in folders:
         if (folder / "tokenizer.json").exists():
             report = Renderer(ChatTemplate(folder)).report

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
-from whet.app.cli.flags import AFTER, PREFIX, WIDTH, CommandParser, agent_command
+from whet.app.cli.flags import AFTER, PREFIX, WIDTH, CommandParser, get_agent_command
 from whet.config import UNIONS, RunConfig, merge, read_toml
 
 ALIASES = {
@@ -100,7 +100,7 @@ def add_config_flags(
     group_of = {key: title for title, keys in shown.items() for key in keys}
     fields = {
         key: field
-        for key, field in config_fields()
+        for key, field in list_config_fields()
         if (key.split(".")[0] != "supervised" if only is None else _is_among(key, only))
     }
     for key in (*group_of, *(key for key in fields if key not in group_of)):
@@ -109,9 +109,9 @@ def add_config_flags(
         parser.group(title or "config").add_argument(
             *names,
             dest=PREFIX + key,
-            metavar=_metavar(field),
-            type=READERS.get(get_origin(_plain(field.annotation)), str),
-            help=_short_help(key, field) if title else argparse.SUPPRESS,
+            metavar=_format_metavar(field),
+            type=READERS.get(get_origin(_unwrap_type(field.annotation)), str),
+            help=_format_short_help(key, field) if title else argparse.SUPPRESS,
         )
     group = parser.group("config")
     if file:
@@ -119,7 +119,7 @@ def add_config_flags(
     group.add_argument(
         "--help-config",
         action=_PrintConfigHelp,
-        text=partial(config_help, fields),
+        text=partial(format_config_help, fields),
         help=f"list all {len(fields)} config keys, each of which is a flag, and exit",
     )
 
@@ -128,7 +128,7 @@ def _is_among(key: str, keys: Container[str]) -> bool:
     return key in keys or key.partition(".")[0] in keys
 
 
-def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
+def read_config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
     """The config keys of the command line, over those of the file that `--config` names."""
     values: dict[str, JsonValue] = {}
     for dest, text in vars(args).items():
@@ -138,30 +138,30 @@ def config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
                 nested = {part: nested}
             assert isinstance(nested, dict)
             values = merge(values, nested)
-    if (after := getattr(args, AFTER, ())) and not agent_command(args):
+    if (after := getattr(args, AFTER, ())) and not get_agent_command(args):
         values = merge(values, {"engine": {"flags": list(after)}})
     file = getattr(args, "config", None)
     return merge(read_toml(Path(file)), values) if file else values
 
 
-def config_fields(
+def list_config_fields(
     section: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, FieldInfo]]:
     """Every key of the config with its field, in the order of the sections."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if section is RunConfig and name in UNIONS:
-            yield from _union_fields(name)
+            yield from _list_union_fields(name)
         elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from config_fields(kind, f"{prefix}{name}.")
+            yield from list_config_fields(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
 
 
-def _union_fields(section: str) -> Iterator[tuple[str, FieldInfo]]:
+def _list_union_fields(section: str) -> Iterator[tuple[str, FieldInfo]]:
     """The keys of a section with several kinds, each once, with the kinds that have it."""
     kinds = {str(member.model_fields["kind"].default): member for member in UNIONS[section]}
-    summary = " ".join(f"`{kind}`: {_first_line(member)}" for kind, member in kinds.items())
+    summary = " ".join(f"`{kind}`: {_read_first_line(member)}" for kind, member in kinds.items())
     choices: Any = Literal[*kinds]  # Any: a type that is built at run time
     kind = FieldInfo(annotation=choices, default=next(iter(kinds)), description=summary)
     yield f"{section}.kind", kind
@@ -174,11 +174,11 @@ def _union_fields(section: str) -> Iterator[tuple[str, FieldInfo]]:
             yield f"{section}.{name}", field
 
 
-def _first_line(member: type[BaseModel]) -> str:
+def _read_first_line(member: type[BaseModel]) -> str:
     return " ".join((member.__doc__ or "").split()).partition(". ")[0].rstrip(".") + "."
 
 
-def config_help(fields: Mapping[str, FieldInfo]) -> str:
+def format_config_help(fields: Mapping[str, FieldInfo]) -> str:
     """The config keys by section: flag, type, default and meaning of each."""
     lines = ["Config keys. Each is a flag, and a key of the TOML file that --config names.", ""]
     last = ""
@@ -188,7 +188,7 @@ def config_help(fields: Mapping[str, FieldInfo]) -> str:
             last = section
             lines += ["", f"[{section}]"]
         default = "" if field.default in (None, "") else f", default {show_default(field)}"
-        lines.append(f"  --{key.replace('_', '-')}  {_type_name(field)}{default}")
+        lines.append(f"  --{key.replace('_', '-')}  {_format_type(field)}{default}")
         about = " ".join((field.description or "").split())
         wrapped = textwrap.wrap(about, WIDTH - 6, break_on_hyphens=False)
         lines += [" " * 6 + line for line in wrapped]
@@ -213,24 +213,24 @@ class _PrintConfigHelp(argparse.Action):
         parser.exit()
 
 
-def _plain(annotation: object) -> object:
+def _unwrap_type(annotation: object) -> object:
     """A field's type without `Annotated` and `| None`."""
     if get_origin(annotation) is Annotated:
-        return _plain(get_args(annotation)[0])
+        return _unwrap_type(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         members = [each for each in get_args(annotation) if each is not NoneType]
-        return _plain(members[0]) if len(members) == 1 else annotation
+        return _unwrap_type(members[0]) if len(members) == 1 else annotation
     return annotation
 
 
-def _choices(annotation: object) -> tuple[str, ...]:
-    kind = _plain(annotation)
+def _list_choices(annotation: object) -> tuple[str, ...]:
+    kind = _unwrap_type(annotation)
     return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else ()
 
 
-def _metavar(field: FieldInfo) -> str:
-    kind = _plain(field.annotation)
-    choices = "|".join(_choices(kind))
+def _format_metavar(field: FieldInfo) -> str:
+    kind = _unwrap_type(field.annotation)
+    choices = "|".join(_list_choices(kind))
     if choices and len(choices) <= 20:
         return choices
     names = {int: "N", float: "X", bool: "true|false", Path: "DIR"}
@@ -239,12 +239,12 @@ def _metavar(field: FieldInfo) -> str:
     return "A,B" if get_origin(kind) is tuple else names.get(cast(type, kind), "NAME")
 
 
-def _type_name(field: FieldInfo) -> str:
-    kind = _plain(field.annotation)
-    if choices := _choices(kind):
+def _format_type(field: FieldInfo) -> str:
+    kind = _unwrap_type(field.annotation)
+    if choices := _list_choices(kind):
         return "|".join(choices)
     if get_origin(kind) is tuple:
-        inner = "|".join(_choices(get_args(kind)[0])) or "text"
+        inner = "|".join(_list_choices(get_args(kind)[0])) or "text"
         return f"list of {inner}, with commas"
     if get_origin(kind) is dict:
         return "JSON"
@@ -252,7 +252,7 @@ def _type_name(field: FieldInfo) -> str:
     return names.get(cast(type, kind), "text")
 
 
-def _short_help(key: str, field: FieldInfo) -> str:
+def _format_short_help(key: str, field: FieldInfo) -> str:
     default = "" if field.default in (None, ()) else f" (default {show_default(field)})"
     return SHORT_HELP[key] + default
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
+from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, read_config_values
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_output_flags, add_resume_flag
 from whet.app.run_folder import RunFolder
@@ -39,14 +39,14 @@ class Demo:
     """Config by model name; the first is the default model."""
 
 
-def _problems(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
+def _make_problems(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
     # A model that never saw a tool is shown one worked example.
     examples = config.model != "tiny"
     train = problems.problems("train", 2000, config.seed, examples=examples)
     return [*train], [*problems.problems("test", 200, TEST_SEED, examples=examples)]
 
 
-def _identities(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
+def _make_identities(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
     from whet.demos.hello import identities  # noqa: PLC0415 - imports openai
 
     tiny = config.model == "tiny"
@@ -58,7 +58,7 @@ def _identities(config: RunConfig) -> tuple[list[JsonValue], list[JsonValue]]:
 DEMOS = {
     "arithmetic": Demo(
         agent="whet.demos.arithmetic:solve",
-        tasks=_problems,
+        tasks=_make_problems,
         settings={
             "tiny": {
                 "steps": 24,
@@ -80,7 +80,7 @@ DEMOS = {
     ),
     "hello": Demo(
         agent="whet.demos.hello:say_it",
-        tasks=_identities,
+        tasks=_make_identities,
         settings={
             "smollm2": {
                 "steps": 12,
@@ -116,7 +116,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """Run a demo, or resume one, and report the result."""
-    flags = config_values(args)
+    flags = read_config_values(args)
     resolve(flags)  # errors in flags are reported before the slow imports
     with requires_extra("`whet demo`", "local"):
         from whet.app.cli.display import report_stopped  # noqa: PLC0415 - imports torch

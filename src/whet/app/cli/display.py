@@ -14,7 +14,7 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
-from whet.training.stopping import headline
+from whet.training.stopping import read_headline
 from whet.types import StepRecord
 
 MAX_BAR = 20
@@ -75,17 +75,17 @@ class Display:
             text, markup=False, emoji=False, highlight=False, soft_wrap=not is_broken
         )
 
-    def phase(self, name: str, rollouts: int) -> None:
-        """Begin a phase of this many rollouts."""
+    def show_phase(self, name: str, rollouts: int) -> None:
+        """Show a phase of the run, which has this many rollouts."""
         self._bar.reset(self._task, description=name, total=rollouts, left=self._left)
         if name.startswith("evaluate") and not self._console.is_terminal:
             self.note(f"{name}: {rollouts} rollouts")
 
-    def ended(self, count: int) -> None:
+    def count_ended(self, count: int) -> None:
         """Count this many more ended attempts."""
         self._bar.advance(self._task, count)
 
-    def step(self, record: StepRecord, steps: int) -> None:
+    def show_step(self, record: StepRecord, steps: int) -> None:
         """Show a training step that is recorded."""
         if not self._header:
             self._header = True
@@ -101,7 +101,7 @@ class Display:
         self._print_step(
             f"{record.step + 1:>4}/{steps:<4} {shown:>7} {self._draw_bar(reward or 0.0)}  "
             f"{tokens:>7.0f} {seconds:>8.1f}  {left:.0f} s",
-            [*_held_out(record), *_components(record)],
+            [*_format_held_out(record), *_format_reward_components(record)],
         )
         if self._curve is not None:
             self._curve.add(record, steps)
@@ -138,24 +138,24 @@ def draw_curve(rewards: Sequence[float | None], width: int) -> list[str]:
     labels = [f"{high:.2f}", *[""] * (CURVE_LINES - 2), f"{low:.2f}"]
     margin = max(map(len, labels))
     most = max(10, width - margin - 2)
-    columns = _average(rewards, most)
+    columns = _average_neighbors(rewards, most)
     wide = 2 if 2 * len(columns) <= most else 1
     scale = CURVE_LINES / ((high - low) or 1.0)
     heights = [0.0 if value is None else (value - low) * scale for value in columns]
     lines: list[str] = []
     for level, label in zip(reversed(range(CURVE_LINES)), labels, strict=True):
-        cells = "".join(_block(height - level) * wide for height in heights)
+        cells = "".join(_draw_block(height - level) * wide for height in heights)
         lines.append(f"{label:>{margin}} ┤{cells}")
     axis = f"{'':>{margin}} └{'─' * (wide * len(columns))}"
     return [*lines, axis, f"{'':>{margin}}  mean reward of steps 1 to {len(rewards)}"]
 
 
-def _block(part: float) -> str:
+def _draw_block(part: float) -> str:
     """The block of a line that is filled up to this part."""
     return BLOCKS[round(max(0.0, min(1.0, part)) * (len(BLOCKS) - 1))]
 
 
-def _average(values: Sequence[float | None], most: int) -> list[float | None]:
+def _average_neighbors(values: Sequence[float | None], most: int) -> list[float | None]:
     """Return at most so many values: the mean of neighbors where there are more."""
     if len(values) <= most:
         return list(values)
@@ -182,7 +182,7 @@ class NotebookCurve:
         number, reward, held_out = (
             record.step + 1,
             record.metrics.get("reward"),
-            headline(record),
+            read_headline(record),
         )
         self._rewards += [] if reward is None else [(number, reward)]
         self._held_out += [] if held_out is None else [(number, held_out)]
@@ -227,7 +227,7 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     lines = [f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}"]
     if not config.steps:
         lines.append("with 0 steps nothing is trained: its model is the one it starts from")
-    if folder.steps_reported() >= max(1, config.steps):
+    if folder.count_reported_steps() >= max(1, config.steps):
         lines.append(
             "the run has ended: this is its result; resume it with more steps to train further"
         )
@@ -252,19 +252,19 @@ def print_next(console: Console, folder: RunFolder, *, has_failures: bool = Fals
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _held_out(record: StepRecord) -> list[str]:
+def _format_held_out(record: StepRecord) -> list[str]:
     """The measure of the evaluation after a step, if there was one."""
-    found = headline(record)
+    found = read_headline(record)
     return [] if found is None else [f"held out {found:.2f}"]
 
 
-def _components(record: StepRecord) -> list[str]:
+def _format_reward_components(record: StepRecord) -> list[str]:
     """The means of the named rewards of a step."""
     named = {k.removeprefix("reward/"): v for k, v in record.metrics.items() if "reward/" in k}
     return [f"{name} {value:.2f}" for name, value in named.items()]
 
 
-def two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
+def build_two_columns(title: str, rows: list[tuple[str, str]]) -> Table:
     """Build a small table of names and values."""
     table = Table(title=title, title_justify="left", show_header=False, min_width=len(title))
     table.add_column(style="bold")

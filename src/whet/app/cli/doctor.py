@@ -15,9 +15,9 @@ from pydantic import JsonValue
 
 from whet.app.cli.flags import CommandParser
 from whet.app.composition.distributed import STORE_VARIABLE
-from whet.app.inspection.exactness import exactness_report
-from whet.app.inspection.template_report import describe_template, template_report
-from whet.app.inspection.traffic import traffic_report
+from whet.app.inspection.exactness import build_exactness_report
+from whet.app.inspection.template_report import build_template_report, describe_template
+from whet.app.inspection.traffic import build_traffic_report
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, boundary
 from whet.gateway.templates.chat_template import ChatTemplate
@@ -66,7 +66,9 @@ def check_template(
         raise ConfigError(f"no template file at {str(template)!r}")
     with boundary(ConfigError, f"cannot read the template {str(template)!r}"):
         source = None if template is None else template.read_text()
-    return template_report(Renderer(ChatTemplate(folder, source), keep_thinking=keep_thinking))
+    return build_template_report(
+        Renderer(ChatTemplate(folder, source), keep_thinking=keep_thinking)
+    )
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -77,10 +79,12 @@ def run_doctor(args: argparse.Namespace) -> int:
         found = anyio.run(_check_run, _find_run(args.run_folder), args.store)
         text = describe_counts(found)
     elif args.traffic:
-        found = traffic_report(Path(args.traffic), ChatTemplate(_folder(args)))
+        found = build_traffic_report(Path(args.traffic), ChatTemplate(_find_model_folder(args)))
         text = describe_counts(found)
     else:
-        found = check_template(_folder(args), Path(args.template) if args.template else None)
+        found = check_template(
+            _find_model_folder(args), Path(args.template) if args.template else None
+        )
         text = describe_template(found)
     sys.stdout.write((json.dumps(found, ensure_ascii=False) if args.json else text) + "\n")
     return 0
@@ -95,7 +99,7 @@ def _find_run(name: str) -> RunFolder:
 async def _check_run(folder: RunFolder, store: str | None) -> dict[str, JsonValue]:
     selection = folder.config().selection
     async with folder.open_records(store) as records:
-        return await exactness_report(records, selection)
+        return await build_exactness_report(records, selection)
 
 
 def describe_counts(found: dict[str, JsonValue]) -> str:
@@ -104,19 +108,19 @@ def describe_counts(found: dict[str, JsonValue]) -> str:
     for name, value in found.items():
         if isinstance(value, dict):
             lines.append(f"{name.replace('_', ' ')}")
-            lines += [f"  {key:<33} {_number(count)}" for key, count in value.items()]
+            lines += [f"  {key:<33} {_format_number(count)}" for key, count in value.items()]
         else:
-            lines.append(f"{name.replace('_', ' '):<36}{_number(value)}")
+            lines.append(f"{name.replace('_', ' '):<36}{_format_number(value)}")
     return "\n".join(lines)
 
 
-def _number(value: JsonValue) -> str:
+def _format_number(value: JsonValue) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
 
 
-def _folder(args: argparse.Namespace) -> Path:
+def _find_model_folder(args: argparse.Namespace) -> Path:
     if args.template and not args.tokenizer:
         raise ConfigError("--template needs --tokenizer DIR")
     if args.tokenizer:

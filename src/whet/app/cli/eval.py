@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.display import open_console, report_stopped
 from whet.app.cli.flags import (
     CommandParser,
@@ -75,7 +75,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Run `whet eval`."""
-    values = config_values(args)
+    values = read_config_values(args)
     resolve(values)  # errors in flags are reported before the slow imports
     agent = load_agent(args)
     tasks = load_named_tasks(args, agent, "held_out")

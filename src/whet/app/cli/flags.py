@@ -76,7 +76,7 @@ class CommandParser(argparse.ArgumentParser):
             if self._subparsers and not flag.startswith("-"):
                 break  # the rest is for a command
             if flag.startswith("--") and flag not in self._option_string_actions:
-                hint = explain_unknown(_key(flag), self._flags_by_key())
+                hint = explain_unknown(_convert_to_key(flag), self._map_flags_by_key())
                 self.error(f"unknown flag {flag}" + (f", {hint}" if hint else ""))
         found, extra = super().parse_known_args(args, namespace or argparse.Namespace())
         if extra and not self._subparsers:  # here, so that the error names the command
@@ -91,8 +91,8 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"invalid choice: {value!r}, did you mean {close[0]!r}?")
         super()._check_value(action, value)
 
-    def _flags_by_key(self) -> dict[str, str]:
-        return {_key(each): each for each in self._option_string_actions}
+    def _map_flags_by_key(self) -> dict[str, str]:
+        return {_convert_to_key(each): each for each in self._option_string_actions}
 
     def format_help(self) -> str:
         self._action_groups.sort(key=lambda group: group.title == "help")  # to the end
@@ -103,7 +103,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{stop} see `{self.prog} --help`\n")
 
 
-def _key(flag: str) -> str:
+def _convert_to_key(flag: str) -> str:
     """The config key of a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
@@ -194,14 +194,14 @@ def add_tasks_flags(parser: CommandParser, *, held_out: bool) -> None:
         )
 
 
-def agent_arguments(args: argparse.Namespace) -> list[str]:
+def format_agent_arguments(args: argparse.Namespace) -> list[str]:
     """The arguments that name the same agent to another command; they must come last.
 
     Raises:
         ConfigError: there is not exactly one agent, or `--reward` is given without a command.
     """
     _check_one_agent(args)
-    if after := agent_command(args):
+    if after := get_agent_command(args):
         stdin = ["--stdin"] if args.stdin else []
         stdin += ["--sandbox", args.sandbox] if args.sandbox else []
         return [*(["--reward", args.reward] if args.reward else []), *stdin, "--", *after]
@@ -213,13 +213,13 @@ def agent_arguments(args: argparse.Namespace) -> list[str]:
 
 def has_agent(args: argparse.Namespace) -> bool:
     """Whether the command line names an agent."""
-    return bool(args.agent or args.service or args.env or agent_command(args))
+    return bool(args.agent or args.service or args.env or get_agent_command(args))
 
 
 def load_agent(args: argparse.Namespace) -> Agent:
     """Import or build the agent. Raises ConfigError unless there is exactly one that can run."""
     _check_one_agent(args)
-    if after := agent_command(args):
+    if after := get_agent_command(args):
         from whet.runners.executors.command import command  # noqa: PLC0415 - only if needed
 
         return command(
@@ -266,7 +266,7 @@ def load_named_held_out(args: argparse.Namespace, agent: Agent | None) -> list[J
 
 
 def _check_one_agent(args: argparse.Namespace) -> None:
-    named = [each for each in (args.agent, args.service, args.env, agent_command(args)) if each]
+    named = [each for each in (args.agent, args.service, args.env, get_agent_command(args)) if each]
     if len(named) != 1:
         raise ConfigError(
             f"found {len(named)} agents, expected one: module:function, --service URL, --env NAME, "
@@ -274,7 +274,7 @@ def _check_one_agent(args: argparse.Namespace) -> None:
         )
     if args.env_python and not args.env:
         raise ConfigError("--env-python is only for --env: leave it out")
-    if (args.reward is not None or args.stdin or args.sandbox) and not agent_command(args):
+    if (args.reward is not None or args.stdin or args.sandbox) and not get_agent_command(args):
         flag = "--stdin" if args.stdin else "--sandbox" if args.sandbox else "--reward"
         raise ConfigError(f"{flag} is only for a command after --: leave it out")
 
@@ -288,7 +288,7 @@ def split_after(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), list(argv[at + 1 :])
 
 
-def agent_command(args: argparse.Namespace) -> list[str]:
+def get_agent_command(args: argparse.Namespace) -> list[str]:
     """The agent's command after `--`; arguments that begin with a dash are flags of a server."""
     after: list[str] = getattr(args, AFTER, [])
     return [] if not after or after[0].startswith("-") else after
@@ -297,7 +297,7 @@ def agent_command(args: argparse.Namespace) -> list[str]:
 def check_after(args: argparse.Namespace) -> None:
     """Refuse arguments after `--` if the command runs no agent, or starts no server."""
     after: list[str] = getattr(args, AFTER, [])
-    if agent_command(args):
+    if get_agent_command(args):
         is_used, what = hasattr(args, "agent"), "runs no agent"
     else:
         is_used, what = hasattr(args, f"{PREFIX}engine.flags"), "starts no server"

@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO
 
 from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
 from whet.errors import WhetError
-from whet.io.process import sigterm_interrupts
+from whet.io.process import treat_sigterm_as_interrupt
 
 
 class CommandInfo(NamedTuple):
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     before, after = split_after((sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
-        with sigterm_interrupts():
+        with treat_sigterm_as_interrupt():
             return _run(before, after)
     except WhetError as error:
         sys.stderr.write(wrap_line(f"whet: {describe(error)}", sys.stderr) + "\n")

@@ -58,7 +58,7 @@ def _merge(args: argparse.Namespace) -> int:
         raise ConfigError(f"folder {str(out)!r} exists already: choose another")
     with requires_extra("`whet models merge`", "local"):
         anyio.run(_write_merged, args.source, out, Path(args.dir))
-    _print(f"{args.source} is merged: {out}")
+    _print(f"merged {args.source} into {out}")
     return 0
 
 

@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from whet.app.cli.display import draw_curve, two_columns
+from whet.app.cli.display import build_two_columns, draw_curve
 from whet.app.evaluation.comparison import print_comparison
 from whet.app.evaluation.statistics import Estimate
 from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder
-from whet.training.stopping import headline
+from whet.training.stopping import read_headline
 
 if TYPE_CHECKING:  # slow import
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def print_report(console: Console, result: Result) -> None:
     per_rollout = result.total("rows") / trained if trained else 0.0
     proof = "every trained token was sampled in its own context"
     console.print(
-        two_columns(
+        build_two_columns(
             f"training data ({proof if result.total('trained_tokens') else 'nothing was trained'})",
             [
                 ("rollouts", f"{result.total('rollouts'):,}"),
@@ -50,10 +50,10 @@ def print_report(console: Console, result: Result) -> None:
     )
     if result.failures:
         reasons = [(f"{count:,}", reason) for reason, count in result.failures.items()]
-        console.print(failure_table(reasons))
+        console.print(build_failure_table(reasons))
 
 
-def failure_table(reasons: Sequence[tuple[str, str]]) -> Table:
+def build_failure_table(reasons: Sequence[tuple[str, str]]) -> Table:
     """Build the table of failed rollouts by reason; the rarest are left out."""
     table = Table(title="failed rollouts by reason", title_justify="left", show_header=False)
     table.add_column(justify="right", style="bold")
@@ -91,7 +91,9 @@ def build_picture(result: Result) -> "Figure":
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow import
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
-    held_out = [(s.step + 1, headline(s)) for s in result.steps if headline(s) is not None]
+    held_out = [
+        (s.step + 1, read_headline(s)) for s in result.steps if read_headline(s) is not None
+    ]
     panels = 2 if result.comparison or held_out else 1
     figure = Figure(figsize=(5.5 * panels, 4), dpi=120, layout="constrained")
     first, *rest = figure.subplots(1, panels, squeeze=False)[0]

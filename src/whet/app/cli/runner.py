@@ -16,7 +16,7 @@ from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
     add_store_flags,
-    agent_arguments,
+    format_agent_arguments,
     has_agent,
     load_agent,
 )
@@ -38,7 +38,7 @@ from whet.app.composition.ray_runners import (
 )
 from whet.config import RunnerConfig, resolve
 from whet.errors import ConfigError
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.protocols import Store
 from whet.runners.agent import POLICY, Agent, inspect_agent
@@ -76,7 +76,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="processes to run agents in; 0: in this one (default: half the cores, if more than 2)",
+        help="processes to run agents in; 0 for this one (default: half the cores, if more than 2)",
     )
     group.add_argument(
         "--lease",
@@ -133,7 +133,7 @@ def _add_ray_flags(parser: CommandParser) -> None:
         "--scale",
         type=int,
         metavar="N",
-        help="change the number of runners that a running --ray keeps, and exit",
+        help="change the number of runners of a running `whet runner --ray`, and exit",
     )
 
 
@@ -151,7 +151,8 @@ def run_runner(args: argparse.Namespace) -> int:
     if args.gateway == NO_GATEWAY and "llm" in inspect_agent(agent).parameters:
         raise ConfigError(
             f"--gateway {NO_GATEWAY} is for agents that call their models directly, but this one "
-            "takes `llm`: let it take `llms`, which has the endpoints among the run's resources"
+            "takes `llm`: use the parameter `llms`, which has the endpoints among the run's "
+            "resources"
         )
     hooks = load_hooks(args.hooks)
     if args.ray is not None:
@@ -180,7 +181,7 @@ async def _run(
                 print_line("further failures are only counted; the store has them all")
 
     async with AsyncExitStack() as stack:
-        stop = await stack.enter_async_context(stoppable())
+        stop = await stack.enter_async_context(handle_stop_signals())
         with stop.cancel_on_request():
             place = await find_store(args.store, args.run_name, Path(args.dir))
             store = await stack.enter_async_context(connect_store(place))
@@ -190,7 +191,7 @@ async def _run(
             agent,
             config,
             store=store,
-            endpoints=_endpoints(args.gateway, store, place),
+            endpoints=_choose_endpoints(args.gateway, store, place),
             name=args.worker,
             hooks=hooks,
             on_outcome=on_outcome,
@@ -231,7 +232,9 @@ def _check_ray_flags(args: argparse.Namespace) -> None:
         flag = "--num" if args.num is not None else "--cpus"
         raise ConfigError(f"{flag} is for runners on a Ray cluster: add --ray auto")
     if args.scale is not None and (args.ray is not None or has_agent(args)):
-        raise ConfigError("--scale changes what a running --ray keeps: leave out --ray and AGENT")
+        raise ConfigError(
+            "--scale changes a running `whet runner --ray`: leave out --ray and AGENT"
+        )
     for flag in ("num", "scale"):
         if (number := getattr(args, flag)) is not None and number < 0:
             raise ConfigError(f"invalid --{flag} {number}: expected 0 or more")
@@ -244,7 +247,7 @@ async def _scale(args: argparse.Namespace) -> None:
     name = args.worker or DEFAULT_NAME
     async with connect_store(place) as store:
         await set_runners(store, name, args.scale)
-    print_line(f"run {place.run} is to have {args.scale} runners {name}-N on Ray")
+    print_line(f"run {place.run}: {args.scale} runners {name}-N requested on Ray")
 
 
 async def _run_on_ray(args: argparse.Namespace) -> None:
@@ -259,21 +262,21 @@ async def _run_on_ray(args: argparse.Namespace) -> None:
         name=args.worker or DEFAULT_NAME,
         grace_s=args.grace,
     )
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             place = await find_store(args.store, args.run_name, Path(args.dir))
         if not stop.requested.is_set():
             await run_pool(
                 settings,
                 place,
-                [*arguments, *agent_arguments(args)],
+                [*arguments, *format_agent_arguments(args)],
                 gateway=args.gateway,
                 stop=stop.requested,
                 report=print_line,
             )
 
 
-def _endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
+def _choose_endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
     if url == NO_GATEWAY:
         return NoEndpoint()
     fixed = [GatewayAddress(url.removesuffix("/v1"), POLICY)] if url else []

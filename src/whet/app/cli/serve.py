@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 
-from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.flags import CommandParser, add_store_flags
 from whet.app.composition.distributed import (
     StoreAddress,
@@ -26,7 +26,7 @@ from whet.app.composition.samplers import open_sampler
 from whet.app.composition.weight_sync import PublishedPolicy, read_policy
 from whet.config import RunConfig, resolve
 from whet.errors import NotFound
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.protocols import Resources, Store
@@ -64,14 +64,14 @@ def add_arguments(parser: CommandParser) -> None:
 def run_serve(args: Arguments) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     follow_supervisor()
-    config = resolve(config_values(args))
+    config = resolve(read_config_values(args))
     raise_file_limit()
     run_async(_serve if args.model is None else _serve_alone, args, config)
     return 0
 
 
 async def _serve(args: Arguments, config: RunConfig) -> None:
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             name = args.run_name or "MODEL"
             alone = f"; `whet serve --model {name}` serves a model by itself"
@@ -84,7 +84,7 @@ async def _serve(args: Arguments, config: RunConfig) -> None:
 async def _serve_alone(args: Arguments, config: RunConfig) -> None:
     from whet.app.composition.standalone import serve_alone  # noqa: PLC0415 - imports torch
 
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             config = config.model_copy(update={"dir": Path(args.dir)})
             async with serve_alone(args.model, config, print_line) as served:
@@ -103,7 +103,7 @@ async def _serve_run(
     store: Store, place: StoreAddress, config: RunConfig, args: Arguments, alone: str
 ) -> None:
     check_own_process(config)
-    published = await _policy(store, alone)
+    published = await _wait_for_policy(store, alone)
     model = resolve_model(published.model, progress=print_line)
     folder = Path(args.dir) / "serve" / place.run
     opened = open_sampler(model, published, config, folder=folder, progress=print_line)
@@ -117,7 +117,7 @@ async def _serve_run(
             await anyio.sleep_forever()
 
 
-async def _policy(resources: Resources, alone: str) -> PublishedPolicy:
+async def _wait_for_policy(resources: Resources, alone: str) -> PublishedPolicy:
     """The policy of the run, once `whet train` has published it."""
     is_waiting = False
     while True:

@@ -19,7 +19,7 @@ from whet.app.composition.distributed import (
 from whet.app.dashboard.serving import StorePages
 from whet.errors import ConfigError, StoreError
 from whet.gateway import auth
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_database, open_store
@@ -89,27 +89,27 @@ async def _serve(args: argparse.Namespace) -> None:
     directory = Path(args.dir)
     token = make_token(directory)
     database = args.db or str(directory / DATABASE)
-    async with stoppable() as stop, open_database(database) as store:
+    async with handle_stop_signals() as stop, open_database(database) as store:
         pages = StorePages(store, directory, token=token.value, host=args.host)
         server = StoreServer(
             store,
             token=token.value,
             host=args.host,
             port=args.port,
-            read_key=_key_reader(token.value),
+            read_key=_make_key_reader(token.value),
             wrap=pages.wrap,
         )
         print_line(f"store listens at {server.url}, database {_hide_password(database)}")
         if token.is_new:
             print_line(f"new token, written to {directory / FILE}: {token.value}")
-        print_line(f"dashboard {pages.link(server.url)}")
+        print_line(f"dashboard {pages.create_link(server.url)}")
         await stop.requested.wait()
-        print_line("store stops")
+        print_line("stopping the store")
         pages.close()
         await to_thread.run_sync(server.close)
 
 
-def _key_reader(token: str) -> Callable[[str, str], AttemptId | None]:
+def _make_key_reader(token: str) -> Callable[[str, str], AttemptId | None]:
     return lambda key, run: auth.read_key(key, auth.derive_secret(token, run))
 
 
@@ -123,15 +123,15 @@ def _hide_password(database: str) -> str:
 def run_action(args: argparse.Namespace) -> int:
     """Run an action of `whet store` on its database."""
     act: Callable[[argparse.Namespace, Store], Awaitable[None]] = ACTIONS[args.action]
-    run_async(_act, act, args)
+    run_async(_open_and_run, act, args)
     return 0
 
 
-async def _act(
+async def _open_and_run(
     act: Callable[[argparse.Namespace, Store], Awaitable[None]], args: argparse.Namespace
 ) -> None:
     if args.store is None:
-        opened = open_database(_database(args), run=args.run_name or DEFAULT_RUN)
+        opened = open_database(_find_database(args), run=args.run_name or DEFAULT_RUN)
     elif args.db is None:
         place = await find_store(args.store, args.run_name, Path(args.dir))
         opened = open_store(place.url, run=place.run, token=place.token)
@@ -141,7 +141,7 @@ async def _act(
         await act(args, store)
 
 
-def _database(args: argparse.Namespace) -> str:
+def _find_database(args: argparse.Namespace) -> str:
     database = args.db or str(Path(args.dir) / DATABASE)
     if "://" not in database and not Path(database).exists():
         own = sorted(Path(args.dir).glob(f"runs/*/{DATABASE}"))
@@ -150,7 +150,7 @@ def _database(args: argparse.Namespace) -> str:
     return database
 
 
-async def _size(args: argparse.Namespace, store: Store) -> None:
+async def _print_sizes(args: argparse.Namespace, store: Store) -> None:
     print_line(f"{'run':<32} {'rollouts':>9} {'attempts':>9} {'calls':>9} {'spans':>9} {'MB':>9}")
     for run, size in (await store.size()).items():
         if args.run_name in (None, run):
@@ -164,12 +164,12 @@ async def _vacuum(args: argparse.Namespace, store: Store) -> None:
 
 
 async def _prune(args: argparse.Namespace, store: Store) -> None:
-    before = time.time() - _seconds(args.older_than)
-    for run in await _runs(args, store):
+    before = time.time() - _parse_age(args.older_than)
+    for run in await _select_runs(args, store):
         print_line(f"{run}: pruned {await store.for_run(run).prune(before)} rollouts")
 
 
-async def _runs(args: argparse.Namespace, store: Store) -> list[str]:
+async def _select_runs(args: argparse.Namespace, store: Store) -> list[str]:
     known = list(await store.size())
     if args.run_name is None:
         return known
@@ -181,13 +181,13 @@ async def _runs(args: argparse.Namespace, store: Store) -> list[str]:
 
 
 async def _drop(args: argparse.Namespace, store: Store) -> None:
-    await _runs(args, store)
+    await _select_runs(args, store)
     await store.drop()
     print_line(f"dropped {args.run_name}")
 
 
 async def _export(args: argparse.Namespace, store: Store) -> None:
-    await _runs(args, store)
+    await _select_runs(args, store)
     await store.export(Path(args.file))
     print_line(f"exported {args.run_name} to {args.file}")
 
@@ -198,7 +198,7 @@ async def _import(args: argparse.Namespace, store: Store) -> None:
 
 
 ACTIONS = {
-    "size": _size,
+    "size": _print_sizes,
     "vacuum": _vacuum,
     "prune": _prune,
     "drop": _drop,
@@ -207,7 +207,7 @@ ACTIONS = {
 }
 
 
-def _seconds(text: str) -> float:
+def _parse_age(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
     if found is None:
         raise ConfigError(

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.flags import CommandParser, add_listen_flags
 from whet.app.composition.distributed import print_line, raise_file_limit
 from whet.config import RunConfig, resolve
 from whet.errors import ConfigError, requires_extra
-from whet.io.process import follow_supervisor, stoppable
+from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.server import AppServer
-from whet.io.threads import run_async, short_turns
+from whet.io.threads import run_async, shorten_thread_turns
 from whet.models.catalog import resolve_model
 from whet.store.http.token import make_token
 from whet.store.sqlite import SQLiteStore
@@ -69,7 +69,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run_tinker_server(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     follow_supervisor()
-    config = resolve(config_values(args))
+    config = resolve(read_config_values(args))
     raise_file_limit()
     run_async(_serve, args, config)
     return 0
@@ -127,7 +127,7 @@ async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
         log = await stack.enter_async_context(SQLiteStore(Path(temporary) / "store.db"))
         opened = open_models(_find_folders(models), config, engines=args.engines)
         served = await stack.enter_async_context(opened)
-        stack.enter_context(short_turns())
+        stack.enter_context(shorten_thread_turns())
         app = build_server(served, storage, log, key.value)
         server = AppServer(app, host=args.host, port=args.port, name="tinker-server")
         stack.callback(server.close)
@@ -136,7 +136,7 @@ async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
         if VARIABLE not in os.environ:
             print_line(f"export {VARIABLE}=$(cat {(config.dir / KEY).absolute()})")
         print_line(f"OpenAI-compatible: {server.url}{OPENAI_PREFIX}, with the same key")
-        async with stoppable() as stop:
+        async with handle_stop_signals() as stop:
             with stop.cancel_on_request():
                 await anyio.sleep_forever()
     print_line("server stopped")

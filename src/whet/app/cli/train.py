@@ -9,7 +9,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
+from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, read_config_values
 from whet.app.cli.dev import run_dev
 from whet.app.cli.display import open_console, report_stopped
 from whet.app.cli.flags import (
@@ -78,11 +78,11 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Run `whet train`."""
-    values = config_values(args)
+    values = read_config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
     if args.resume is not None and not args.tasks and not args.env:
         raise ConfigError(
-            "--resume continues with the agent and tasks of before: name both again, as in "
+            "--resume needs the agent and the tasks of the run: name both again, as in "
             f"{' '.join(['whet train AGENT --tasks FILE --resume', args.resume]).strip()}"
         )
     environment = load_agent(args) if args.env else None
@@ -94,7 +94,7 @@ def run_train(args: argparse.Namespace) -> int:
     if args.algorithm is not None:
         return _run_driver(args, values, tasks, held_out)
     if args.store is None and not has_agent(args):
-        raise ConfigError("name the agent to run, or with --store the processes that run it")
+        raise ConfigError("found no agent: name one, or use --store and run it with `whet runner`")
     return _train(args, values, tasks, held_out)
 
 
@@ -111,7 +111,9 @@ def _train(
     if isinstance(trainer, VerlConfig):
         check_contradictions(parse_overrides(trainer.overrides))
         if args.prompt or args.judge:
-            raise ConfigError("verl reads no prompts and no judge: leave out --prompt and --judge")
+            raise ConfigError(
+                "verl does not support prompts or a judge: leave out --prompt and --judge"
+            )
     # With a store the agent runs elsewhere, unless this process starts its runners on Ray.
     needs_agent = args.store is None or resolve(values).runner.ray is not None
     agent = load_agent(args) if needs_agent else None

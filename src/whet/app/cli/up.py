@@ -14,12 +14,17 @@ from anyio import create_task_group
 from anyio.abc import Process
 from pydantic import JsonValue
 
-from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, config_values
-from whet.app.cli.flags import CommandParser, add_agent_flags, add_tasks_flags, agent_arguments
+from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, read_config_values
+from whet.app.cli.flags import (
+    CommandParser,
+    add_agent_flags,
+    add_tasks_flags,
+    format_agent_arguments,
+)
 from whet.app.composition.distributed import print_line
 from whet.config import RunConfig, merge, resolve
 from whet.errors import ConfigError
-from whet.io.process import SUPERVISED, RestartBackoff, find_free_port, stoppable
+from whet.io.process import SUPERVISED, RestartBackoff, find_free_port, handle_stop_signals
 from whet.io.threads import run_async
 from whet.store import DEFAULT_RUN
 from whet.store.http.token import make_token
@@ -51,18 +56,18 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_up(args: argparse.Namespace) -> int:
     """Run the processes; the exit code is that of the one that trains."""
-    values = config_values(args)
+    values = read_config_values(args)
     config = resolve(values)
     if args.runners < 1:
         raise ConfigError(f"invalid --runners {args.runners}: expected at least 1")
-    return run_async(_supervise, _plan(args, config, values))
+    return run_async(_supervise, _plan_processes(args, config, values))
 
 
-def _plan(
+def _plan_processes(
     args: argparse.Namespace, config: RunConfig, values: dict[str, JsonValue]
 ) -> dict[str, list[str]]:
     """The command line of each process. The last one is the one that trains."""
-    agent = agent_arguments(args)
+    agent = format_agent_arguments(args)
     make_token(config.dir)
     port, run, host = find_free_port(), config.name or DEFAULT_RUN, socket.gethostname()
     store = ["--store", f"http://127.0.0.1:{port}"]
@@ -113,7 +118,7 @@ async def _supervise(plan: dict[str, list[str]]) -> int:
             code = exit_code
             ended.set()
 
-    async with stoppable() as stop, create_task_group() as tasks:
+    async with handle_stop_signals() as stop, create_task_group() as tasks:
         for child in children:
             tasks.start_soon(keep_alive, child)
         with stop.cancel_on_request():

@@ -116,7 +116,7 @@ def _read_names(function: Callable[..., Any]) -> frozenset[str]:
     for parameter in required:
         if parameter not in PARAMETERS:
             raise ConfigError(
-                f"the algorithm {name!r} has an unknown parameter {parameter!r}; there are "
+                f"the algorithm {name!r} has an unknown parameter {parameter!r}; expected one of "
                 f"{', '.join(PARAMETERS)}"
             )
     return frozenset(p.name for p in parameters) & set(PARAMETERS)
@@ -128,7 +128,7 @@ def _check_driver(
     check_one_policy(resolve(settings), "a driver marked with @whet.algorithm")
     if "scorer" in driver.names and resolve(settings).trainer.kind == "tinker":
         raise ConfigError(
-            "the algorithm needs 'scorer', which needs the weights here, and trainer.kind is "
+            "the parameter 'scorer' needs the weights in this process, found trainer.kind "
             "'tinker': set it to 'local'"
         )
     if store is None and agent is None:

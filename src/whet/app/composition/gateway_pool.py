@@ -23,7 +23,7 @@ from anyio.abc import Process, TaskStatus
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from whet.app.composition.distributed import find_endpoints
-from whet.app.composition.gateway_server import ADDRESS_FILE, PORT_FLAG, Gateway, address_file
+from whet.app.composition.gateway_server import ADDRESS_FILE, PORT_FLAG, Gateway, write_address_file
 from whet.app.composition.samplers import Sampler
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
@@ -89,7 +89,7 @@ async def open_gateway_pool(
         urls = [get_url(process.listener) for process in processes]
         addresses = [GatewayAddress(url, POLICY) for url in urls]
         endpoints = find_endpoints(store, secret, addresses)
-        stack.enter_context(address_file(urls[0]))
+        stack.enter_context(write_address_file(urls[0]))
         try:
             async with create_task_group() as tasks:
                 async with create_task_group() as starts:

@@ -159,7 +159,7 @@ async def serve_gateway(
         # Before the server, which waits for open requests: closing the engine answers them.
         for sampler in samplers.values():
             stack.push_async_callback(sampler.engine.close)
-        with address_file(server.url):
+        with write_address_file(server.url):
             yield Gateway(server.url, secret, first.models[0], tuple(filter(None, samplers)))
 
 
@@ -332,7 +332,7 @@ def open_collector(
 
 
 @contextmanager
-def address_file(url: str) -> Generator[None]:
+def write_address_file(url: str) -> Generator[None]:
     """Write the gateway's address to $LLM_SERVER_NOTIFY_FILE, for services that poll it.
 
     Raises:

@@ -18,7 +18,7 @@ from whet.app.composition.gateway_server import serve_gateway
 from whet.app.composition.samplers import TextEngine, build_renderer
 from whet.engines.socket_engine import SocketEngine
 from whet.errors import ConfigError
-from whet.io.process import MessageWriter, follow_supervisor, stoppable
+from whet.io.process import MessageWriter, follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.store.sqlite import SQLiteStore
 
@@ -45,7 +45,7 @@ async def _serve(settings: GatewaySettings, messages: MessageWriter) -> None:
     engine = SocketEngine(socket.socket(fileno=settings.engine))
     renderer = build_renderer(settings.model, settings.config)
     algorithm = settings.config.algorithm
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             async with (
                 SQLiteStore(settings.store, run=settings.run, expires_leases=False) as store,

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 from whet.app.composition.samplers import (
     Sampler,
     build_renderer,
-    local_sampler,
+    open_local_sampler,
     open_sampler,
-    server_samplers,
-    tinker_sampler,
+    open_server_samplers,
+    open_tinker_sampler,
 )
 from whet.app.composition.trainers import check_served, open_algorithm, open_local_trainer
 from whet.app.composition.weight_sync import (
     PolicyFollower,
     Publication,
-    policy_resource,
+    name_policy_resource,
     read_policy,
 )
 from whet.app.run_folder import RunFolder
@@ -186,9 +186,9 @@ async def open_policy_samplers(
             if folder not in renderers:
                 renderers[folder] = build_renderer(folder, config)
             if isinstance(policy, LocalPolicy):
-                opened = local_sampler(policy, config, renderers[folder])
+                opened = open_local_sampler(policy, config, renderers[folder])
             else:
-                opened = tinker_sampler(policy, renderers[folder])
+                opened = open_tinker_sampler(policy, renderers[folder])
             samplers[name] = await stack.enter_async_context(opened)
         yield samplers
 
@@ -201,13 +201,13 @@ async def open_followers(
     before its first call."""
     config = folder.config()
     published = {
-        name: read_policy(await store.latest(policy_resource(name)))
+        name: read_policy(await store.latest(name_policy_resource(name)))
         for name in config.policies or ("",)
     }
     async with AsyncExitStack() as stack:
         if config.policies:
             base = resolve_model(next(iter(published.values())).model)
-            several = server_samplers(
+            several = open_server_samplers(
                 base,
                 published,
                 config,

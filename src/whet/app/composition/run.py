@@ -35,16 +35,16 @@ from whet.app.composition.ray_runners import run_agents_on_ray
 from whet.app.composition.samplers import (
     Sampler,
     build_renderer,
-    local_sampler,
-    tinker_sampler,
-    weights_in_memory,
+    find_memory_folder,
+    open_local_sampler,
+    open_tinker_sampler,
 )
 from whet.app.composition.standalone import serve_judge
 from whet.app.composition.trainers import open_algorithm, open_trainer
 from whet.app.composition.weight_sync import (
     Publication,
     TrainerLease,
-    policy_resource,
+    name_policy_resource,
 )
 from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
 from whet.app.run_folder import RunFolder
@@ -114,7 +114,7 @@ async def open_run(
     model = resolve_model(config.model, progress=progress)
     async with AsyncExitStack() as stack:
         stack.callback(folder.discard_if_new)
-        stack.enter_context(folder.owned())
+        stack.enter_context(folder.lock())
         lease = await _take_over(folder, store, progress) if store else None
         store = store or await stack.enter_async_context(folder.open_store())
         publication = _build_publication(config, model, folder, store, lease, agent)
@@ -204,7 +204,7 @@ def _build_publication(
         return None
     weights = folder.weights
     if agent is not None and config.engine.kind == "vllm" and not config.engine.urls:
-        memory = weights_in_memory(folder.path, model, config.trained_weights)
+        memory = find_memory_folder(folder.path, model, config.trained_weights)
         weights = memory / "weights" if memory else weights
     return Publication(store, weights, lease and lease.epoch)
 
@@ -235,7 +235,7 @@ async def _publish_versions(
     """Publish resources; returns the versions that attempts request, with those of policies."""
     newest: dict[str, Literal["latest"]] = {}
     if publication is not None:
-        newest = {policy_resource(name): "latest" for name in config.policies or ("",)}
+        newest = {name_policy_resource(name): "latest" for name in config.policies or ("",)}
     return {**newest, **await publish_resources(store, context.resources)}
 
 
@@ -320,10 +320,10 @@ async def _open_samplers(
         async with open_policy_samplers(shared, config) as samplers:
             yield samplers
     elif isinstance(shared, LocalPolicy):
-        async with local_sampler(shared, config) as sampler:
+        async with open_local_sampler(shared, config) as sampler:
             yield {"": sampler}
     else:
-        async with tinker_sampler(shared, build_renderer(model, config)) as sampler:
+        async with open_tinker_sampler(shared, build_renderer(model, config)) as sampler:
             yield {"": sampler}
 
 

@@ -23,9 +23,9 @@ from whet.config import LocalEngineConfig, RunConfig, VLLMConfig
 from whet.errors import ConfigError, EngineError, requires_extra
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
-from whet.io.files import memory_folder
-from whet.io.threads import short_turns
-from whet.models.catalog import model_context
+from whet.io.files import make_memory_folder
+from whet.io.threads import shorten_thread_turns
+from whet.models.catalog import read_model_context
 from whet.protocols import Engine
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def open_sampler(
         async with _load_local(model, published, config) as sampler:
             yield sampler
     else:
-        async with server_samplers(
+        async with open_server_samplers(
             model,
             {"": published},
             config,
@@ -121,7 +121,7 @@ async def open_model_samplers(
                 if id(model) not in opened:
                     shared = bases if len(models) > 1 else None
                     policy = await _load_model(model, config, shared)
-                    sampler = await stack.enter_async_context(local_sampler(policy, config))
+                    sampler = await stack.enter_async_context(open_local_sampler(policy, config))
                     opened[id(model)] = sampler
             yield {name: opened[id(model)] for name, model in models.items()}
         return
@@ -139,7 +139,7 @@ async def open_model_samplers(
         )
     published = {name: describe_policy(config, each.folder, 0, "") for name, each in models.items()}
     adapters = {name: model.adapter for name, model in models.items() if model.adapter}
-    async with server_samplers(
+    async with open_server_samplers(
         first.folder, published, config, folder=folder, adapters=adapters, progress=logger.info
     ) as served:
         yield served
@@ -154,7 +154,7 @@ def build_renderer(folder: Path, config: RunConfig) -> Renderer:
 
 
 @asynccontextmanager
-async def local_sampler(
+async def open_local_sampler(
     policy: "LocalPolicy", config: RunConfig, renderer: Renderer | None = None
 ) -> AsyncGenerator[Sampler]:
     """Sample from a policy in this process, which a trainer may share."""
@@ -170,10 +170,10 @@ async def local_sampler(
         config.engine,
         renderer.template.decode,
         grammars=Grammars(policy.folder, renderer.stop_ids),
-        threads=sampler_threads(policy),
+        threads=choose_sampler_threads(policy),
     )
     try:
-        with short_turns():
+        with shorten_thread_turns():
             yield Sampler(engine, engine.context_length, renderer, LocalWeights(policy))
     finally:
         await engine.close()
@@ -201,7 +201,7 @@ class LocalWeights(EngineWeights):
             )
 
 
-def sampler_threads(policy: "LocalPolicy") -> int:
+def choose_sampler_threads(policy: "LocalPolicy") -> int:
     """Threads to sample with: a small model gains nothing from more, and agents need the cores."""
     size = sum(parameter.numel() for parameter in policy.model.parameters())
     return 1 if size < SMALL_MODEL else os.cpu_count() or 1
@@ -217,7 +217,7 @@ async def _load_local(
     # Checkpointing is the trainer's alone: it costs time, and nothing is trained here.
     settings = published.trainer.model_copy(update={"gradient_checkpointing": False})
     policy = LocalPolicy(model, settings, device=config.engine.device, seed=published.seed)
-    async with local_sampler(policy, config) as sampler:
+    async with open_local_sampler(policy, config) as sampler:
         yield sampler
 
 
@@ -250,7 +250,9 @@ async def _load_model(
 
 
 @asynccontextmanager
-async def tinker_sampler(policy: "TinkerPolicy", renderer: Renderer) -> AsyncGenerator[Sampler]:
+async def open_tinker_sampler(
+    policy: "TinkerPolicy", renderer: Renderer
+) -> AsyncGenerator[Sampler]:
     """Sample from the weights of a policy at a Tinker service."""
     from whet.engines.tinker import TinkerEngine  # noqa: PLC0415 - the client's import takes long
 
@@ -287,7 +289,7 @@ async def _join_tinker(
         from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - the client's import takes long
     update = {"model": published.model, "trainer": published.trainer}
     policy = await TinkerPolicy.connect(config.model_copy(update=update))
-    async with tinker_sampler(policy, build_renderer(model, config)) as sampler:
+    async with open_tinker_sampler(policy, build_renderer(model, config)) as sampler:
         yield sampler
 
 
@@ -295,7 +297,7 @@ async def _join_tinker(
 
 
 @asynccontextmanager
-async def server_samplers(
+async def open_server_samplers(
     model: Path,
     published: Mapping[str, PublishedPolicy],
     config: RunConfig,
@@ -322,7 +324,7 @@ async def server_samplers(
     async with AsyncExitStack() as stack:
         urls, launched, place = settings.urls, list["VLLMProcess"](), folder
         if settings.kind == "vllm" and not urls:
-            memory = weights_in_memory(folder, model, _choose_transfer(list(published.values())))
+            memory = find_memory_folder(folder, model, _choose_transfer(list(published.values())))
             launched = stack.enter_context(
                 _start_servers(
                     model, list(published.values()), config, folder, memory, training_gpus, progress
@@ -335,10 +337,10 @@ async def server_samplers(
                 settings.kind,
                 urls,
                 renderer.template.decode,
-                context_length=model_context(model),
+                context_length=read_model_context(model),
                 max_context=settings.max_context,
                 startup_error=lambda: next(
-                    filter(None, (s.startup_error() for s in launched)), None
+                    filter(None, (s.find_startup_error() for s in launched)), None
                 ),
                 progress=progress,
             )
@@ -360,12 +362,12 @@ def _choose_transfer(published: Sequence[PublishedPolicy]) -> Literal["lora", "f
 
 def _list_server_flags(published: Sequence[PublishedPolicy], settings: VLLMConfig) -> list[str]:
     """Flags of a server that has the adapters of all policies, old versions included."""
-    from whet.engines.remote.launch import required_flags  # noqa: PLC0415 - only if needed
+    from whet.engines.remote.launch import build_required_flags  # noqa: PLC0415 - only if needed
 
     trainers = [policy.trainer for policy in published if policy.trainer.kind == "local"]
     widest = max(trainers, key=lambda trainer: trainer.lora_rank)
     versions = sum(policy.staleness + 2 for policy in published)
-    return required_flags(widest, max_context=settings.max_context, max_versions=versions)
+    return build_required_flags(widest, max_context=settings.max_context, max_versions=versions)
 
 
 @contextmanager
@@ -380,13 +382,16 @@ def _start_servers(
 ) -> Generator[list["VLLMProcess"]]:
     """Start vLLM on the GPUs that do not train; the folder in memory is deleted in the end."""
     from whet.engines.remote.launch import VLLMProcess  # noqa: PLC0415
-    from whet.engines.remote.placement import place_servers, visible_gpus  # noqa: PLC0415
+    from whet.engines.remote.placement import list_visible_gpus, place_servers  # noqa: PLC0415
 
     settings = config.engine
     assert settings.kind == "vllm"
     flags = _list_server_flags(published, settings)
     placed = place_servers(
-        visible_gpus(), training=training_gpus, flags=settings.flags, replicas=settings.replicas
+        list_visible_gpus(),
+        training=training_gpus,
+        flags=settings.flags,
+        replicas=settings.replicas,
     )
     with ExitStack() as stack:
         if memory is not None:
@@ -402,10 +407,10 @@ def _start_servers(
         yield servers
 
 
-def weights_in_memory(folder: Path, model: Path, weights: str) -> Path | None:
+def find_memory_folder(folder: Path, model: Path, weights: str) -> Path | None:
     """The folder in memory for the weights of servers of this machine, if there is room."""
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return memory_folder(folder, needed=round(size * ROOM[weights]) + 2**26)
+    return make_memory_folder(folder, needed=round(size * ROOM[weights]) + 2**26)
 
 
 class ServerWeights(EngineWeights):

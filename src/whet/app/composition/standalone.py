@@ -52,7 +52,9 @@ def serve(
         ConfigError: the model or a setting is unknown, or the model cannot be loaded.
     """
     if others := sorted(set(settings) - set(SECTIONS)):
-        raise ConfigError(f"serving does not read {others[0]!r}: expected {', '.join(SECTIONS)}")
+        raise ConfigError(
+            f"serving does not read {others[0]!r}: expected keys of {', '.join(SECTIONS)}"
+        )
     note = partial(open_console(quiet=quiet).print, highlight=False)
     serving = serve_alone(str(model), resolve(settings), note)
     try:

@@ -19,7 +19,7 @@ from whet.algorithms import DISTILLATION, build_algorithm, is_custom
 from whet.config import LocalTrainerConfig, RunConfig, TinkerConfig, VerlConfig
 from whet.engines.scorer import LocalScorer
 from whet.errors import ConfigError, boundary, requires_extra
-from whet.models.catalog import model_context, resolve_model
+from whet.models.catalog import read_model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Algorithm, Scorer, TrainingBackend
 from whet.runners.loading import load_function
@@ -27,7 +27,7 @@ from whet.trainers.local import LocalTrainer
 from whet.trainers.loss import LossFunction
 from whet.trainers.parallel.data_parallel import DataParallelTrainer
 from whet.trainers.parallel.ranks import start_ranks
-from whet.trainers.parallel.sharded import ModelShard, ShardedTrainer, shards_model
+from whet.trainers.parallel.sharded import ModelShard, ShardedTrainer, should_shard
 from whet.types import Value
 
 if TYPE_CHECKING:  # the client takes seconds to import
@@ -81,7 +81,7 @@ async def _open_ranks(
         device=config.engine.device,
     ) as ranks:
         policy = load_policy(config, model)
-        if shards_model(policy):
+        if should_shard(policy):
             whole = _load_whole(config, model, policy)
 
             def build() -> ModelShard:
@@ -118,12 +118,12 @@ def load_policy(config: RunConfig, model: Path) -> LocalPolicy:
 def check_served(policy: LocalPolicy, config: RunConfig) -> None:
     """Check that what servers sample can be trained. Raises ConfigError."""
     trained, limit = policy.context_length, config.engine.max_context
-    if trained < (limit or model_context(policy.folder)):
+    if trained < (limit or read_model_context(policy.folder)):
         raise ConfigError(
             f"the model encodes positions differently beyond {trained} tokens, and servers decide "
             f"that by their own context limit: set engine.max_context to {trained} or less"
         )
-    if policy.config.weights == "lora" and any(".experts." in n for n in policy.trainable()):
+    if policy.config.weights == "lora" and any(".experts." in n for n in policy.get_trainable()):
         raise ConfigError(
             f"{config.engine.kind} does not load adapters of experts in PEFT's form: set "
             "trainer.lora_layers to attention, or sample with --engine local"
@@ -206,7 +206,7 @@ def check_credit(algorithm: object) -> Algorithm:
     return cast(Algorithm, algorithm)
 
 
-def algorithm_name(algorithm: Algorithm) -> str:
+def name_algorithm(algorithm: Algorithm) -> str:
     """The config's name of an object's class, by which a resumed run makes another object."""
     kind = type(algorithm)
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -68,9 +68,9 @@ class PublishedPolicy(Value):
 
     def is_served_by(self, other: "PublishedPolicy") -> bool:
         """Whether an engine opened for the other policy can load these weights."""
-        return self._shape() == other._shape()
+        return self._describe_weights() == other._describe_weights()
 
-    def _shape(self) -> tuple[str | int | None, ...]:
+    def _describe_weights(self) -> tuple[str | int | None, ...]:
         trainer = self.trainer
         if isinstance(trainer, TinkerConfig):  # it knows the adapters' shape by their path
             return self.model, trainer.kind, trainer.base_url, trainer.base_model
@@ -82,7 +82,7 @@ class PublishedPolicy(Value):
         return *shape, trainer.lora_rank, trainer.lora_alpha, *trainer.lora_layers
 
 
-def policy_resource(name: str) -> str:
+def name_policy_resource(name: str) -> str:
     """Name of the resource that locates the weights of a policy; that of the only one is empty."""
     return POLICY_PREFIX + name if name else POLICY
 
@@ -227,7 +227,7 @@ class PublishingTrainer(TrainingBackend):
         self._config = config
         self._model = model
         self._resources = resources
-        self._resource = policy_resource(name)
+        self._resource = name_policy_resource(name)
         self._folder = folder.absolute() / name
         self._epoch = epoch
         self._published: int | None = None
@@ -237,7 +237,7 @@ class PublishingTrainer(TrainingBackend):
         version = await self._trainer.publish()
         if self._published == self._policy.revision:
             return version
-        last = await self._last()
+        last = await self._read_last()
         # After a kill, engines that loaded this version have the same weights: between their
         # publication and the commit of their step nothing is sampled.
         if not (self._published is None and last and self._still_serves(last, version)):
@@ -262,7 +262,7 @@ class PublishingTrainer(TrainingBackend):
         same = describe_policy(self._config, self._model, version, last.weights)
         return last == same and Path(last.weights).is_file()
 
-    async def _last(self) -> PublishedPolicy | None:
+    async def _read_last(self) -> PublishedPolicy | None:
         try:
             return read_policy(await self._resources.latest(self._resource))
         except NotFound:
@@ -325,7 +325,7 @@ class Publication:
     async def publish_base(self, config: RunConfig, model: Path, name: str) -> None:
         """Publish a policy that is the model itself, unless it is published."""
         value = describe_policy(config, model, 0, "").model_dump(mode="json")
-        resource = policy_resource(name)
+        resource = name_policy_resource(name)
         with suppress(NotFound):
             if (await self.resources.latest(resource)).value == value:
                 return
@@ -361,7 +361,7 @@ class PolicyFollower:
     ) -> None:
         """`name` is that of the policy, if it is one of several."""
         self._weights = weights
-        self._resource = policy_resource(name)
+        self._resource = name_policy_resource(name)
         self._served = served
         self.published: PublishedPolicy = served
         """The policy that is loaded."""

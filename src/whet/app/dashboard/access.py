@@ -137,7 +137,7 @@ class Guard:
         return refuse(401, "no session: open the link that the command printed, or `whet view`")
 
     def _has_session(self, scope: Scope) -> bool:
-        value = HTTPConnection(scope).cookies.get(cookie_name(scope), "")
+        value = HTTPConnection(scope).cookies.get(get_cookie_name(scope), "")
         return self._sessions.is_open(value)
 
     def _is_known(self, host: str) -> bool:
@@ -148,7 +148,7 @@ class Guard:
         return self._any_address and _is_address(name)
 
 
-def cookie_name(scope: Scope) -> str:
+def get_cookie_name(scope: Scope) -> str:
     """Name of the cookie: ports of a host share their cookies."""
     server = scope.get("server") or ("", 0)
     return f"whet_{server[1]}"

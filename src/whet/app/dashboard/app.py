@@ -26,7 +26,7 @@ from whet.app.dashboard.access import (
     SESSION_S,
     BrowserSessions,
     Guard,
-    cookie_name,
+    get_cookie_name,
     refuse,
 )
 from whet.app.dashboard.pages import overview, rollout_list, scores
@@ -138,7 +138,7 @@ class DashboardApp:
             return refuse(403, "this link was used before, or is too old: `whet view` prints one")
         response = respond({"ok": True})
         response.set_cookie(
-            cookie_name(request.scope),
+            get_cookie_name(request.scope),
             value,
             max_age=SESSION_S,
             httponly=True,

@@ -15,8 +15,8 @@ from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
-from whet.app.dashboard.terminal import clean
-from whet.app.inspection.run_list import find_newest, narrow_table, print_rows
+from whet.app.dashboard.terminal import escape_control_characters
+from whet.app.inspection.run_list import build_narrow_table, find_newest, print_rows
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.threads import run_async
@@ -141,7 +141,7 @@ def _print(console: Console, name: str, rows: Rows) -> None:
     if not rows:
         console.print("no such rollouts")
         return
-    table = narrow_table("rollout")
+    table = build_narrow_table("rollout")
     table.add_column("status", no_wrap=True)
     forks = ["forks"] if any(row["forks"] for row in rows) else []
     for title in ("reward", "step", "calls", *forks, "tokens", "seconds"):
@@ -158,9 +158,9 @@ def _print(console: Console, name: str, rows: Rows) -> None:
             *([str(row["forks"] or "")] if forks else []),
             str(row["sampled_tokens"]),
             "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
-            Text(clean(str(row["task"]))[:200]),
+            Text(escape_control_characters(str(row["task"]))[:200]),
         )
     failures = [row["failure"] for row in rows]
-    notes = [f and clean(f"{f['kind']}: {f['message']}") for f in failures]
+    notes = [f and escape_control_characters(f"{f['kind']}: {f['message']}") for f in failures]
     print_rows(console, table, notes)
     console.print(f"all of one rollout: whet show {name} --rollout ID", highlight=False)

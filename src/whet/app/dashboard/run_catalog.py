@@ -40,7 +40,7 @@ def read_config(run: OpenedRun) -> RunConfig:
 class Catalog(Protocol):
     """The runs of a place."""
 
-    async def summaries(self) -> list[RunSummary]:
+    async def list_summaries(self) -> list[RunSummary]:
         """List the runs, the newest first."""
         ...
 
@@ -60,7 +60,7 @@ class FolderCatalog(Catalog):
         self._directory = directory
         self._stores: OrderedDict[Path, SQLStore] = OrderedDict()
 
-    async def summaries(self) -> list[RunSummary]:
+    async def list_summaries(self) -> list[RunSummary]:
         return await to_thread.run_sync(list_runs, self._directory)
 
     async def open(self, name: str) -> OpenedRun:
@@ -97,7 +97,7 @@ class StoreCatalog(Catalog):
         self._store = store
         self._directory = directory
 
-    async def summaries(self) -> list[RunSummary]:
+    async def list_summaries(self) -> list[RunSummary]:
         folders = {run.name: run for run in await to_thread.run_sync(list_runs, self._directory)}
         found: list[RunSummary] = []
         for name in await self._store.browse(browse.read_run_names):

@@ -34,7 +34,7 @@ class Dashboard:
         self._server = AppServer(app, host=host, port=port, name="dashboard")
         self.url = self._server.url
 
-    def link(self, run: str | None = None) -> str:
+    def create_link(self, run: str | None = None) -> str:
         """Return a link that opens the dashboard once, at a run or the list of runs."""
         return make_link(self.url, self._sessions.issue_code(), run)
 
@@ -70,7 +70,7 @@ class StorePages:
 
         return choose
 
-    def link(self, url: str) -> str:
+    def create_link(self, url: str) -> str:
         """Return a link that opens the dashboard once."""
         return make_link(url, self._sessions.issue_code())
 

@@ -51,7 +51,7 @@ async def watch_run(run: OpenedRun, console: Console) -> None:
 def draw_frame(frame: Frame, width: int) -> RenderableType:
     """Draw a picture of a run."""
     run, steps, queue = frame["run"], frame["steps"], frame["queue"]
-    head = Text(clean(run["name"]), "bold")
+    head = Text(escape_control_characters(run["name"]), "bold")
     head.append(f"  {run['state'] or 'no folder here'}  {run['model']}  ", "not bold")
     head.append(f"{run['steps']} steps", "not bold")
     rewards: list[float | None] = steps["metrics"].get("reward", [])
@@ -67,7 +67,12 @@ def draw_frame(frame: Frame, width: int) -> RenderableType:
         for title in ("kind", "count", "last", "message"):
             table.add_column(title, justify="right" if title == "count" else "left")
         for each in queue["failures"][:FAILURES]:
-            cells = (each["kind"], str(each["count"]), each["last"], clean(each["message"])[:120])
+            cells = (
+                each["kind"],
+                str(each["count"]),
+                each["last"],
+                escape_control_characters(each["message"])[:120],
+            )
             table.add_row(*(Text(cell) for cell in cells))
         parts += [Text(), table]
     return Group(*parts)
@@ -92,7 +97,7 @@ def _format_queue(queue: Frame) -> Text:
     return Text(f"rollouts: {shown}   workers alive: {alive} of {len(queue['workers'])}")
 
 
-def clean(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Return text that cannot control the terminal: control characters are shown as symbols."""
     text = BIDIRECTIONAL.sub("\ufffd", text)
     return "".join(

@@ -16,7 +16,7 @@ from whet.app.dashboard.terminal import draw_frame, read_frame, watch_run
 from whet.app.inspection.run_list import find_newest
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
-from whet.io.process import stoppable
+from whet.io.process import handle_stop_signals
 from whet.io.threads import run_async
 
 PORT = 4748
@@ -79,10 +79,10 @@ def _find(name: str | None, directory: Path) -> tuple[Path, str | None]:
 
 
 async def _serve(args: argparse.Namespace, directory: Path, name: str | None) -> None:
-    async with stoppable() as stop:
+    async with handle_stop_signals() as stop:
         dashboard = _listen(args, directory)
         try:
-            print_line(f"dashboard {dashboard.link(name)}")
+            print_line(f"dashboard {dashboard.create_link(name)}")
             print_line("the link works once, in one browser; Ctrl-C stops the server")
             await stop.requested.wait()
         finally:

@@ -13,9 +13,9 @@ from whet.app.evaluation.statistics import (
     Scores,
     complete_tasks,
     compute_measures,
+    count_failures_by_kind,
     estimate,
     estimate_gain,
-    failure_counts,
 )
 from whet.config import EvaluationConfig
 
@@ -46,13 +46,15 @@ class Comparison:
 
     def as_json(self) -> dict[str, object]:
         """All numbers and failures, by model."""
-        return {name: {**found, **self._failures(name)} for name, found in self.numbers().items()}
+        return {
+            name: {**found, **self._count_failures(name)} for name, found in self.numbers().items()
+        }
 
     def numbers(self) -> dict[str, dict[str, object]]:
         """Measures and gains, by model."""
-        return {name: self._model(name) for name in self.scores}
+        return {name: self._summarize_model(name) for name in self.scores}
 
-    def _model(self, name: str) -> dict[str, object]:
+    def _summarize_model(self, name: str) -> dict[str, object]:
         values: dict[str, object] = {
             measure: _format_estimate(by_model[name]) for measure, by_model in self.measures.items()
         }
@@ -61,8 +63,8 @@ class Comparison:
             values["gain"] = gains
         return values
 
-    def _failures(self, name: str) -> dict[str, object]:
-        counts = failure_counts(self.scores[name])
+    def _count_failures(self, name: str) -> dict[str, object]:
+        counts = count_failures_by_kind(self.scores[name])
         examples = {kind: {"count": n, "example": text} for kind, (n, text) in counts.items()}
         return {"failed": len(self.scores[name].failures), "failures": examples}
 
@@ -132,7 +134,7 @@ def print_comparison(console: Console, comparison: Comparison, title: str) -> No
             soft_wrap=True,
         )
     for name, scores in comparison.scores.items():
-        for kind, (count, example) in failure_counts(scores).items():
+        for kind, (count, example) in count_failures_by_kind(scores).items():
             console.print(
                 f"{name}: {count} evaluation rollouts failed ({kind}) and "
                 f"{'count as 0' if kind in AGENT_FAILURES else 'are left out'}, such as: "

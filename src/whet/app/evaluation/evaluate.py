@@ -32,8 +32,8 @@ from whet.app.evaluation.model_sources import EndpointModel, Model, PolicySet, r
 from whet.app.evaluation.statistics import Scores
 from whet.app.evaluation.trials import (
     Trial,
-    ended_rollouts,
     plan_trials,
+    read_ended_rollouts,
     read_scores,
     run_trials,
 )
@@ -196,7 +196,7 @@ def _find_policies(models: Sequence[Model]) -> Mapping[str, PolicyConfig]:
         if first and other and set(other.policies) != set(first.policies):
             raise ConfigError(
                 f"{first.name!r} has the policies {', '.join(first.policies)}, and {other.name!r} "
-                f"{', '.join(other.policies)}: an agent calls the same ones in all"
+                f"{', '.join(other.policies)}: expected models with the same policies"
             )
     return first.policies if first else {}
 
@@ -237,7 +237,7 @@ async def _evaluate_models(
     config = folder.config().model_copy(update={"policies": policies})
     scores: dict[str, Scores] = {}
     uses: dict[str, Mapping[str, PolicyUse]] = {}
-    with folder.owned(), ExitStack() as stack:
+    with folder.lock(), ExitStack() as stack:
         stack.callback(folder.discard_if_new)
         lines = _Results(results, folder.path.name)
         async with _serve_judge(folder.config(), display) as judge:
@@ -275,17 +275,17 @@ class _ModelEvaluator:
         planned = {trial.rollout.id: trial for trial in trials}
 
         def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
-            self.display.ended(1)
+            self.display.count_ended(1)
             # A failed attempt may be retried: failures are written when all rollouts have ended.
             if outcome.reward is not None:
                 self.lines.add(model, planned[attempt.rollout.id], outcome)
 
         # Each model has its own run in the store, so that none claims the rollouts of another.
         async with self.prepared.folder.open_store(model.name) as store:
-            ended = await ended_rollouts(store)
+            ended = await read_ended_rollouts(store)
             left = sum(id not in ended for id in planned)
             if left:
-                self.display.phase(f"evaluate {model.name}", left)
+                self.display.show_phase(f"evaluate {model.name}", left)
                 async with (
                     self._serve(model, store) as gateway,
                     run_agents(self.agent, self.config.runner, store, gateway, on_outcome),

@@ -43,7 +43,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The rewards of one model; None where a rollout failed by no fault of its agent."""
+    """The rewards of one model; None for a failed rollout that says nothing about its agent."""
 
     greedy: tuple[float | None, ...] = ()
     """Reward by task."""
@@ -60,7 +60,7 @@ class Scores:
     def rollouts(self) -> int:
         return len(self.greedy) + sum(map(len, self.sampled))
 
-    def of_task(self, task: int) -> tuple[float | None, ...]:
+    def get_task_rewards(self, task: int) -> tuple[float | None, ...]:
         """All rewards of one task."""
         greedy = self.greedy[task : task + 1]
         return (*greedy, *(self.sampled[task] if self.sampled else ()))
@@ -85,11 +85,11 @@ def compute_measures(
     if samples:
         found["sampled"] = [math.fsum(each) / samples for each in sampled]
     for k in _list_powers_of_two(samples):
-        found[f"pass@{k}"] = [pass_at_k(each, k, pass_threshold) for each in sampled]
+        found[f"pass@{k}"] = [compute_pass_at_k(each, k, pass_threshold) for each in sampled]
     return found
 
 
-def pass_at_k(rewards: Sequence[float], k: int, pass_threshold: float) -> float:
+def compute_pass_at_k(rewards: Sequence[float], k: int, pass_threshold: float) -> float:
     """Unbiased pass@k (arXiv:2107.03374) of at least k samples."""
     failing = sum(reward < pass_threshold for reward in rewards)
     return 1 - math.comb(failing, k) / math.comb(len(rewards), k)
@@ -100,7 +100,7 @@ def complete_tasks(scores: Sequence[Scores]) -> list[int]:
     return [
         task
         for task in range(max((each.tasks for each in scores), default=0))
-        if all(None not in each.of_task(task) for each in scores)
+        if all(None not in each.get_task_rewards(task) for each in scores)
     ]
 
 
@@ -119,7 +119,7 @@ def estimate_gain(
     return _estimate(gains, pseudo, Interval(-1.0, 1.0))
 
 
-def failure_counts(scores: Scores) -> Mapping[str, tuple[int, str]]:
+def count_failures_by_kind(scores: Scores) -> Mapping[str, tuple[int, str]]:
     """Count of failed rollouts by kind of failure, with the message of one."""
     counts: dict[str, tuple[int, str]] = {}
     for failure in scores.failures:

@@ -58,10 +58,10 @@ async def run_trials(
 ) -> dict[str, RolloutRecord]:
     """Run the rollouts that have not ended; returns the records of all, by id."""
     await collector.collect([trial.rollout for trial in trials])
-    return await ended_rollouts(directory)
+    return await read_ended_rollouts(directory)
 
 
-async def ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
+async def read_ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
     """The evaluation rollouts that have ended, by id."""
     return {
         record.rollout.id: record
@@ -89,7 +89,7 @@ def read_scores(trials: Sequence[Trial], ended: dict[str, RolloutRecord]) -> Sco
 
 
 def _read_reward(record: RolloutRecord) -> float | None:
-    """Reward of an ended rollout; None if it failed by no fault of its agent."""
+    """Reward of an ended rollout; None if its failure says nothing about its agent."""
     if record.failure is not None and record.failure.kind in AGENT_FAILURES:
         return 0.0
     return record.reward

@@ -94,7 +94,7 @@ class ExactnessCounts:
         }
 
 
-async def exactness_report(store: Store, selection: SelectionConfig) -> dict[str, JsonValue]:
+async def build_exactness_report(store: Store, selection: SelectionConfig) -> dict[str, JsonValue]:
     """Read all records of a run and count; `selection` decides what would be trained."""
     counts = ExactnessCounts()
     last: str | None = None

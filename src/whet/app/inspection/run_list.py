@@ -182,7 +182,7 @@ def run_clean(args: argparse.Namespace) -> int:
     return 0
 
 
-def narrow_table(first: str) -> Table:
+def build_narrow_table(first: str) -> Table:
     """Build a table for 80 columns: without lines, the first column whole, to be copied."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first, no_wrap=True)
@@ -201,7 +201,7 @@ def print_rows(console: Console, table: Table, notes: Sequence[str]) -> None:
 
 
 def _build_table(runs: list[RunSummary]) -> Table:
-    table = narrow_table("run")
+    table = build_narrow_table("run")
     table.add_column("kind", no_wrap=True)
     table.add_column("model", overflow="fold")
     table.add_column("state", no_wrap=True)

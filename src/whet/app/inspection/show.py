@@ -19,7 +19,7 @@ from whet.app.inspection.attempt_view import (
     draw_attempt,
     read_attempt,
 )
-from whet.app.inspection.run_list import find_newest, list_runs, narrow_table, print_rows
+from whet.app.inspection.run_list import build_narrow_table, find_newest, list_runs, print_rows
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
@@ -242,7 +242,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
         line += f"; versions of the policies: {numbered}"
     console.print(line, highlight=False, soft_wrap=True)
-    table = narrow_table("rollout")
+    table = build_narrow_table("rollout")
     for title in ("reward", "advantage", "calls", "forks", "tokens", "seconds"):
         table.add_column(title, justify="right", overflow="ellipsis")  # before the rollout is
     if config.policies:

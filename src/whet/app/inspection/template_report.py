@@ -31,7 +31,7 @@ DROPPED = {
 }
 
 
-def template_report(renderer: Renderer) -> dict[str, JsonValue]:
+def build_template_report(renderer: Renderer) -> dict[str, JsonValue]:
     """The report on a template as JSON, with what is read back of turns that it writes."""
     read = {name: _read_back(renderer, turn) for name, turn in TURNS.items()}
     return {**renderer.report.to_json(), "read_back": cast(dict[str, JsonValue], read)}
@@ -47,11 +47,11 @@ def _read_back(renderer: Renderer, turn: Message) -> bool | None:
     read = decode_message(
         renderer, ids, Sampling(), tools=bool(tools), schemas=tools, prompt=prompt
     )
-    calls = [(call.name, call.parsed()) for call in read.tool_calls]
+    calls = [(call.name, call.parse_arguments()) for call in read.tool_calls]
     return (read.content.strip(), read.reasoning.strip(), calls) == (
         turn.content,
         turn.reasoning,
-        [(call.name, call.parsed()) for call in turn.tool_calls],
+        [(call.name, call.parse_arguments()) for call in turn.tool_calls],
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from anyio import to_thread
 
-from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.flags import CommandParser
 from whet.config import RunConfig, resolve
 from whet.errors import EngineError, requires_extra
@@ -42,19 +42,19 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_chat(args: argparse.Namespace) -> int:
     """Answer lines of stdin until it ends."""
-    config = resolve(config_values(args))
-    run_async(_chat, args, config)
+    config = resolve(read_config_values(args))
+    run_async(_run_chat, args, config)
     return 0
 
 
-async def _chat(args: argparse.Namespace, config: RunConfig) -> None:
+async def _run_chat(args: argparse.Namespace, config: RunConfig) -> None:
     with requires_extra("`whet chat`", "local"):
         from whet.app.composition.standalone import serve_one  # noqa: PLC0415 - imports torch
     messages = [{"role": "system", "content": args.system}] if args.system else []
     is_terminal = sys.stdin.isatty()
-    async with serve_one(args.model, config, _note, args.policy) as served:
+    async with serve_one(args.model, config, _print_note, args.policy) as served:
         if is_terminal:
-            _note(f"{args.model} is ready: type a message, Ctrl-D ends")
+            _print_note(f"{args.model} is ready: type a message, Ctrl-D ends")
         while line := await to_thread.run_sync(_read_line, is_terminal, abandon_on_cancel=True):
             messages.append({"role": "user", "content": line.strip()})
             answer = ""
@@ -99,5 +99,5 @@ async def _stream(
                     yield text
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     sys.stderr.write(text + "\n")

@@ -28,7 +28,7 @@ class _Reply(NamedTuple):
     wire: JsonValue
 
 
-def traffic_report(file: Path, template: ChatTemplate) -> dict[str, JsonValue]:
+def build_traffic_report(file: Path, template: ChatTemplate) -> dict[str, JsonValue]:
     """Count the turns that were sent back, and those whose tokens a new rendering changes."""
     replies: dict[str, list[_Reply]] = {}
     counts: Counter[str] = Counter()

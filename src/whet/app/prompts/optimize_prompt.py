@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any, cast
 
-from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
@@ -83,7 +83,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run_search(args: argparse.Namespace) -> int:
     """Run `whet optimize-prompt`."""
-    values = config_values(args)
+    values = read_config_values(args)
     config = resolve(values)
     tasks = load_tasks(args.tasks)
     held_out = load_tasks(args.held_out) if args.held_out else []

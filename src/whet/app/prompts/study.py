@@ -90,7 +90,7 @@ class Study:
         digest = hashlib.blake2b(
             json.dumps(dict(prompts), sort_keys=True).encode(), digest_size=8
         ).hexdigest()
-        rollouts = [self._plan(digest, versions, tasks[n], n, part) for n in indexes]
+        rollouts = [self._plan_rollout(digest, versions, tasks[n], n, part) for n in indexes]
         new = {rollout.id for rollout in rollouts} - self._known
         self._known |= new
         self.rollouts += len(new)
@@ -144,7 +144,7 @@ class Study:
             self._versions[name, text] = version
         return self._versions[name, text]
 
-    def _plan(
+    def _plan_rollout(
         self, digest: str, versions: dict[str, int], task: JsonValue, index: int, part: Part
     ) -> Rollout:
         group = f"prompt-{digest}-{part.replace('_', '-')}"

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from whet.app.cli.config_flags import add_config_flags, config_values
+from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.display import open_console, report_stopped
 from whet.app.cli.flags import CommandParser, add_output_flags, add_resume_flag
 from whet.app.run_folder import RunFolder
@@ -81,7 +81,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def _run(kind: "Kind", args: argparse.Namespace) -> int:
-    values = config_values(args)
+    values = read_config_values(args)
     resolve(values)  # errors in flags are reported before the slow imports
     with requires_extra(f"`whet {kind}`", "local"):
         from whet.app.supervised.tuning import Source, tune  # noqa: PLC0415 - torch

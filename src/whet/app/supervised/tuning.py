@@ -28,7 +28,7 @@ from whet.errors import ConfigError
 from whet.gateway.templates.renderer import Renderer
 from whet.io.files import atomic_file
 from whet.io.threads import run_async
-from whet.models.catalog import model_context, resolve_model
+from whet.models.catalog import read_model_context, resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Scorer
 from whet.training.supervised import (
@@ -81,12 +81,12 @@ class FineTuning:
     @property
     def before(self) -> dict[str, float]:
         """Held-out metrics before training; empty without held-out data."""
-        return self._held_out(0, "base_held_out_")
+        return self._evaluate_held_out(0, "base_held_out_")
 
     @property
     def after(self) -> dict[str, float]:
         """Held-out metrics after training; empty without held-out data."""
-        return self._held_out(-1, "held_out_")
+        return self._evaluate_held_out(-1, "held_out_")
 
     def as_json(self) -> dict[str, object]:
         """The numbers of the run."""
@@ -101,7 +101,7 @@ class FineTuning:
             "model": str(self.model),
         }
 
-    def _held_out(self, index: int, prefix: str) -> dict[str, float]:
+    def _evaluate_held_out(self, index: int, prefix: str) -> dict[str, float]:
         metrics = self.steps[index].metrics if self.steps else {}
         return {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
 
@@ -226,7 +226,7 @@ def _find_run(
     if not resume:
         return None, config
     folder = RunFolder.to_resume(config, kind)
-    return folder, folder.resumed_config(values)
+    return folder, folder.read_resumed_config(values)
 
 
 def _check_vocabulary(source: str | Path, config: RunConfig, model: Path) -> None:
@@ -246,7 +246,7 @@ def _load_examples(
 ) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
     """Examples to train and to hold out."""
     renderer = build_renderer(model, config)
-    limit = min(model_context(model), config.engine.max_context or model_context(model))
+    limit = min(read_model_context(model), config.engine.max_context or read_model_context(model))
 
     def read(data: Dialogues) -> list[SupervisedExample]:
         return _fit_context(_render(kind, data, renderer), limit, config, console)
@@ -325,7 +325,7 @@ async def _train(
 ) -> FineTuning:
     began = time.monotonic()
     config = folder.config()
-    with folder.owned():
+    with folder.lock():
         model = resolve_model(config.model)
         async with (
             folder.open_store() as log,
@@ -337,7 +337,7 @@ async def _train(
             objective = await _build_objective(kind, folder, scorer, [*examples, *held_out])
             for record in await log.steps():
                 _report(record, config, tracking, console)
-            with _progress(config, console) as advance:
+            with _show_progress(config, console) as advance:
                 records = fit(
                     examples,
                     held_out,
@@ -381,7 +381,7 @@ def _delete_others(checkpoints: Path, keep: str) -> None:
 
 
 @contextmanager
-def _progress(config: RunConfig, console: Console) -> Generator[Callable[[], None]]:
+def _show_progress(config: RunConfig, console: Console) -> Generator[Callable[[], None]]:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=config.steps)
         yield lambda: bar.advance(task)

@@ -11,15 +11,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from whet.app.tinker_server.auth import Signer, is_authorized
 from whet.app.tinker_server.backend import ServedModel
-from whet.app.tinker_server.client_sessions import session_routes
-from whet.app.tinker_server.inference import inference_mounts
-from whet.app.tinker_server.management import management_routes
-from whet.app.tinker_server.sampling import sampling_routes
+from whet.app.tinker_server.client_sessions import build_session_routes
+from whet.app.tinker_server.inference import build_inference_mounts
+from whet.app.tinker_server.management import build_management_routes
+from whet.app.tinker_server.sampling import build_sampling_routes
 from whet.app.tinker_server.schemas import TooLarge
 from whet.app.tinker_server.state import ServerState
 from whet.app.tinker_server.storage import Storage
-from whet.app.tinker_server.training import training_routes
-from whet.app.tinker_server.unsupported import unsupported_routes
+from whet.app.tinker_server.training import build_training_routes
+from whet.app.tinker_server.unsupported import build_unsupported_routes
 from whet.errors import NotFound, RequestError
 from whet.gateway.pipeline import Log
 
@@ -37,15 +37,15 @@ def build_server(models: Sequence[ServedModel], storage: Storage, log: Log, key:
     """
     state = ServerState(models, storage)
     routes = [
-        *unsupported_routes(),
-        *session_routes(state),
-        *training_routes(state),
-        *sampling_routes(state),
-        *management_routes(state, Signer(key)),
+        *build_unsupported_routes(),
+        *build_session_routes(state),
+        *build_training_routes(state),
+        *build_sampling_routes(state),
+        *build_management_routes(state, Signer(key)),
     ]
 
     server = Starlette(
-        routes=[Mount(ROOT, routes=routes), *inference_mounts(state, log)],
+        routes=[Mount(ROOT, routes=routes), *build_inference_mounts(state, log)],
         exception_handlers={
             TooLarge: _build_handler(413),
             RequestError: _build_handler(400),

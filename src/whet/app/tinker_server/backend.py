@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from anyio import CancelScope, to_thread
 
-from whet.app.composition.samplers import build_renderer, sampler_threads
+from whet.app.composition.samplers import build_renderer, choose_sampler_threads
 from whet.config import AdamStep, LocalTrainerConfig, RunConfig
 from whet.engines.local.engine import LocalEngine
 from whet.engines.local.forward import check_sampling
@@ -142,8 +142,8 @@ def name_folder(folder: str) -> str:
     """
     if ":" in folder:
         raise ConfigError(
-            f"clients cut the model folder {folder!r} at its colon: rename it, or name the model, "
-            "--model NAME=FOLDER"
+            f"clients split the model folder {folder!r} at its colon: rename it, or name the "
+            "model, --model NAME=FOLDER"
         )
     return f"{folder}/" if folder.count("/") == 2 else folder
 
@@ -194,7 +194,7 @@ class TrainingRuns:
         policy = await to_thread.run_sync(
             lambda: self._base.build_adapters(lora, seed=seed, trained=True)
         )
-        self._runs[run] = policy, DatumTrainer(policy, threads=sampler_threads(policy))
+        self._runs[run] = policy, DatumTrainer(policy, threads=choose_sampler_threads(policy))
 
     def drop(self, run: str) -> None:
         """Release a run, if it is in memory."""
@@ -378,7 +378,7 @@ class Samplers:
                 min(free, key=lambda slot: slot.loaded).reserved = (weights,)
 
     def _release(self, weights: Weights | None) -> None:
-        """Remove a reservation that was met, or that nobody waits for any more."""
+        """Remove a reservation that was met, or that no request waits for any more."""
         for slot in self._slots:
             if slot.reserved == (weights,):
                 slot.reserved = None
@@ -423,6 +423,6 @@ class Samplers:
             self._base.engine,
             self._decode,
             grammars=self._grammars,
-            threads=sampler_threads(policy),
+            threads=choose_sampler_threads(policy),
         )
         return _EngineSlot(policy, engine, LocalScorer(policy), lora, None)

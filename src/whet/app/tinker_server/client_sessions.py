@@ -16,7 +16,7 @@ from whet.app.tinker_server.schemas import (
     SessionRequest,
     read_json,
 )
-from whet.app.tinker_server.state import ServerState, new_id
+from whet.app.tinker_server.state import ServerState, create_id
 from whet.app.tinker_server.storage import Session
 from whet.errors import NotFound, RequestError
 
@@ -30,7 +30,7 @@ LONG_POLL_S = 25.0
 """Shorter than the client's request timeout."""
 
 
-def session_routes(state: ServerState) -> list[Route]:
+def build_session_routes(state: ServerState) -> list[Route]:
     """Build the routes."""
     endpoints = _Sessions(state)
     return [
@@ -93,7 +93,7 @@ class _Sessions:
     async def create_session(self, request: Request) -> Response:
         body = await read_json(request, CreateSession)
         session = Session(
-            id=new_id(),
+            id=create_id(),
             created=time.time(),
             metadata=body.user_metadata,
             display_name=body.display_name,

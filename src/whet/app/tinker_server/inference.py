@@ -46,11 +46,11 @@ OWN_HEADERS = {
 """Headers that the gateway does not get from clients: here no call is that of an attempt."""
 
 
-def inference_mounts(state: ServerState, log: Log) -> list[Mount]:
+def build_inference_mounts(state: ServerState, log: Log) -> list[Mount]:
     """Build the routes. The `log` of the gateway stays empty: nothing is recorded."""
     inference = _Inference(state, log)
     anthropic = AnthropicDialect()
-    anthropic_errors = ErrorFormat(anthropic.error, anthropic.error_event)
+    anthropic_errors = ErrorFormat(anthropic.build_error, anthropic.build_error_event)
     return [
         inference.mount(OPENAI_PREFIX, OPENAI_ERRORS, "/chat/completions", "/completions"),
         inference.mount(ANTHROPIC_PREFIX, anthropic_errors, "/messages", "/messages/count_tokens"),
@@ -100,7 +100,7 @@ class _Inference:
 
     def _build_gateway(self, name: str) -> ASGIApp:
         base, path = _split_model(name)
-        samplers = self._state.sampled_model(base, path).samplers
+        samplers = self._state.find_sampled_model(base, path).samplers
         pipeline = CallPipeline(
             engine=_CheckpointEngine(self._state, base, path),
             log=self._log,
@@ -134,8 +134,8 @@ class _CheckpointEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[TokenChunk]:
-        samplers = self._state.sampled_model(self._base, self._path).samplers
-        weights = self._state.weights(self._path)
+        samplers = self._state.find_sampled_model(self._base, self._path).samplers
+        weights = self._state.find_weights(self._path)
         generated = samplers.generate(weights, prompt, sampling, stream=stream)
         async with aclosing(generated) as chunks:
             async for chunk in chunks:

@@ -18,26 +18,26 @@ from whet.errors import NotFound, RequestError
 
 T = TypeVar("T")
 
-OF_CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
+CHECKPOINT_PATH = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
-def management_routes(state: ServerState, signer: Signer) -> list[Route]:
+def build_management_routes(state: ServerState, signer: Signer) -> list[Route]:
     """Build the routes."""
     endpoints = _Management(state, signer)
     return [
-        Route("/weights_info", endpoints.weights_info, methods=["POST"]),
-        Route("/training_runs", endpoints.runs),
-        Route("/training_runs/{run}", endpoints.run),
-        Route("/training_runs/{run}/checkpoints", endpoints.run_checkpoints),
-        Route("/checkpoints", endpoints.checkpoints),
-        Route(OF_CHECKPOINT, endpoints.delete, methods=["DELETE"]),
+        Route("/weights_info", endpoints.read_weights_info, methods=["POST"]),
+        Route("/training_runs", endpoints.list_runs),
+        Route("/training_runs/{run}", endpoints.read_run),
+        Route("/training_runs/{run}/checkpoints", endpoints.list_run_checkpoints),
+        Route("/checkpoints", endpoints.list_checkpoints),
+        Route(CHECKPOINT_PATH, endpoints.delete, methods=["DELETE"]),
         Route("/training_runs/{run}/checkpoints/{name}", _require_kind, methods=["DELETE"]),
-        Route(f"{OF_CHECKPOINT}/ttl", endpoints.lifetime, methods=["PUT"]),
-        Route(f"{OF_CHECKPOINT}/publish", endpoints.publish, methods=["POST", "DELETE"]),
-        Route(f"{OF_CHECKPOINT}/external_weights_urls", endpoints.urls),
-        Route("/sessions", endpoints.sessions),
-        Route("/sessions/{session}", endpoints.session),
-        Route("/files/{token}/{run}/{name}/{file:path}", endpoints.file),
+        Route(f"{CHECKPOINT_PATH}/ttl", endpoints.set_lifetime, methods=["PUT"]),
+        Route(f"{CHECKPOINT_PATH}/publish", endpoints.publish, methods=["POST", "DELETE"]),
+        Route(f"{CHECKPOINT_PATH}/external_weights_urls", endpoints.list_urls),
+        Route("/sessions", endpoints.list_sessions),
+        Route("/sessions/{session}", endpoints.read_session),
+        Route("/files/{token}/{run}/{name}/{file:path}", endpoints.send_file),
     ]
 
 
@@ -54,7 +54,7 @@ class _Management:
         self._storage = state.storage
         self._signer = signer
 
-    async def weights_info(self, request: Request) -> Response:
+    async def read_weights_info(self, request: Request) -> Response:
         saved = self._storage.read_checkpoint(
             (await read_json(request, CheckpointRequest)).tinker_path
         )
@@ -67,28 +67,30 @@ class _Management:
             }
         )
 
-    async def runs(self, request: Request) -> Response:
+    async def list_runs(self, request: Request) -> Response:
         runs, cursor = _select_page(request, self._storage.list_runs(), 20)
-        return JSONResponse({"training_runs": [self._shown(run) for run in runs], "cursor": cursor})
+        return JSONResponse(
+            {"training_runs": [self._format_run(run) for run in runs], "cursor": cursor}
+        )
 
-    async def run(self, request: Request) -> Response:
-        return JSONResponse(self._shown(self._storage.read_run(request.path_params["run"])))
+    async def read_run(self, request: Request) -> Response:
+        return JSONResponse(self._format_run(self._storage.read_run(request.path_params["run"])))
 
-    async def run_checkpoints(self, request: Request) -> Response:
+    async def list_run_checkpoints(self, request: Request) -> Response:
         run = self._storage.read_run(request.path_params["run"])
         saved = self._storage.list_checkpoints(run.id)
-        return JSONResponse({"checkpoints": [self._shown_checkpoint(one) for one in saved]})
+        return JSONResponse({"checkpoints": [self._format_checkpoint(one) for one in saved]})
 
-    async def checkpoints(self, request: Request) -> Response:
+    async def list_checkpoints(self, request: Request) -> Response:
         saved, cursor = _select_page(request, self._storage.list_checkpoints(), 100)
-        shown: list[JsonValue] = [self._shown_checkpoint(one) for one in saved]
+        shown: list[JsonValue] = [self._format_checkpoint(one) for one in saved]
         return JSONResponse({"checkpoints": shown, "cursor": cursor})
 
     async def delete(self, request: Request) -> Response:
         self._storage.delete(_read_path(request))
         return JSONResponse({})
 
-    async def lifetime(self, request: Request) -> Response:
+    async def set_lifetime(self, request: Request) -> Response:
         seconds = (await read_json(request, Lifetime)).ttl_seconds
         saved = self._storage.read_checkpoint(_read_path(request))
         expires = time.time() + seconds if seconds else None
@@ -101,7 +103,7 @@ class _Management:
         self._storage.change(saved.model_copy(update={"public": public}))
         return JSONResponse({})
 
-    async def urls(self, request: Request) -> Response:
+    async def list_urls(self, request: Request) -> Response:
         path = _read_path(request)
         saved = self._storage.read_checkpoint(path)
         if saved.kind != "external_weights":
@@ -113,7 +115,7 @@ class _Management:
         expires = datetime.now(UTC) + timedelta(seconds=self._signer.lifetime_s)
         return JSONResponse({"urls": urls, "expires": expires.isoformat()})
 
-    async def file(self, request: Request) -> Response:
+    async def send_file(self, request: Request) -> Response:
         place = request.path_params
         path = f"{SCHEME}{place['run']}/external_weights/{place['name']}"
         self._signer.check(place["token"], path)
@@ -122,11 +124,11 @@ class _Management:
             raise NotFound(f"unknown file {place['file']!r} of {path!r}")
         return FileResponse(folder / place["file"])
 
-    async def sessions(self, request: Request) -> Response:
+    async def list_sessions(self, request: Request) -> Response:
         sessions, _ = _select_page(request, self._storage.list_sessions(), 20)
         return JSONResponse({"sessions": [session.id for session in sessions]})
 
-    async def session(self, request: Request) -> Response:
+    async def read_session(self, request: Request) -> Response:
         session = self._storage.read_session(request.path_params["session"])
         runs = [run.id for run in self._storage.list_runs() if run.session == session.id]
         return JSONResponse(
@@ -138,7 +140,7 @@ class _Management:
             }
         )
 
-    def _shown(self, run: TrainingRun) -> dict[str, JsonValue]:
+    def _format_run(self, run: TrainingRun) -> dict[str, JsonValue]:
         saved = self._storage.list_checkpoints(run.id)
         newest = {kind: next((s for s in saved if s.kind == kind), None) for kind in KINDS}
         state, sampler = newest["weights"], newest["sampler_weights"]
@@ -150,12 +152,12 @@ class _Management:
             "is_lora": True,
             "lora_rank": run.lora.rank,
             "last_request_time": _format_time(last),
-            "last_checkpoint": self._shown_checkpoint(state) if state else None,
-            "last_sampler_checkpoint": self._shown_checkpoint(sampler) if sampler else None,
+            "last_checkpoint": self._format_checkpoint(state) if state else None,
+            "last_sampler_checkpoint": self._format_checkpoint(sampler) if sampler else None,
             "user_metadata": run.metadata,
         }
 
-    def _shown_checkpoint(self, saved: Checkpoint) -> dict[str, JsonValue]:
+    def _format_checkpoint(self, saved: Checkpoint) -> dict[str, JsonValue]:
         return {
             "checkpoint_id": f"{saved.kind}/{saved.name}",
             "checkpoint_type": KINDS[saved.kind],

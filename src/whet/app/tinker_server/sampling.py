@@ -22,12 +22,12 @@ from whet.errors import RequestError
 from whet.types import Sampling
 
 
-def sampling_routes(state: ServerState) -> list[Route]:
+def build_sampling_routes(state: ServerState) -> list[Route]:
     """Build the routes."""
     endpoints = _Sampling(state)
     return [
         Route("/create_sampling_session", endpoints.create, methods=["POST"]),
-        Route("/samplers/{sampler}", endpoints.sampler),
+        Route("/samplers/{sampler}", endpoints.read_sampler),
         Route("/asample", endpoints.sample, methods=["POST"]),
     ]
 
@@ -40,7 +40,7 @@ class _Sampling:
         body = await read_json(request, CreateSampler)
         state = self._state
         state.require_session(body.session_id)
-        model = state.sampled_model(body.base_model, body.model_path)
+        model = state.find_sampled_model(body.base_model, body.model_path)
         sampler = SamplingSession(
             id=f"{body.session_id}:sample:{body.sampling_session_seq_id}",
             session=body.session_id,
@@ -51,7 +51,7 @@ class _Sampling:
         reply = {"sampling_session_id": sampler.id, "type": "create_sampling_session"}
         return JSONResponse(reply)
 
-    async def sampler(self, request: Request) -> Response:
+    async def read_sampler(self, request: Request) -> Response:
         sampler = self._state.storage.read_sampler(request.path_params["sampler"])
         return JSONResponse(
             {
@@ -72,8 +72,8 @@ class _Sampling:
     async def _sample(self, body: Sample, sampler: SamplingSession) -> Reply:
         if body.record_stability_info:
             raise RequestError("record_stability_info is not supported: leave it out")
-        samplers = self._state.model(sampler.base_model).samplers
-        weights = self._state.weights(sampler.model_path)
+        samplers = self._state.find_model(sampler.base_model).samplers
+        weights = self._state.find_weights(sampler.model_path)
         prompt = _read_tokens(body)
         prompt_reply = await _score(samplers, body, weights, prompt)
         if prompt_reply is not None and _is_scoring(body, prompt, samplers.served):

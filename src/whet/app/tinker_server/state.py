@@ -95,7 +95,7 @@ class ServerState:
         self.storage.save_run(run)
         self._locks[run.id] = SequenceLock()
 
-    def run(self, id: str) -> TrainingRun:
+    def find_run(self, id: str) -> TrainingRun:
         """Return a run that is in memory. Raises NotFound with how to restore it."""
         if id not in self._locks:
             raise NotFound(
@@ -123,22 +123,22 @@ class ServerState:
         self.futures.start(id, on_turn)
         return JSONResponse({"request_id": id, "model_id": run})
 
-    def model(self, name: str) -> ServedModel:
-        """Return the model of a name. Raises RequestError."""
+    def find_model(self, name: str) -> ServedModel:
+        """Return the model that is served under a name. Raises RequestError."""
         for model in self.models:
             if name in model.samplers.served.names:
                 return model
         served = ", ".join(repr(name) for m in self.models for name in m.samplers.served.listed)
         raise RequestError(f"unknown model {name!r}: this server serves {served}")
 
-    def sampled_model(self, base_model: str | None, path: str | None) -> ServedModel:
-        """Return the model of a sampler, which is named, or that of its checkpoint.
+    def find_sampled_model(self, base_model: str | None, path: str | None) -> ServedModel:
+        """Return the model that a sampler uses: the one it names, or that of its checkpoint.
 
         Raises:
             RequestError: both are missing, or the checkpoint is of another model or exported.
             NotFound: there is no such checkpoint.
         """
-        named = None if base_model is None else self.model(base_model)
+        named = None if base_model is None else self.find_model(base_model)
         if path is None:
             if named is None:
                 raise RequestError("missing base_model or model_path")
@@ -146,13 +146,13 @@ class ServerState:
         saved = self.storage.read_checkpoint(path)
         if saved.kind == "external_weights":
             raise RequestError(f"{path!r} holds exported weights, which cannot be sampled from")
-        model = self.model(saved.base_model)
+        model = self.find_model(saved.base_model)
         if named not in (None, model):
             raise RequestError(f"{path!r} was trained on {saved.base_model!r}, not {base_model!r}")
         return model
 
-    def weights(self, path: str | None) -> Weights | None:
-        """Return the weights of a checkpoint, which are marked as used; None is the base model.
+    def find_weights(self, path: str | None) -> Weights | None:
+        """Return the weights of a checkpoint, and mark it as used; None without a path.
 
         Raises:
             NotFound: there is no such checkpoint.
@@ -174,6 +174,6 @@ class ServerState:
             self.storage.delete_unnamed(saved)
 
 
-def new_id() -> str:
+def create_id() -> str:
     """Return a unique id."""
     return uuid.uuid4().hex

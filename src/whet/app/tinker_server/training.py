@@ -25,19 +25,19 @@ from whet.app.tinker_server.schemas import (
     read_body,
     read_json,
 )
-from whet.app.tinker_server.state import ServerState, new_id
+from whet.app.tinker_server.state import ServerState, create_id
 from whet.app.tinker_server.storage import SCHEME, Checkpoint, Kind, SamplingSession, TrainingRun
 from whet.errors import RequestError
 
 B = TypeVar("B", bound=Body)
 
 
-def training_routes(state: ServerState) -> list[Route]:
+def build_training_routes(state: ServerState) -> list[Route]:
     """Build the routes."""
     endpoints = _Training(state)
     return [
         Route("/create_model", endpoints.create, methods=["POST"]),
-        Route("/get_info", endpoints.info, methods=["POST"]),
+        Route("/get_info", endpoints.read_info, methods=["POST"]),
         Route("/forward_backward", endpoints.forward_backward, methods=["POST"]),
         Route("/optim_step", endpoints.optim_step, methods=["POST"]),
         Route("/save_weights", endpoints.save, methods=["POST"]),
@@ -54,7 +54,7 @@ class _Training:
     async def create(self, request: Request) -> Response:
         body = await read_json(request, CreateModel)
         state, id = self._state, f"{body.session_id}:train:{body.model_seq_id}"
-        model = state.model(body.base_model)
+        model = state.find_model(body.base_model)
         state.require_session(body.session_id)
         if body.lora_config is None:
             raise RequestError("this server trains LoRA adapters only: set lora_config")
@@ -84,9 +84,9 @@ class _Training:
         state.futures.start(id, work)
         return JSONResponse({"request_id": id, "model_id": id})
 
-    async def info(self, request: Request) -> Response:
-        run = self._state.run((await read_json(request, RunRequest)).model_id)
-        served = self._state.model(run.base_model).samplers.served
+    async def read_info(self, request: Request) -> Response:
+        run = self._state.find_run((await read_json(request, RunRequest)).model_id)
+        served = self._state.find_model(run.base_model).samplers.served
         return JSONResponse(
             {
                 "type": "get_info",
@@ -101,11 +101,11 @@ class _Training:
     async def forward_backward(self, request: Request) -> Response:
         encoding = request.headers.get("content-encoding", "")
         message = codec.parse_pass(await read_body(request), encoding)
-        run = self._state.run(message.model_id)
+        run = self._state.find_run(message.model_id)
 
         async def work() -> Reply:
             data, settings = codec.decode_data(message), codec.decode_settings(message)
-            passed = await self._runs(run).forward_backward(
+            passed = await self._get_runs(run).forward_backward(
                 run.id, data, message.loss_fn, settings, forward_only=message.forward_only
             )
             return codec.encode_pass(passed)
@@ -113,22 +113,22 @@ class _Training:
         return self._state.run_in_order(run.id, message.seq_id, work)
 
     async def optim_step(self, request: Request) -> Response:
-        return await self._numbered(request, OptimStep, self._step)
+        return await self._schedule_in_order(request, OptimStep, self._update)
 
-    async def _step(self, run: TrainingRun, body: OptimStep) -> Reply:
+    async def _update(self, run: TrainingRun, body: OptimStep) -> Reply:
         if body.adam_params is None:
             raise RequestError("this server supports AdamW only: set AdamParams")
-        metrics = await self._runs(run).optim_step(run.id, body.adam_params.adam())
+        metrics = await self._get_runs(run).optim_step(run.id, body.adam_params.adam())
         return {"metrics": {**metrics}, "type": "optim_step"}
 
     async def save(self, request: Request) -> Response:
-        return await self._numbered(request, Save, partial(self._save, "weights"))
+        return await self._schedule_in_order(request, Save, partial(self._save, "weights"))
 
     async def save_external(self, request: Request) -> Response:
-        return await self._numbered(request, Save, partial(self._save, "external_weights"))
+        return await self._schedule_in_order(request, Save, partial(self._save, "external_weights"))
 
     async def save_for_sampler(self, request: Request) -> Response:
-        return await self._numbered(request, Save, partial(self._save, "sampler_weights"))
+        return await self._schedule_in_order(request, Save, partial(self._save, "sampler_weights"))
 
     async def _save(self, kind: Kind, run: TrainingRun, body: Save) -> Reply:
         saved = await self._write(run, kind, body)
@@ -142,7 +142,7 @@ class _Training:
         if not saved.ephemeral:
             return {"path": saved.path, "type": reply_types[kind]}
         sampler = SamplingSession(
-            id=f"{run.session}:sample:{new_id()}",
+            id=f"{run.session}:sample:{create_id()}",
             session=run.session,
             base_model=run.base_model,
             model_path=saved.path,
@@ -158,7 +158,7 @@ class _Training:
         saved = Checkpoint(
             run=run.id,
             kind=kind,
-            name=new_id() if body.path is None else body.path,
+            name=create_id() if body.path is None else body.path,
             created=time.time(),
             base_model=run.base_model,
             lora=run.lora,
@@ -173,13 +173,13 @@ class _Training:
             again = "pass overwrite=True or " if kind == "weights" else ""
             raise RequestError(f"the checkpoint {saved.path!r} exists: {again}choose another name")
         with storage.write(saved) as folder:
-            await self._runs(run).save(run.id, folder, kind)
+            await self._get_runs(run).save(run.id, folder, kind)
             if recipients:
                 await to_thread.run_sync(encrypt_files, folder, recipients)
         return saved
 
     async def load(self, request: Request) -> Response:
-        return await self._numbered(request, Load, self._load)
+        return await self._schedule_in_order(request, Load, self._load)
 
     async def _load(self, run: TrainingRun, body: Load) -> Reply:
         saved = self._state.storage.read_checkpoint(body.path)
@@ -199,17 +199,17 @@ class _Training:
                 f"this run {run.lora.rank}, or on other layers"
             )
         folder = self._state.storage.find_folder(body.path)
-        await self._runs(run).load(run.id, folder, optimizer=body.optimizer)
+        await self._get_runs(run).load(run.id, folder, optimizer=body.optimizer)
         return {"path": body.path, "type": "load_weights"}
 
-    def _runs(self, run: TrainingRun) -> TrainingRuns:
-        return self._state.model(run.base_model).runs
+    def _get_runs(self, run: TrainingRun) -> TrainingRuns:
+        return self._state.find_model(run.base_model).runs
 
-    async def _numbered(
+    async def _schedule_in_order(
         self, request: Request, kind: type[B], work: Callable[[TrainingRun, B], Awaitable[Reply]]
     ) -> Response:
         """Schedule work on a run; its body is validated when it is its turn."""
         body = await read_body(request)
         place = parse(body, RunRequest)
-        run = self._state.run(place.model_id)
+        run = self._state.find_run(place.model_id)
         return self._state.run_in_order(run.id, place.seq_id, lambda: work(run, parse(body, kind)))

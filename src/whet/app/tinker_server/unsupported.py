@@ -19,7 +19,7 @@ REASONS = {
 }
 
 
-def unsupported_routes() -> list[Route]:
+def build_unsupported_routes() -> list[Route]:
     """Build the routes."""
     methods = ["GET", "POST", "PUT", "DELETE"]
     return [Route(path, _reply(reason), methods=methods) for path, reason in REASONS.items()]

@@ -49,7 +49,7 @@ class RolloutHost:
                 group=uid,
                 task=json.loads(task),
                 mode=Mode.VAL if validate else Mode.TRAIN,
-                sampling=self._sampling(validate=validate),
+                sampling=self._read_sampling(validate=validate),
                 timeout_s=self._config.runner.timeout_s,
                 max_attempts=self._config.runner.max_attempts,
             )
@@ -65,7 +65,7 @@ class RolloutHost:
             for id in ids
         ]
 
-    def _sampling(self, *, validate: bool) -> SamplingOverride:
+    def _read_sampling(self, *, validate: bool) -> SamplingOverride:
         """The distribution that verl's actor computes: its temperature, and nothing cut off."""
         used = self._rollout.val_kwargs if validate else self._rollout
         return SamplingOverride(

@@ -108,7 +108,7 @@ async def _run(
     store: Store
     async with AsyncExitStack() as stack:
         stack.callback(folder.discard_if_new)
-        stack.enter_context(folder.owned())
+        stack.enter_context(folder.lock())
         settings = write_settings(config, folder, tasks, held_out)
         await _check_settings(config, settings)
         if store_url is None:
@@ -249,7 +249,7 @@ async def _run_verl(config: RunConfig, settings: Path, again: str) -> None:
                 with anyio.move_on_after(STOP_TIMEOUT_S, shield=True):
                     await process.wait()
     if code == EXIT_CONFIG_ERROR:
-        raise ConfigError("verl refused its settings; the line above has the reason")
+        raise ConfigError("verl rejected its settings; the line above has the reason")
     if code:
         raise RunFailed(
             f"verl ended with exit code {code}; its lines are above, and {again} continues from "

@@ -101,7 +101,7 @@ class KVCache(Cache):
         pool_PHD.index_copy_(0, self.write_index_N, new_BHTD.transpose(1, 2).flatten(0, 1))
         if self.read_rows is None:
             return pool_PHD
-        rows_SLHD = _shape_by_row(pool_PHD, self.rows, self.capacity)
+        rows_SLHD = _view_by_row(pool_PHD, self.rows, self.capacity)
         return rows_SLHD[self.read_rows, : self.read_length].transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -147,8 +147,8 @@ class KVCache(Cache):
         """Copy the first columns of some slots in one operation, since they may overlap."""
         if not columns or not len(sources):
             return
-        old_XSLHD = _shape_by_row(old_XPHD, *old_shape)
-        new_XSLHD = _shape_by_row(new_XPHD, self.rows, self.capacity)
+        old_XSLHD = _view_by_row(old_XPHD, *old_shape)
+        new_XSLHD = _view_by_row(new_XPHD, self.rows, self.capacity)
         source_M, target_M = (torch.tensor(i, device=new_XPHD.device) for i in (sources, targets))
         size = len(sources) * columns * old_XSLHD.shape[-1] * old_XSLHD.shape[-2]
         layers = max(1, COPY_ELEMENTS // size)
@@ -196,17 +196,17 @@ class KVCache(Cache):
         """Make row `target` hold the first `length` positions of `source`, and nothing else."""
         if source != target:
             for block_XPHD in self._blocks:
-                rows_XSLHD = _shape_by_row(block_XPHD, self.rows, self.capacity)
+                rows_XSLHD = _view_by_row(block_XPHD, self.rows, self.capacity)
                 into, out_of = self.slot_S[[target, source]]
                 rows_XSLHD[:, into, :length] = rows_XSLHD[:, out_of, :length]
             self.tokens_SL[target, :length] = self.tokens_SL[source, :length]
         self.tokens_SL[target, length:] = NO_TOKEN
         self.length_S[target] = length
 
-    def longest_prefix(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
+    def find_longest_prefix(self, tokens: NDArray[np.int32]) -> tuple[int, int]:
         """Find (row, length) of the longest prefix of `tokens` that some row holds."""
         held = np.flatnonzero(self.length_S)
-        return longest_prefix(self.tokens_SL[: held[-1] + 1 if len(held) else 0], tokens)
+        return find_longest_prefix(self.tokens_SL[: held[-1] + 1 if len(held) else 0], tokens)
 
     def clear(self) -> None:
         """Drop all keys and values: the weights they were computed with changed."""
@@ -222,13 +222,13 @@ class KVCache(Cache):
             self._blocks, self._pools = [], []
 
 
-def _shape_by_row(pool: Tensor, rows: int, capacity: int) -> Tensor:
+def _view_by_row(pool: Tensor, rows: int, capacity: int) -> Tensor:
     """View one or more pools by row: (..., S, L, H, D)."""
     used = pool[..., : rows * capacity, :, :]
     return used.view(*pool.shape[:-3], rows, capacity, *pool.shape[-2:])
 
 
-def longest_prefix(rows_SL: NDArray[np.int32], tokens: NDArray[np.int32]) -> tuple[int, int]:
+def find_longest_prefix(rows_SL: NDArray[np.int32], tokens: NDArray[np.int32]) -> tuple[int, int]:
     """Find (row, length) of the longest prefix of `tokens` that some row begins with."""
     n = min(len(tokens), rows_SL.shape[1])
     if not len(rows_SL) or not n:
@@ -328,7 +328,7 @@ class RunningBatch(Generic[R]):
         self.requests = [self.requests[row] for row in order]
         self._shaping = None
 
-    def shaping(self, device: torch.device) -> Shaping:
+    def build_shaping(self, device: torch.device) -> Shaping:
         """Temperature, top-p and top-k of each row."""
         if self._shaping is None:
             self._shaping = Shaping.of(self._rows["shaping"], device)

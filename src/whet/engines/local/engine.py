@@ -14,16 +14,16 @@ import torch
 from anyio import to_thread
 
 from whet.config import LocalEngineConfig
-from whet.engines.local.batch import NO_TOKEN, RunningBatch, longest_prefix
+from whet.engines.local.batch import NO_TOKEN, RunningBatch, find_longest_prefix
 from whet.engines.local.forward import Forward, build_forward
 from whet.engines.local.grammar import Grammars, Matcher
-from whet.engines.local.sampler import sample_tokens, uniform_numbers
+from whet.engines.local.sampler import draw_uniform_numbers, sample_tokens
 from whet.engines.request import (
     Decode,
     SampledTokens,
     SampleRequest,
     TopLogprobs,
-    remaining_context,
+    compute_remaining_context,
 )
 from whet.errors import EngineError, RequestError, boundary
 from whet.io.threads import LoopEvent, set_all
@@ -45,7 +45,7 @@ class _PendingRequest(SampleRequest):
     """A request submitted by a task of another thread."""
 
     chunks: "_ChunkQueue" = field(kw_only=True)
-    cancelled: bool = False
+    is_canceled: bool = False
 
     def try_append(
         self, sampled: SampledTokens, version: int, decode: Decode
@@ -145,8 +145,8 @@ class LocalEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[TokenChunk]:
-        remaining = remaining_context(prompt, self.context_length, self._policy.vocabulary)
-        matcher = await self._matcher(sampling)
+        remaining = compute_remaining_context(prompt, self.context_length, self._policy.vocabulary)
+        matcher = await self._create_matcher(sampling)
         chunks = _ChunkQueue()
         request = _PendingRequest(
             tokens=list(prompt),
@@ -165,7 +165,7 @@ class LocalEngine(Engine):
                 if chunk.stop:
                     return
         finally:
-            request.cancelled = True
+            request.is_canceled = True
 
     @property
     def active(self) -> int:
@@ -179,13 +179,15 @@ class LocalEngine(Engine):
         with anyio.CancelScope(shield=True):
             await to_thread.run_sync(self._thread.join)
 
-    async def _matcher(self, sampling: Sampling) -> Matcher | None:
+    async def _create_matcher(self, sampling: Sampling) -> Matcher | None:
         if sampling.grammar is None:
             return None
         if self._grammars is None:
             raise RequestError("this engine does not support grammars")
         # Compiling a large grammar takes long.
-        return await to_thread.run_sync(self._grammars.matcher, sampling.grammar, sampling.stop_ids)
+        return await to_thread.run_sync(
+            self._grammars.create_matcher, sampling.grammar, sampling.stop_ids
+        )
 
     def _submit(self, request: _PendingRequest) -> None:
         with self._wake:
@@ -206,14 +208,14 @@ class LocalEngine(Engine):
                     break
             try:
                 with boundary(EngineError, "sampling failed"):
-                    self._pass()
+                    self._run_pass()
             except EngineError as error:
                 logger.error("sampling failed requests=%d error=%s", len(self._batch), error)
                 self._fail_all(error)
         self._fail_all(EngineError("the engine was closed"))
 
     @torch.inference_mode()
-    def _pass(self) -> None:
+    def _run_pass(self) -> None:
         with self._policy.lock:
             if self._revision != self._policy.revision:
                 self._revision = self._policy.revision
@@ -222,13 +224,13 @@ class LocalEngine(Engine):
                 self._cache.clear()
             self._version = self._policy.version
             self._passes += 1
-            self._remove([request.cancelled for request in self._batch.requests])
+            self._remove([request.is_canceled for request in self._batch.requests])
             if not len(self._batch) or self._passes % self._forward.steps_per_prefill == 0:
                 self._admit()
                 self._prefill()
                 self._admit()  # those that waited for a prefix of the first
             self._prefill()
-            self._step()
+            self._sample_step()
 
     def _admit(self) -> None:
         """Move waiting requests into the batch, reusing the longest cached prefix of each."""
@@ -248,7 +250,7 @@ class LocalEngine(Engine):
         placed: dict[bytes, tuple[int, int]] = {}
         waiting: set[bytes] = set()  # prompts that wait for another one's prefill
         longest = self._batch.longest
-        while admitted < len(fresh) and (request := self._next_waiting()):
+        while admitted < len(fresh) and (request := self._pop_waiting()):
             deferred.append(request)
             tokens = np.asarray(request.tokens, np.int32)
             longest = max(longest, len(tokens))
@@ -263,9 +265,9 @@ class LocalEngine(Engine):
             if equal := placed.get(key):
                 (source, shared), coming = equal, len(tokens) - 1
             else:
-                source, shared = self._cache.longest_prefix(tokens)
+                source, shared = self._cache.find_longest_prefix(tokens)
                 can_gain = shared + MIN_SHARED_PREFIX <= len(tokens)  # by waiting for a prefill
-                coming = longest_prefix(fresh[:admitted], tokens)[1] if can_gain else 0
+                coming = find_longest_prefix(fresh[:admitted], tokens)[1] if can_gain else 0
             if coming >= shared + MIN_SHARED_PREFIX:
                 waiting.add(key)
                 continue
@@ -276,28 +278,28 @@ class LocalEngine(Engine):
             fresh[admitted, : len(tokens)] = tokens
             admitted += 1
 
-    def _next_waiting(self) -> _PendingRequest | None:
+    def _pop_waiting(self) -> _PendingRequest | None:
         with self._wake:
             while self._waiting:
                 request = self._waiting.popleft()
-                if not request.cancelled:
+                if not request.is_canceled:
                     return request
         return None
 
-    def _capacity(self, length: int) -> int:
+    def _choose_capacity(self, length: int) -> int:
         """Capacity of a KV cache row for this many tokens: a power of two, within the budget."""
         return min(max(MIN_ROW_CAPACITY, 1 << length.bit_length()), self._budget)
 
     def _fits(self, rows: int, length: int) -> bool:
         """Whether this many rows, the longest of this length, fit the KV cache budget."""
-        return rows * self._capacity(length) <= self._budget
+        return rows * self._choose_capacity(length) <= self._budget
 
     def _make_room(self, rows: int, length: int) -> None:
         """Resize the KV cache for this many active rows; idle ones stay while the budget lasts."""
         cache = self._cache
-        capacity = max(cache.capacity, self._capacity(length))
+        capacity = max(cache.capacity, self._choose_capacity(length))
         if rows * capacity > self._budget:
-            capacity = self._capacity(length)
+            capacity = self._choose_capacity(length)
         most = self._budget // capacity
         full = rows > len(self._batch) and cache.length_S[len(self._batch) :].all()
         wanted = min(most, max(rows, 8, 2 * cache.rows if full else cache.rows))
@@ -322,8 +324,11 @@ class LocalEngine(Engine):
         cache.active = len(self._batch)
 
     def _prefill(self) -> None:
-        """Compute missing keys and values, except of each row's last token, which `_step` runs."""
-        while rows := self._next_prefill():
+        """Compute missing keys and values, except those of each row's last token.
+
+        `_sample_step` computes these.
+        """
+        while rows := self._select_prefill():
             new_ids: list[list[int]] = []
             for row in rows:
                 start = int(self._cache.length_S[row])
@@ -332,7 +337,7 @@ class LocalEngine(Engine):
             self._forward.prefill(rows, new_ids)
             self.prefilled += sum(map(len, new_ids))
 
-    def _next_prefill(self) -> list[int]:
+    def _select_prefill(self) -> list[int]:
         """Rows to prefill together: of similar lengths, since padding is wasted computation."""
         missing_B = self._batch.total_B - 1 - self._cache.length_S[: len(self._batch)]
         rows: list[int] = []
@@ -345,7 +350,7 @@ class LocalEngine(Engine):
             rows.append(row)
         return rows
 
-    def _step(self) -> None:
+    def _sample_step(self) -> None:
         """Sample one token for every active row."""
         while not self._fits(len(self._batch), self._batch.longest):
             self._preempt()
@@ -358,8 +363,8 @@ class LocalEngine(Engine):
         special = batch.requests if batch.any_needs_every_token else ()
         sampled = sample_tokens(
             logits_BV,
-            batch.shaping(self._policy.device),
-            uniform_numbers(batch.seed_B, batch.sampled_B),
+            batch.build_shaping(self._policy.device),
+            draw_uniform_numbers(batch.seed_B, batch.sampled_B),
             matchers=[request.matcher for request in special],
             tops=[request.sampling.top_logprobs for request in special],
         )

@@ -22,7 +22,7 @@ from whet.engines.local import pool_attention as attention
 from whet.engines.local.batch import KVCache
 from whet.errors import ConfigError, EngineError, boundary
 from whet.models.huggingface import LocalPolicy
-from whet.models.rounding import rounding_errors
+from whet.models.rounding import simulate_rounding_errors
 from whet.models.transfer import copy_to_device
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class CudaGraphForward(Forward):
         """Memory that the graphs share, since only one runs at a time."""
 
     def prefill(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
-        shape = prefill_shape(len(rows), max(map(len, new_ids)))
+        shape = round_prefill_shape(len(rows), max(map(len, new_ids)))
         self._run(BatchLayout.of_prefill(self.cache, rows, new_ids, shape))
         self.cache.extend(rows, new_ids)
 
@@ -309,7 +309,7 @@ def _measure_max_gap(policy: LocalPolicy) -> float:
         return MAX_LOGIT_GAP_FP32
     with policy.lock:
         plain = _compute_plain_logits(policy)
-        with rounding_errors(policy.model):
+        with simulate_rounding_errors(policy.model):
             moved = [
                 _measure_logit_gap(_compute_plain_logits(policy), plain)
                 for _ in range(DISTURBED_RUNS)
@@ -333,7 +333,7 @@ def _measure_logit_gap(found_V: Tensor, expected_V: Tensor) -> float:
     return (found_V[top] - expected_V[top]).abs().mean().item()
 
 
-def prefill_shape(rows: int, width: int) -> tuple[int, int]:
+def round_prefill_shape(rows: int, width: int) -> tuple[int, int]:
     """Round rows and width up to powers of two, and the rows to a least number of tokens.
 
     A shape takes a tenth of a second to capture, and requests that arrive one by one would need

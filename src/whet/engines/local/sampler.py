@@ -52,7 +52,9 @@ def sample_tokens(
     return NextTokens(token_and_logprob[0].astype(np.int64), logprob_B, top_logprobs)
 
 
-def uniform_numbers(seed_B: NDArray[np.uint64], index_B: NDArray[np.int64]) -> NDArray[np.float64]:
+def draw_uniform_numbers(
+    seed_B: NDArray[np.uint64], index_B: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """Random numbers of [0, 1) by SplitMix64 (doi:10.1145/2714064.2660195).
 
     A function of seed and token index alone, so that a row's samples do not depend on the other

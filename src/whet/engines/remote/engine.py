@@ -12,7 +12,7 @@ from anyio import to_thread
 from pydantic_core import from_json
 
 from whet.engines.remote.replicas import Replica, Replicas, WeightsSpec
-from whet.engines.request import Decode, SampledTokens, SampleRequest, remaining_context
+from whet.engines.request import Decode, SampledTokens, SampleRequest, compute_remaining_context
 from whet.errors import ConfigError, EngineError, RequestError
 from whet.io.http_client import HttpClient, TransportError
 from whet.io.threads import call_in_loop
@@ -128,7 +128,7 @@ class RemoteEngine(Engine):
         stream: bool = False,
         affinity: str = "",
     ) -> AsyncGenerator[TokenChunk]:
-        remaining = remaining_context(prompt, self.context_length)
+        remaining = compute_remaining_context(prompt, self.context_length)
         tokens, failed = list(prompt), list[Replica]()
         while True:
             self._start_monitor()
@@ -237,7 +237,7 @@ class RemoteEngine(Engine):
                 async with replica.abortable():  # until all is sampled, if it is not a stream
                     response = await stack.enter_async_context(sent)
                 if response.status != 200:
-                    raise await self._refusal(response, model)
+                    raise await self._build_error(response, model)
                 replica.aborts.add(response.close)
                 try:
                     yield response
@@ -249,9 +249,9 @@ class RemoteEngine(Engine):
         finally:
             replica.in_use[model] -= 1
 
-    async def _refusal(self, response: "aiohttp.ClientResponse", model: str) -> Exception:
+    async def _build_error(self, response: "aiohttp.ClientResponse", model: str) -> Exception:
         text = (await response.read()).decode(errors="replace")
-        message = f"{self._server.name} answers {response.status}: {error_text(text)}"
+        message = f"{self._server.name} answers {response.status}: {read_error_text(text)}"
         # An adapter that a restarted server does not have: 404 of vLLM, 400 of SGLang.
         is_lost = bool(model) and model in text
         if response.status in (400, 413, 422) and not is_lost:
@@ -356,7 +356,7 @@ async def check_health(http: HttpClient, url: str) -> None:
     """Return if the server is healthy. Raises ReplicaFailed."""
     status, reply = await send(http, f"{url}/health")
     if status != 200:
-        raise ReplicaFailed(f"/health answers {status}: {error_text(str(reply))}")
+        raise ReplicaFailed(f"/health answers {status}: {read_error_text(str(reply))}")
 
 
 async def wait_until_healthy(
@@ -424,7 +424,7 @@ def require_equal(servers: Sequence[S], urls: Sequence[str]) -> S:
     return first
 
 
-def error_text(reply: str) -> str:
+def read_error_text(reply: str) -> str:
     """The message of a server's error reply, whatever its shape."""
     with suppress(ValueError):
         match json.loads(reply):
@@ -491,5 +491,5 @@ async def _read_events(response: "aiohttp.ClientResponse") -> AsyncGenerator[lis
                 return
             events.append(from_json(payload))
             if "error" in events[-1]:
-                raise ReplicaFailed(error_text(payload.decode(errors="replace")))
+                raise ReplicaFailed(read_error_text(payload.decode(errors="replace")))
         yield events

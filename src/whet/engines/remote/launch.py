@@ -76,7 +76,7 @@ class VLLMProcess:
         )
         threading.Thread(target=self._listen, name="whet-vllm", daemon=True).start()
 
-    def startup_error(self) -> str | None:
+    def find_startup_error(self) -> str | None:
         """The reason why it will not become ready: it died before it was ready once."""
         if self._ready or not (self._deaths or self._watchdog.poll() is not None):
             return None
@@ -105,7 +105,7 @@ class VLLMProcess:
                 self._deaths.append(line.decode().strip())
 
 
-def required_flags(
+def build_required_flags(
     trainer: LocalTrainerConfig, *, max_context: int | None, max_versions: int
 ) -> list[str]:
     """Flags of `vllm serve` for a run: exact log-probabilities, llguidance grammars, adapters."""

@@ -15,7 +15,7 @@ SIZES = {
 """Flags of `vllm serve` that multiply the GPUs of a server, and their short forms."""
 
 
-def visible_gpus(
+def list_visible_gpus(
     environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
 ) -> list[str]:
     """NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
@@ -38,7 +38,7 @@ def place_servers(
     """
     if not gpus or (training is None and replicas is None):
         return [()] * (replicas or 1)
-    left, each = list(gpus[training or 0 :]), gpus_per_server(flags)
+    left, each = list(gpus[training or 0 :]), count_gpus_per_server(flags)
     if replicas is None and len(left) < each:
         return [()]
     count = replicas or len(left) // each
@@ -52,7 +52,7 @@ def place_servers(
     return [tuple(left[n * each : (n + 1) * each]) for n in range(count)]
 
 
-def gpus_per_server(flags: Sequence[str]) -> int:
+def count_gpus_per_server(flags: Sequence[str]) -> int:
     """GPUs that a server with these flags of the user needs."""
     values = dict(pairwise(flags))
     values |= dict(flag.split("=", 1) for flag in flags if flag.startswith("-") and "=" in flag)

@@ -15,8 +15,8 @@ from whet.engines.remote.engine import (
     Json,
     ReplicaFailed,
     ServerApi,
-    error_text,
     probe,
+    read_error_text,
     require_equal,
     send,
 )
@@ -128,7 +128,7 @@ class SGLang(ServerApi):
             needs = "a version that has it (0.4 or newer)"
         status, reply = await send(http, url + path, body, timeout_s=LOAD_TIMEOUT_S)
         worked = status == 200 and not (isinstance(reply, dict) and reply.get("success") is False)
-        text = error_text(reply if isinstance(reply, str) else json.dumps(reply))
+        text = read_error_text(reply if isinstance(reply, str) else json.dumps(reply))
         # It still has the adapter if only a request to it has failed.
         has_adapter = weights.kind == "lora" and any(words in text for words in LOADED)
         if not worked and not has_adapter:
@@ -185,7 +185,7 @@ async def _probe(http: HttpClient, url: str, context_length: int) -> SGLang:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"the SGLang at {url} does not return sampled ids with log-probabilities "
-            f"({status}, {error_text(json.dumps(reply))}): use 0.5 or newer"
+            f"({status}, {read_error_text(json.dumps(reply))}): use 0.5 or newer"
         ) from error
     found.truncated_logprobs = logprob > -1e-3
     await _check_stop_ids(http, url, found, token)

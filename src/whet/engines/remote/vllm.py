@@ -11,8 +11,8 @@ from whet.engines.remote.engine import (
     Json,
     ReplicaFailed,
     ServerApi,
-    error_text,
     probe,
+    read_error_text,
     require_equal,
     send,
 )
@@ -145,7 +145,7 @@ class VLLM(ServerApi):
         status, reply = await send(
             http, f"{url}/v1/load_lora_adapter", adapter, timeout_s=LOAD_TIMEOUT_S
         )
-        text = error_text(reply if isinstance(reply, str) else json.dumps(reply))
+        text = read_error_text(reply if isinstance(reply, str) else json.dumps(reply))
         if status == 404 and "Not Found" in text:
             raise EngineError(
                 f"the vLLM at {url} does not load adapters: start it with --enable-lora and "
@@ -169,7 +169,7 @@ class VLLM(ServerApi):
                 "VLLM_SERVER_DEV_MODE=1 in its environment, or set trainer.weights to 'lora'"
             )
         if status != 200:
-            text = error_text(reply if isinstance(reply, str) else json.dumps(reply))
+            text = read_error_text(reply if isinstance(reply, str) else json.dumps(reply))
             raise EngineError(
                 f"the vLLM at {url} cannot load weights while it runs ({status}, {text}): "
                 "use vLLM 0.17 or newer, or set trainer.weights to 'lora'"
@@ -216,7 +216,7 @@ async def _probe(http: HttpClient, url: str) -> VLLM:
     else:
         raise ConfigError(
             f"vLLM {version} at {url} does not sample from token ids ({status}, "
-            f"{error_text(json.dumps(reply))}): use {MIN_VERSION} or newer"
+            f"{read_error_text(json.dumps(reply))}): use {MIN_VERSION} or newer"
         )
     try:
         sampled = found.parse_reply(reply, request)
@@ -313,7 +313,7 @@ async def _reset_prefix_cache(http: HttpClient, url: str) -> None:
     answer = ""
     for _ in range(RESET_TRIES):
         status, reply = await send(http, f"{url}/reset_prefix_cache", {})
-        answer = f"{status}, {error_text(json.dumps(reply))}"
+        answer = f"{status}, {read_error_text(json.dumps(reply))}"
         if status == 200 and not (reply and cast(Json, reply).get("success") is False):
             return
         await asyncio.sleep(RESET_INTERVAL_S)

@@ -63,10 +63,10 @@ class _AnthropicMessage(Lenient):
     def to_canonical(self, where: str) -> list[Message]:
         if self.role == "system":
             return [Message("system", read_text(self.content, f"{where}.content", ("text",)))]
-        blocks = _blocks(self.content, f"{where}.content")
+        blocks = _read_blocks(self.content, f"{where}.content")
         if self.role == "assistant":
-            return [_assistant(blocks)]
-        return _user(blocks)
+            return [_convert_assistant(blocks)]
+        return _convert_user(blocks)
 
 
 class _Tool(Lenient):
@@ -142,11 +142,11 @@ class Conversation(Wire):
     cache_control: AnyJson = None
     speed: AnyJson = None
 
-    def canonical_messages(self) -> tuple[Message, ...]:
+    def to_canonical_messages(self) -> tuple[Message, ...]:
         """Convert the messages to canonical form, the system prompt first."""
         self.context_management.check()
         messages: list[Message] = []
-        if system := _system(self.system):
+        if system := _read_system(self.system):
             messages.append(Message("system", system))
         for index, message in enumerate(self.messages):
             messages += message.to_canonical(f"messages.{index}")
@@ -157,7 +157,7 @@ class Conversation(Wire):
             )
         return tuple(messages)
 
-    def canonical_tools(self) -> tuple[Json, ...]:
+    def to_canonical_tools(self) -> tuple[Json, ...]:
         """Convert the tools to the form that templates use."""
         tools = [each.to_canonical(index) for index, each in enumerate(self.tools)]
         return tuple(tool for tool in tools if tool is not None)
@@ -168,7 +168,7 @@ class CountRequest(Conversation):
 
     def to_model_request(self) -> ModelRequest:
         """Convert to canonical form."""
-        return ModelRequest(messages=self.canonical_messages(), tools=self.canonical_tools())
+        return ModelRequest(messages=self.to_canonical_messages(), tools=self.to_canonical_tools())
 
 
 class AnthropicRequest(Conversation, SamplingFields):
@@ -190,18 +190,18 @@ class AnthropicRequest(Conversation, SamplingFields):
     def to_model_request(self, graph: Graph) -> ModelRequest:
         if self.thread is not None:
             raise ThreadUnsupported("thread: send the whole conversation instead")
-        tools = self.canonical_tools()
+        tools = self.to_canonical_tools()
         return ModelRequest(
-            messages=self.canonical_messages(),
+            messages=self.to_canonical_messages(),
             tools=tools,
             sampling=self.to_sampling(max_tokens=self.max_tokens, stop=self.stop_sequences),
             stream=self.stream,
             calls_tools=bool(tools) and self.tool_choice.type != "none",
             several_calls=not self.tool_choice.disable_parallel_tool_use,
-            constraint=self._constraint(tools),
+            constraint=self._build_constraint(tools),
         )
 
-    def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
+    def _build_constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
         choice, several = self.tool_choice, not self.tool_choice.disable_parallel_tool_use
         if choice.type == "tool":
             return build_constraint(tools, tool_name=choice.name or "")
@@ -231,7 +231,7 @@ class AnthropicDialect(Dialect):
     def parse(self, body: bytes) -> ParsedRequest:
         return parse_body(AnthropicRequest, body)
 
-    def error(self, error: WireError) -> Json:
+    def build_error(self, error: WireError) -> Json:
         message = error.message
         if overflow := CONTEXT_OVERFLOW.search(message):  # the words at which Claude Code compacts
             message = f"prompt is too long: {overflow[2]} tokens > {overflow[1]} maximum"
@@ -241,11 +241,11 @@ class AnthropicDialect(Dialect):
             wire["details"] = {"error_code": error.code, "unsupported": ["thread"]}
         return {"type": "error", "error": wire}
 
-    def error_event(self, error: WireError) -> bytes:
-        return format_event(self.error(error), "error")
+    def build_error_event(self, error: WireError) -> bytes:
+        return format_event(self.build_error(error), "error")
 
 
-def _system(system: str | list[JsonValue]) -> str:
+def _read_system(system: str | list[JsonValue]) -> str:
     if isinstance(system, str):
         return "" if system.startswith(BILLING) else system
     kept = [block for block in system if not _is_billing(block)]
@@ -285,14 +285,14 @@ class _Block(Lenient):
             raise RequestError(f"{self.where}.{name}: expected text")
         return value
 
-    def unsupported(self, role: str) -> RequestError:
+    def build_unsupported_error(self, role: str) -> RequestError:
         return RequestError(
             f"{self.where}: blocks of type {self.type!r} are not supported in a message of "
             f"the {role}"
         )
 
 
-def _blocks(content: str | list[JsonValue], where: str) -> list[_Block]:
+def _read_blocks(content: str | list[JsonValue], where: str) -> list[_Block]:
     if isinstance(content, str):
         return [_Block(type="text", where=where, text=content)]
     blocks: list[_Block] = []
@@ -312,7 +312,7 @@ def _parse_block(block: Json, where: str) -> _Block:
         raise RequestError(f"{where}: invalid content block of type {block['type']!r}") from error
 
 
-def _assistant(blocks: Sequence[_Block]) -> Message:
+def _convert_assistant(blocks: Sequence[_Block]) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -330,13 +330,13 @@ def _assistant(blocks: Sequence[_Block]) -> Message:
                 arguments = dump_json(block.input or {}).decode()
                 calls.append(ToolCall(block.need("id"), block.need("name"), arguments))
             case _:
-                raise block.unsupported("assistant")
+                raise block.build_unsupported_error("assistant")
     return Message(
         "assistant", "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts), call=call
     )
 
 
-def _user(blocks: Sequence[_Block]) -> list[Message]:
+def _convert_user(blocks: Sequence[_Block]) -> list[Message]:
     """Convert tool results to messages of their own, and the texts between them to the user's."""
     messages: list[Message] = []
     texts: list[str] = []
@@ -355,7 +355,7 @@ def _user(blocks: Sequence[_Block]) -> list[Message]:
                 id = block.need("tool_use_id")
                 messages.append(Message("tool", result, tool_call_id=id))
             case _:
-                raise block.unsupported("user")
+                raise block.build_unsupported_error("user")
     if texts or not messages:
         messages.append(Message("user", "\n".join(texts)))
     return messages

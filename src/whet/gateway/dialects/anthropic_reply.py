@@ -39,19 +39,21 @@ class AnthropicReply(Reply):
         self._index = 0
         self._open = ""
 
-    def body(self, completed: CompletedCall) -> Json:
+    def build_body(self, completed: CompletedCall) -> Json:
         call = completed.call
         [generation], [message] = call.generations, completed.messages
         content: list[JsonValue] = []
         if message.reasoning and self._shows_thinking:
             thinking = "" if self._omits_thinking else message.reasoning
-            content.append(_thinking(thinking, self._signature()))
+            content.append(_build_thinking(thinking, self._build_signature()))
         if message.content or not message.tool_calls:
-            content.append(_text(message.content))
-        content += [_tool_use(made, made.parsed() or {}) for made in message.tool_calls]
-        reply = self._message(content)
-        reply |= self._stop(generation, message)
-        reply["usage"] = _usage(call.prompt_length, len(generation.tokens))
+            content.append(_build_text(message.content))
+        content += [
+            _build_tool_use(made, made.parse_arguments() or {}) for made in message.tool_calls
+        ]
+        reply = self._build_message(content)
+        reply |= self._build_stop(generation, message)
+        reply["usage"] = _build_usage(call.prompt_length, len(generation.tokens))
         if self._wants_ids:
             reply["prompt_token_ids"] = list(self._call.tokens)
             reply["token_ids"] = list(generation.tokens)
@@ -59,69 +61,71 @@ class AnthropicReply(Reply):
 
     # ------------------------------------------------------------- streamed
 
-    def first_events(self) -> bytes:
-        message = self._message([])
-        message["usage"] = _usage(len(self._call.tokens), 0)
+    def build_first_events(self) -> bytes:
+        message = self._build_message([])
+        message["usage"] = _build_usage(len(self._call.tokens), 0)
         if self._wants_ids:
             message["prompt_token_ids"] = list(self._call.tokens)
-        return _event("message_start", message=message)
+        return _build_event("message_start", message=message)
 
-    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
+    def build_chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
         return self._send(delta)
 
-    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+    def build_last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
         call = completed.call
         [generation], [message] = call.generations, completed.messages
         events = self._send(rest[0])
         if self._open != "text" and not message.content and not message.tool_calls:
-            events += self._close() + self._begin("text", _text(""))
+            events += self._close() + self._begin("text", _build_text(""))
         events += self._close()
         for made in message.tool_calls:
             # The text as the model wrote it, so that the client assembles what was sampled.
-            json = made.arguments if made.parsed() is not None else "{}"
-            events += self._begin("tool_use", _tool_use(made, {}))
-            events += self._delta("input_json_delta", "partial_json", json) + self._close()
-        end: Json = {"usage": _usage(call.prompt_length, len(generation.tokens))}
+            json = made.arguments if made.parse_arguments() is not None else "{}"
+            events += self._begin("tool_use", _build_tool_use(made, {}))
+            events += self._build_delta("input_json_delta", "partial_json", json) + self._close()
+        end: Json = {"usage": _build_usage(call.prompt_length, len(generation.tokens))}
         if self._wants_ids:
             end["token_ids"] = list(generation.tokens)
-        stop = self._stop(generation, message)
-        return events + _event("message_delta", delta=stop, **end) + _event("message_stop")
+        stop = self._build_stop(generation, message)
+        return (
+            events + _build_event("message_delta", delta=stop, **end) + _build_event("message_stop")
+        )
 
     def _send(self, delta: Delta) -> bytes:
         events = b""
         if delta.reasoning and self._shows_thinking:
             if self._open != "thinking":
-                events += self._close() + self._begin("thinking", _thinking("", ""))
+                events += self._close() + self._begin("thinking", _build_thinking("", ""))
             if not self._omits_thinking:
-                events += self._delta("thinking_delta", "thinking", delta.reasoning)
+                events += self._build_delta("thinking_delta", "thinking", delta.reasoning)
         if delta.content:
             if self._open != "text":
-                events += self._close() + self._begin("text", _text(""))
-            events += self._delta("text_delta", "text", delta.content)
+                events += self._close() + self._begin("text", _build_text(""))
+            events += self._build_delta("text_delta", "text", delta.content)
         return events
 
     def _begin(self, kind: str, block: Json) -> bytes:
         self._open = kind
-        return _event("content_block_start", index=self._index, content_block=block)
+        return _build_event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, kind: str, name: str, text: str) -> bytes:
+    def _build_delta(self, kind: str, name: str, text: str) -> bytes:
         delta: Json = {"type": kind, name: text}
-        return _event("content_block_delta", index=self._index, delta=delta)
+        return _build_event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
         if not self._open:
             return b""
         events = b""
         if self._open == "thinking":
-            events = self._delta("signature_delta", "signature", self._signature())
-        events += _event("content_block_stop", index=self._index)
+            events = self._build_delta("signature_delta", "signature", self._build_signature())
+        events += _build_event("content_block_stop", index=self._index)
         self._open = ""
         self._index += 1
         return events
 
     # ------------------------------------------------------------- parts
 
-    def _message(self, content: list[JsonValue]) -> Json:
+    def _build_message(self, content: list[JsonValue]) -> Json:
         return {
             "id": f"msg_{self._call.id}",
             "type": "message",
@@ -132,7 +136,7 @@ class AnthropicReply(Reply):
             "stop_sequence": None,
         }
 
-    def _stop(self, generation: Generation, message: Message) -> Json:
+    def _build_stop(self, generation: Generation, message: Message) -> Json:
         stop = find_stop_string(generation, self._template)
         limit = generation.sampling.max_tokens
         if message.tool_calls:
@@ -147,24 +151,24 @@ class AnthropicReply(Reply):
             reason = "max_tokens"
         return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
-    def _signature(self) -> str:
+    def _build_signature(self) -> str:
         """Return the signature, which clients echo unchanged: it names the call."""
         return f"{SIGNATURE}{self._call.id}"
 
 
-def _thinking(text: str, signature: str) -> Json:
+def _build_thinking(text: str, signature: str) -> Json:
     return {"type": "thinking", "thinking": text, "signature": signature}
 
 
-def _text(text: str) -> Json:
+def _build_text(text: str) -> Json:
     return {"type": "text", "text": text}
 
 
-def _tool_use(made: ToolCall, arguments: Json) -> Json:
+def _build_tool_use(made: ToolCall, arguments: Json) -> Json:
     return {"type": "tool_use", "id": made.id, "name": made.name, "input": arguments}
 
 
-def _usage(prompt: int, sampled: int) -> Json:
+def _build_usage(prompt: int, sampled: int) -> Json:
     return {
         "input_tokens": prompt,
         "output_tokens": sampled,
@@ -173,6 +177,6 @@ def _usage(prompt: int, sampled: int) -> Json:
     }
 
 
-def _event(kind: str, **fields: JsonValue) -> bytes:
+def _build_event(kind: str, **fields: JsonValue) -> bytes:
     event: Json = {"type": kind, **fields}
     return format_event(event, kind)

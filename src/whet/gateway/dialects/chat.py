@@ -217,10 +217,10 @@ class ChatRequest(SamplingFields):
             stream=self.stream,
             calls_tools=bool(tools) and self.tool_choice != "none",
             several_calls=self.parallel_tool_calls,
-            constraint=self._constraint(tools),
+            constraint=self._build_constraint(tools),
         )
 
-    def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
+    def _build_constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
         if not isinstance(self.tool_choice, str):
             return build_constraint(tools, tool_name=self.tool_choice.function.name)
         if self.response_format is None and self.tool_choice != "required":
@@ -257,7 +257,7 @@ class ChatReply(Reply):
         self._begun: set[int] = set()
         """Choices of which a delta was sent."""
 
-    def body(self, completed: CompletedCall) -> Json:
+    def build_body(self, completed: CompletedCall) -> Json:
         choices: list[JsonValue] = []
         for index, generation in enumerate(completed.call.generations):
             message, top = completed.messages[index], completed.tops[index]
@@ -277,16 +277,16 @@ class ChatReply(Reply):
 
     # ------------------------------------------------------------- streamed
 
-    def first_events(self) -> bytes:
+    def build_first_events(self) -> bytes:
         if not self._request.return_token_ids:
             return b""
         choices: list[JsonValue] = [
             {"index": index, "delta": self._format_delta(index), "finish_reason": None}
             for index in range(self._call.request.n)
         ]
-        return self._event(choices, prompt_token_ids=list(self._call.tokens))
+        return self._build_event(choices, prompt_token_ids=list(self._call.tokens))
 
-    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
+    def build_chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
         if not any(delta) and not self._request.return_token_ids and not self._request.logprobs:
             return b""
         choice: Json = {
@@ -297,9 +297,9 @@ class ChatReply(Reply):
         }
         if self._request.return_token_ids:
             choice["token_ids"] = list(chunk.tokens)
-        return self._event([choice])
+        return self._build_event([choice])
 
-    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+    def build_last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
         events = b""
         for index, generation in enumerate(completed.call.generations):
             message = completed.messages[index]
@@ -307,16 +307,18 @@ class ChatReply(Reply):
             if message.tool_calls:
                 calls = _format_calls(message)
                 delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(calls)]
-                events += self._event([{"index": index, "delta": delta, "finish_reason": None}])
+                events += self._build_event(
+                    [{"index": index, "delta": delta, "finish_reason": None}]
+                )
                 delta = {}
             reason = _finish_reason(generation, message)
             # The last text comes with the finish reason, as from vLLM.
-            events += self._event([{"index": index, "delta": delta, "finish_reason": reason}])
+            events += self._build_event([{"index": index, "delta": delta, "finish_reason": reason}])
         if self._request.stream_options and self._request.stream_options.include_usage:
-            events += self._event([], usage=format_usage(completed.call))
+            events += self._build_event([], usage=format_usage(completed.call))
         return events + DONE
 
-    def _event(self, choices: list[JsonValue], **more: JsonValue) -> bytes:
+    def _build_event(self, choices: list[JsonValue], **more: JsonValue) -> bytes:
         chunk: Json = {"object": "chat.completion.chunk", "choices": choices}
         return format_event(self._head | chunk | more)
 

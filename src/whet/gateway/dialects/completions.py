@@ -120,52 +120,56 @@ class CompletionReply(Reply):
         self._offsets = [0] * call.request.n
         """Characters of each choice so far."""
 
-    def body(self, completed: CompletedCall) -> Json:
+    def build_body(self, completed: CompletedCall) -> Json:
         choices: list[JsonValue] = []
         for index, generation in enumerate(completed.call.generations):
             text, top = completed.messages[index].content, completed.tops[index]
-            choice = self._choice(index, text, self._end(generation))
-            choice["logprobs"] = self._logprobs(index, generation.tokens, generation.logprobs, top)
+            choice = self._build_choice(index, text, self._end(generation))
+            choice["logprobs"] = self._build_logprobs(
+                index, generation.tokens, generation.logprobs, top
+            )
             if self._request.return_token_ids:
                 choice["token_ids"] = list(generation.tokens)
                 choice["prompt_token_ids"] = list(self._call.tokens)
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": format_usage(completed.call)}
 
-    def first_events(self) -> bytes:
+    def build_first_events(self) -> bytes:
         if not self._request.return_token_ids:
             return b""
         prompt: JsonValue = list(self._call.tokens)
-        return self._event(
+        return self._build_event(
             [
-                self._choice(index, "", {}) | {"prompt_token_ids": prompt, "token_ids": []}
+                self._build_choice(index, "", {}) | {"prompt_token_ids": prompt, "token_ids": []}
                 for index in range(self._call.request.n)
             ]
         )
 
-    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
-        choice = self._choice(index, delta.content, {})
-        choice["logprobs"] = self._logprobs(index, chunk.tokens, chunk.logprobs, chunk.top)
+    def build_chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
+        choice = self._build_choice(index, delta.content, {})
+        choice["logprobs"] = self._build_logprobs(index, chunk.tokens, chunk.logprobs, chunk.top)
         if self._request.return_token_ids:
             choice["token_ids"] = list(chunk.tokens)
         elif not delta.content and self._request.logprobs is None:
             return b""
-        return self._event([choice])
+        return self._build_event([choice])
 
-    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+    def build_last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
         events = [
-            self._event([self._choice(index, rest[index].content, self._end(generation))])
+            self._build_event(
+                [self._build_choice(index, rest[index].content, self._end(generation))]
+            )
             for index, generation in enumerate(completed.call.generations)
         ]
         if self._request.stream_options and self._request.stream_options.include_usage:
-            events.append(self._event([], usage=format_usage(completed.call)))
+            events.append(self._build_event([], usage=format_usage(completed.call)))
         return b"".join(events) + DONE
 
-    def _event(self, choices: Sequence[Json], **more: JsonValue) -> bytes:
+    def _build_event(self, choices: Sequence[Json], **more: JsonValue) -> bytes:
         chunk: Json = {"choices": [*choices]}
         return format_event(self._head | chunk | more)
 
-    def _choice(self, index: int, text: str, end: Json) -> Json:
+    def _build_choice(self, index: int, text: str, end: Json) -> Json:
         return {
             "index": index,
             "text": text,
@@ -180,18 +184,18 @@ class CompletionReply(Reply):
             "stop_reason": find_stop_string(generation, self._template),
         }
 
-    def _logprobs(
+    def _build_logprobs(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
     ) -> Json | None:
         if self._request.logprobs is None:
             return None
-        texts = [self._template.token_text(id) for id in tokens]
+        texts = [self._template.get_token_text(id) for id in tokens]
         offsets: list[JsonValue] = []
         for text in texts:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
         likeliest: list[JsonValue] = [
-            {self._template.token_text(id): max(value, MIN_LOGPROB) for id, value in top}
+            {self._template.get_token_text(id): max(value, MIN_LOGPROB) for id, value in top}
             for top in tops
         ]
         return {

@@ -30,19 +30,19 @@ class WireError(NamedTuple):
 class Reply(Protocol):
     """The reply to one request: one body, or the events of a stream (first, chunk..., last)."""
 
-    def body(self, completed: CompletedCall) -> Json:
+    def build_body(self, completed: CompletedCall) -> Json:
         """Build the body of a reply that is not streamed."""
         ...
 
-    def first_events(self) -> bytes:
+    def build_first_events(self) -> bytes:
         """Build the events that open the stream."""
         ...
 
-    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
+    def build_chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
         """Build the events for the next tokens of a choice; empty if there is nothing to send."""
         ...
 
-    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+    def build_last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
         """Build the events that end the stream, once the call is recorded.
 
         `rest` is the text of each choice that was not sent yet.
@@ -83,10 +83,10 @@ class Dialect(Protocol):
         """Parse a request. Raises RequestError that names the invalid field."""
         ...
 
-    def error(self, error: WireError) -> Json:
+    def build_error(self, error: WireError) -> Json:
         """Build the body of an error response."""
         ...
 
-    def error_event(self, error: WireError) -> bytes:
+    def build_error_event(self, error: WireError) -> bytes:
         """Build the event that reports an error once a stream has begun."""
         ...

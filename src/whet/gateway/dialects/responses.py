@@ -9,9 +9,9 @@ from starlette.datastructures import QueryParams
 from whet.errors import RequestError
 from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply, WireError
 from whet.gateway.dialects.responses_items import (
+    build_input_items,
+    build_output_items,
     find_response,
-    input_items,
-    output_items,
     read_items,
 )
 from whet.gateway.dialects.responses_reply import ResponsesReply, build_response, finish_response
@@ -129,7 +129,7 @@ class ResponsesRequest(SamplingFields):
         converted = [each.to_canonical(index) for index, each in enumerate(self.tools)]
         tools = tuple(tool for tool in converted if tool is not None)
         return ModelRequest(
-            messages=self._messages(graph),
+            messages=self._collect_messages(graph),
             tools=tools,
             sampling=self.to_sampling(
                 max_tokens=self.max_output_tokens, top_logprobs=self.top_logprobs
@@ -137,11 +137,11 @@ class ResponsesRequest(SamplingFields):
             stream=self.stream,
             calls_tools=bool(tools) and self.tool_choice != "none",
             several_calls=self.parallel_tool_calls,
-            constraint=self._constraint(tools),
-            shown=self._shown_fields(graph),
+            constraint=self._build_constraint(tools),
+            shown=self._collect_shown_fields(graph),
         )
 
-    def _messages(self, graph: Graph) -> tuple[Message, ...]:
+    def _collect_messages(self, graph: Graph) -> tuple[Message, ...]:
         """Return the whole conversation: instructions, earlier turns, and the new input.
 
         As the format demands, the instructions of a previous response are not carried over.
@@ -152,7 +152,7 @@ class ResponsesRequest(SamplingFields):
         if self.previous_response_id is not None:
             previous = find_response(graph, self.previous_response_id)
             instructed = bool(previous.origin.shown.get("instructions"))
-            *earlier, turn = graph.messages(previous.id)
+            *earlier, turn = graph.collect_messages(previous.id)
             messages += [*earlier, turn._replace(call=previous.id)][instructed:]
         if isinstance(self.input, list):
             messages += read_items(self.input, graph)
@@ -162,7 +162,7 @@ class ResponsesRequest(SamplingFields):
             raise RequestError("input: expected at least one item or a text, found none")
         return tuple(messages)
 
-    def _constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
+    def _build_constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
         schema: Schema | None = None
         if isinstance(self.text.format, _ObjectFormat):
             schema = ANY_OBJECT
@@ -174,7 +174,7 @@ class ResponsesRequest(SamplingFields):
             tools, choice=self.tool_choice, schema=schema, parallel=self.parallel_tool_calls
         )
 
-    def _shown_fields(self, graph: Graph) -> Json:
+    def _collect_shown_fields(self, graph: Graph) -> Json:
         """Return the request fields that the response shows, but defaults and repeated tools."""
         shown: Json = self.model_dump(
             mode="json", include=SHOWN, exclude_defaults=True, exclude_none=True, by_alias=True
@@ -246,7 +246,7 @@ def show_response(graph: Graph, id: str, query: QueryParams, template: ChatTempl
     shown["tools"] = _resolve_tools(graph, shown)
     [generation] = call.generations
     message = Message.from_json(generation.message)
-    output = output_items(call.id, message, complete=generation.stop == "stop")
+    output = build_output_items(call.id, message, complete=generation.stop == "stop")
     response = build_response(call.id, call.created, call.origin.model, shown)
     return finish_response(response, call, message, template, output)
 
@@ -254,8 +254,8 @@ def show_response(graph: Graph, id: str, query: QueryParams, template: ChatTempl
 def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
     """Return the input items of a response in one page, newest first unless `order` is `asc`."""
     call = find_response(graph, id)
-    messages = graph.messages(call.id)[bool(call.origin.shown.get("instructions")) : -1]
-    items = input_items(call.id, messages)
+    messages = graph.collect_messages(call.id)[bool(call.origin.shown.get("instructions")) : -1]
+    items = build_input_items(call.id, messages)
     if query.get("order", "desc") == "desc":
         items.reverse()
     data: list[JsonValue] = [*items]
@@ -278,6 +278,6 @@ class ResponsesDialect(OpenAIDialect):
     def parse(self, body: bytes) -> ParsedRequest:
         return parse_body(ResponsesRequest, body)
 
-    def error_event(self, error: WireError) -> bytes:
+    def build_error_event(self, error: WireError) -> bytes:
         event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}
         return format_event(event | {"sequence_number": 0}, "error")

@@ -23,24 +23,24 @@ ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "us
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-def output_items(call: CallId, message: Message, *, complete: bool = True) -> list[Json]:
+def build_output_items(call: CallId, message: Message, *, complete: bool = True) -> list[Json]:
     """Convert a turn to items; one that is not `complete` was truncated."""
     items: list[Json] = []
     if message.reasoning:
-        items.append(reasoning_item(call, message.reasoning))
+        items.append(build_reasoning_item(call, message.reasoning))
     if message.content or not message.tool_calls:
-        items.append(message_item(call, message.content, complete=complete))
-    items += [call_item(call, index, made) for index, made in enumerate(message.tool_calls)]
+        items.append(build_message_item(call, message.content, complete=complete))
+    items += [build_call_item(call, index, made) for index, made in enumerate(message.tool_calls)]
     return items
 
 
-def reasoning_item(call: CallId, text: str) -> Json:
+def build_reasoning_item(call: CallId, text: str) -> Json:
     """Build a reasoning item."""
     content: list[JsonValue] = [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{call}", "type": "reasoning", "summary": [], "content": content}
 
 
-def message_item(
+def build_message_item(
     call: CallId, text: str, *, complete: bool = True, logprobs: Sequence[JsonValue] = ()
 ) -> Json:
     """Build a message item."""
@@ -49,16 +49,16 @@ def message_item(
         "type": "message",
         "role": "assistant",
         "status": "completed" if complete else "incomplete",
-        "content": [text_part(text, logprobs)],
+        "content": [build_text_part(text, logprobs)],
     }
 
 
-def text_part(text: str, logprobs: Sequence[JsonValue] = ()) -> Json:
+def build_text_part(text: str, logprobs: Sequence[JsonValue] = ()) -> Json:
     """Build the content part of a message item."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def call_item(call: CallId, index: int, made: ToolCall) -> Json:
+def build_call_item(call: CallId, index: int, made: ToolCall) -> Json:
     """Build a function-call item."""
     return {
         "id": f"fc_{call}_{index}",
@@ -70,12 +70,12 @@ def call_item(call: CallId, index: int, made: ToolCall) -> Json:
     }
 
 
-def input_items(call: CallId, messages: Sequence[Message]) -> list[Json]:
+def build_input_items(call: CallId, messages: Sequence[Message]) -> list[Json]:
     """Convert the input messages of a response to items."""
     items: list[Json] = []
     for message in messages:
         if message.role == "assistant":
-            items += output_items(call, message)
+            items += build_output_items(call, message)
         elif message.role == "tool":
             output: Json = {"type": "function_call_output", "call_id": message.tool_call_id}
             items.append(output | {"output": message.content, "status": "completed"})
@@ -138,17 +138,19 @@ class _Reader:
                 summary = read_text(item.get("summary"), f"{where}.summary", ("summary_text",))
                 self._turn("reasoning", named[1] if named else "").reasoning = parts or summary
             case "function_call":
-                made = ToolCall(*(_text(item, f, where) for f in ("call_id", "name", "arguments")))
+                made = ToolCall(
+                    *(_read_text(item, f, where) for f in ("call_id", "name", "arguments"))
+                )
                 self._turn("calls", named[1] if named else "").calls.append(made)
             case "function_call_output":
                 self.close()
                 output = read_text(
                     item.get("output"), f"{where}.output", TEXT_PARTS, images=("input_image",)
                 )
-                id = _text(item, "call_id", where)
+                id = _read_text(item, "call_id", where)
                 self.messages.append(Message("tool", output, tool_call_id=id))
             case "item_reference":
-                self.add(self._stored(_text(item, "id", where)), where)
+                self.add(self._find_stored(_read_text(item, "id", where)), where)
             case _:
                 raise RequestError(f"{where}: items of type {kind!r} are not supported")
 
@@ -192,18 +194,18 @@ class _Reader:
         self._open.call = self._open.call or call
         return self._open
 
-    def _stored(self, id: str) -> Json:
+    def _find_stored(self, id: str) -> Json:
         named = ITEM_ID.fullmatch(id)
         if named is not None:
             call = find_response(self._graph, f"resp_{named[1]}")
             message = Message.from_json(call.generations[0].message)
-            for item in output_items(call.id, message):
+            for item in build_output_items(call.id, message):
                 if item["id"] == id:
                     return item
         raise NotFound(f"unknown item {id!r}: this attempt has none of that id")
 
 
-def _text(item: Json, name: str, where: str) -> str:
+def _read_text(item: Json, name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
         raise RequestError(f"{where}.{name}: expected text")

@@ -6,11 +6,11 @@ from pydantic import JsonValue
 
 from whet.gateway.dialects.dialect import Json, Reply
 from whet.gateway.dialects.responses_items import (
-    call_item,
-    message_item,
-    output_items,
-    reasoning_item,
-    text_part,
+    build_call_item,
+    build_message_item,
+    build_output_items,
+    build_reasoning_item,
+    build_text_part,
 )
 from whet.gateway.dialects.wire import format_event, format_logprobs
 from whet.gateway.messages import Message
@@ -105,33 +105,33 @@ class ResponsesReply(Reply):
         self._logprobs: list[JsonValue] = []
         self._unsent_logprobs: list[JsonValue] = []
 
-    def body(self, completed: CompletedCall) -> Json:
+    def build_body(self, completed: CompletedCall) -> Json:
         call = completed.call
         [generation], [message] = call.generations, completed.messages
-        output = output_items(self._call.id, message, complete=generation.stop == "stop")
+        output = build_output_items(self._call.id, message, complete=generation.stop == "stop")
         if self._wants_logprobs:
             logprobs = format_logprobs(
                 self._template, generation.tokens, generation.logprobs, completed.tops[0]
             )
             for item in output:
                 if item["type"] == "message":
-                    item["content"] = [text_part(message.content, logprobs)]
+                    item["content"] = [build_text_part(message.content, logprobs)]
         return self._end(call, message, output)
 
     # ------------------------------------------------------------- streamed
 
-    def first_events(self) -> bytes:
-        created = self._event("response.created", response=self._response)
-        return created + self._event("response.in_progress", response=self._response)
+    def build_first_events(self) -> bytes:
+        created = self._build_event("response.created", response=self._response)
+        return created + self._build_event("response.in_progress", response=self._response)
 
-    def chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
+    def build_chunk_events(self, index: int, chunk: TokenChunk, delta: Delta) -> bytes:
         if self._wants_logprobs:
             self._unsent_logprobs += format_logprobs(
                 self._template, chunk.tokens, chunk.logprobs, chunk.top
             )
         return self._send(delta)
 
-    def last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
+    def build_last_events(self, completed: CompletedCall, rest: Sequence[Delta]) -> bytes:
         call = completed.call
         [generation], [message] = call.generations, completed.messages
         events = self._send(rest[0])
@@ -144,7 +144,7 @@ class ResponsesReply(Reply):
             events += self._send_call(message, index)
         end = self._end(call, message, self._output)
         name = "response.incomplete" if end["status"] == "incomplete" else "response.completed"
-        return events + self._event(name, response=end)
+        return events + self._build_event(name, response=end)
 
     def _end(self, call: Call, message: Message, output: Sequence[Json]) -> Json:
         end = finish_response(self._response, call, message, self._template, output)
@@ -161,71 +161,77 @@ class ResponsesReply(Reply):
             if self._open != kind:
                 events += self._close() + self._begin(kind)
             self._text += text
-            event = self._position()
+            event = self._build_position()
             event["delta"] = text
             if kind == "message":
                 event["logprobs"] = self._unsent_logprobs
                 self._logprobs += self._unsent_logprobs
                 self._unsent_logprobs = []
-            events += self._event(f"{_TEXT_EVENTS[kind]}.delta", **event)
+            events += self._build_event(f"{_TEXT_EVENTS[kind]}.delta", **event)
         return events
 
     def _begin(self, kind: str) -> bytes:
         self._open, self._text = kind, ""
-        item = self._item() | {"status": "in_progress", "content": []}
+        item = self._build_item() | {"status": "in_progress", "content": []}
         at = len(self._output)
-        events = self._event("response.output_item.added", output_index=at, item=item)
-        part = self._part("")
-        return events + self._event("response.content_part.added", **self._position(), part=part)
+        events = self._build_event("response.output_item.added", output_index=at, item=item)
+        part = self._build_part("")
+        return events + self._build_event(
+            "response.content_part.added", **self._build_position(), part=part
+        )
 
     def _close(self, *, complete: bool = True) -> bytes:
         if not self._open:
             return b""
         kind = self._open
-        position = self._position()
+        position = self._build_position()
         done: Json = {"text": self._text}
         if kind == "message":
             self._logprobs += self._unsent_logprobs
             self._unsent_logprobs = []
             done["logprobs"] = self._logprobs
-        events = self._event(f"{_TEXT_EVENTS[kind]}.done", **position, **done)
-        part = self._part(self._text)
-        events += self._event("response.content_part.done", **position, part=part)
-        return events + self._finish(self._item(complete=complete))
+        events = self._build_event(f"{_TEXT_EVENTS[kind]}.done", **position, **done)
+        part = self._build_part(self._text)
+        events += self._build_event("response.content_part.done", **position, part=part)
+        return events + self._finish(self._build_item(complete=complete))
 
     def _send_call(self, message: Message, index: int) -> bytes:
         made = message.tool_calls[index]
-        item = call_item(self._call.id, index, made)
+        item = build_call_item(self._call.id, index, made)
         at = len(self._output)
         position: Json = {"output_index": at, "item_id": item["id"]}
         begun: Json = {**item, "arguments": "", "status": "in_progress"}
-        events = self._event("response.output_item.added", output_index=at, item=begun)
+        events = self._build_event("response.output_item.added", output_index=at, item=begun)
         name = "response.function_call_arguments"
-        events += self._event(f"{name}.delta", **position, delta=made.arguments)
-        done = self._event(f"{name}.done", **position, name=made.name, arguments=made.arguments)
+        events += self._build_event(f"{name}.delta", **position, delta=made.arguments)
+        done = self._build_event(
+            f"{name}.done", **position, name=made.name, arguments=made.arguments
+        )
         return events + done + self._finish(item)
 
     def _finish(self, item: Json) -> bytes:
         at = len(self._output)
         self._output.append(item)
         self._open = ""
-        return self._event("response.output_item.done", output_index=at, item=item)
+        return self._build_event("response.output_item.done", output_index=at, item=item)
 
-    def _item(self, *, complete: bool = True) -> Json:
+    def _build_item(self, *, complete: bool = True) -> Json:
         if self._open == "reasoning":
-            return reasoning_item(self._call.id, self._text)
-        return message_item(self._call.id, self._text, complete=complete, logprobs=self._logprobs)
+            return build_reasoning_item(self._call.id, self._text)
+        return build_message_item(
+            self._call.id, self._text, complete=complete, logprobs=self._logprobs
+        )
 
-    def _part(self, text: str) -> Json:
+    def _build_part(self, text: str) -> Json:
         if self._open == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return text_part(text, self._logprobs if text else ())
+        return build_text_part(text, self._logprobs if text else ())
 
-    def _position(self) -> Json:
-        item_id = self._item()["id"]
+    def _build_position(self) -> Json:
+        item_id = self._build_item()["id"]
         return {"item_id": item_id, "output_index": len(self._output), "content_index": 0}
 
-    def _event(self, kind: str, /, **fields: JsonValue) -> bytes:
+    def _build_event(self, kind: str, /, **fields: JsonValue) -> bytes:
         head: Json = {"type": kind, "sequence_number": self._sequence}
         self._sequence += 1
         return format_event(head | fields, kind)

@@ -39,7 +39,7 @@ class TokenizeRequest(Wire):
         ids = template.encode(text)
         reply: Json = {"count": len(ids), "max_model_len": context_length, "tokens": [*ids]}
         reply["token_strs"] = (
-            [template.token_text(id) for id in ids] if self.return_token_strs else None
+            [template.get_token_text(id) for id in ids] if self.return_token_strs else None
         )
         return reply
 

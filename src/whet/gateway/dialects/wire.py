@@ -206,10 +206,10 @@ def format_error_event(error: WireError) -> bytes:
 class OpenAIDialect(Dialect):
     """Base of OpenAI's wire formats: how they report errors."""
 
-    def error(self, error: WireError) -> Json:
+    def build_error(self, error: WireError) -> Json:
         return format_error(error)
 
-    def error_event(self, error: WireError) -> bytes:
+    def build_error_event(self, error: WireError) -> bytes:
         return format_error_event(error)
 
 
@@ -237,5 +237,5 @@ def format_logprobs(
 
 
 def _format_logprob(template: ChatTemplate, id: int, logprob: float) -> Json:
-    text = template.token_text(id)
+    text = template.get_token_text(id)
     return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(text.encode())}

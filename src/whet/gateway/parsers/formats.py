@@ -36,7 +36,7 @@ class ReasoningFormat:
     template_marks: Sequence[str] = ()
     """Texts that are all in the chat template of a model with this format."""
 
-    def pattern(self) -> re.Pattern[str] | None:
+    def build_pattern(self) -> re.Pattern[str] | None:
         """Pattern of thinking and white space in a prompt, which may end inside a block."""
         if not self.open:
             return None

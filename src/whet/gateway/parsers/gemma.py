@@ -13,8 +13,8 @@ from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
     ToolParser,
+    create_call,
     match_all,
-    new_call,
     require_all,
 )
 
@@ -37,7 +37,7 @@ class GemmaParser(ToolParser):
     def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
         before, _, _ = text.partition(OPEN)
         matches = match_all(CALL, text[len(before) :]) or []
-        calls = require_all([new_call(m[1], LEXEME.sub(_to_json, m[2])) for m in matches])
+        calls = require_all([create_call(m[1], LEXEME.sub(_to_json, m[2])) for m in matches])
         return ParsedOutput(before.rstrip(), calls) if calls else None
 
 

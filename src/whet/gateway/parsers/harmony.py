@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from whet.gateway.messages import ToolCall
-from whet.gateway.parsers.parser import ParsedOutput, ToolCallFormat, ToolParser, new_call
+from whet.gateway.parsers.parser import ParsedOutput, ToolCallFormat, ToolParser, create_call
 from whet.gateway.parsers.xml_tags import XmlTagParser
 
 START, MESSAGE = "<|start|>", "<|message|>"
@@ -35,7 +35,7 @@ class HarmonyParser(ToolParser):
     thinking_block: re.Pattern[str] | None = None
     """Matches thinking and white space in a prompt, if the template drops thinking."""
 
-    def recipient(self, header: str) -> str:
+    def read_recipient(self, header: str) -> str:
         """Name of the tool that a message calls, or "" if it calls none."""
         match = TO.search(header)
         name = match[1].removeprefix("functions.") if match else ""
@@ -45,7 +45,7 @@ class HarmonyParser(ToolParser):
         calls: list[ToolCall] = []
         content: list[str] = []
         for header, body in self.split_messages(text):
-            name = self.recipient(header)
+            name = self.read_recipient(header)
             call = self.parse_call(name, body, tools) if name else None
             if name and call is None:
                 return None
@@ -68,7 +68,7 @@ class HarmonyParser(ToolParser):
 
 
 def _parse_json_call(name: str, body: str, tools: Sequence[JsonValue]) -> ToolCall | None:
-    return new_call(name, body.strip())
+    return create_call(name, body.strip())
 
 
 ATEM_TAGS = XmlTagParser(

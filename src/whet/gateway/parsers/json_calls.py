@@ -23,9 +23,9 @@ from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
     ToolParser,
+    create_call,
     load_object,
     match_all,
-    new_call,
     require_all,
     strip_fence,
 )
@@ -75,7 +75,7 @@ class JsonCallParser(ToolParser):
         if value is None or len(value) != 1:
             return None
         [(name, arguments)] = value.items()
-        return new_call(name, json.dumps(arguments, ensure_ascii=False))
+        return create_call(name, json.dumps(arguments, ensure_ascii=False))
 
 
 class LlamaParser(ToolParser):
@@ -123,7 +123,7 @@ class MistralParser(ToolParser):
 
 def _parse_named(body: str) -> ToolCall | None:
     match = NAMED_CALL.fullmatch(body)
-    return new_call(match[1], match[3].strip(), match[2] or "") if match else None
+    return create_call(match[1], match[3].strip(), match[2] or "") if match else None
 
 
 def split_objects(text: str) -> list[str] | None:
@@ -168,7 +168,7 @@ def parse_json_call(
     if not value.keys() <= {name_key, key, id_key}:
         return None
     id = value.get(id_key)
-    return new_call(name, _slice_value(body, key, arguments), id if isinstance(id, str) else "")
+    return create_call(name, _slice_value(body, key, arguments), id if isinstance(id, str) else "")
 
 
 def _slice_value(body: str, key: str, value: JsonValue) -> str:
@@ -183,52 +183,59 @@ def _slice_value(body: str, key: str, value: JsonValue) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _tags(name: str, open: str, close: str = "", marks: Sequence[str] = ()) -> ToolCallFormat:
+def _build_tag_format(
+    name: str, open: str, close: str = "", marks: Sequence[str] = ()
+) -> ToolCallFormat:
     """A format with tags around the calls; `marks` are in the template, if `open` is not."""
     tags = tuple(tag for tag in (open, close) if tag)
     return ToolCallFormat(name, marks or (open,), markers=(open,), special_tokens=tags)
 
 
-HERMES = JsonCallParser(_tags("hermes", "<tool_call>", "</tool_call>"), "</tool_call>")
+HERMES = JsonCallParser(_build_tag_format("hermes", "<tool_call>", "</tool_call>"), "</tool_call>")
 TOOL_CALLS = JsonCallParser(
     replace(
-        _tags("tool_calls", "<tool_calls>", "</tool_calls>"), content_tags=("[END FINAL RESPONSE]",)
+        _build_tag_format("tool_calls", "<tool_calls>", "</tool_calls>"),
+        content_tags=("[END FINAL RESPONSE]",),
     ),
     "</tool_calls>",
 )
 """Apriel in a list, MiniMax M1 line by line."""
-NEMOTRON_V2 = JsonCallParser(_tags("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"), "</TOOLCALL>")
+NEMOTRON_V2 = JsonCallParser(
+    _build_tag_format("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"), "</TOOLCALL>"
+)
 GRANITE = JsonCallParser(
     replace(
-        _tags("granite", "<|tool_call|>"),
+        _build_tag_format("granite", "<|tool_call|>"),
         markers=("<|tool_call|>", "<tool_call>"),
         content_tags=("<response>", "</response>"),
     )
 )
 GIGACHAT3 = JsonCallParser(
-    _tags("gigachat3", "function call<|role_sep|>\n", marks=("'function call'", "<|role_sep|>"))
+    _build_tag_format(
+        "gigachat3", "function call<|role_sep|>\n", marks=("'function call'", "<|role_sep|>")
+    )
 )
-GIGACHAT31 = JsonCallParser(_tags("gigachat3_1", "<|function_call|>"))
+GIGACHAT31 = JsonCallParser(_build_tag_format("gigachat3_1", "<|function_call|>"))
 APERTUS = JsonCallParser(
-    _tags("apertus", "<|tools_prefix|>", "<|tools_suffix|>"),
+    _build_tag_format("apertus", "<|tools_prefix|>", "<|tools_suffix|>"),
     "<|tools_suffix|>",
     named_by_key=True,
     may_be_open=True,
 )
 COHERE = JsonCallParser(
-    _tags("cohere", "<|START_ACTION|>", "<|END_ACTION|>"),
+    _build_tag_format("cohere", "<|START_ACTION|>", "<|END_ACTION|>"),
     "<|END_ACTION|>",
     name_key="tool_name",
     arguments_key="parameters",
     id_key="tool_call_id",
 )
 COMMAND_R = JsonCallParser(
-    _tags("command_r", "Action:", marks=("Action:", "```json", '"tool_name"')),
+    _build_tag_format("command_r", "Action:", marks=("Action:", "```json", '"tool_name"')),
     name_key="tool_name",
     arguments_key="parameters",
 )
 """A list in a code fence, as Command R and R+ write it."""
-FUNCTOOLS = JsonCallParser(_tags("functools", "functools"))
+FUNCTOOLS = JsonCallParser(_build_tag_format("functools", "functools"))
 """FireFunction and Phi 4 mini."""
 JSON_CALLS = (
     *(TOOL_CALLS, NEMOTRON_V2, GRANITE, GIGACHAT31, GIGACHAT3, APERTUS, COHERE),

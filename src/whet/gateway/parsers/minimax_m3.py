@@ -24,9 +24,9 @@ from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
     ToolParser,
+    create_call,
     dump_arguments,
     match_all,
-    new_call,
     require_all,
 )
 
@@ -65,7 +65,7 @@ def _parse_call(name: str, body: str, tools: Sequence[JsonValue]) -> ToolCall | 
         return None
     schema = find_schema(name, tools)
     values = {key: _convert(node, find_property(schema, key)) for key, node in elements}
-    return new_call(name, dump_arguments(values))
+    return create_call(name, dump_arguments(values))
 
 
 def _parse_elements(text: str) -> list[tuple[str, Node]] | None:

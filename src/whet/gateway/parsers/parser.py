@@ -68,7 +68,7 @@ class NoParser(ToolParser):
         return None
 
 
-def new_call(name: str, arguments: str, model_id: str = "") -> ToolCall | None:
+def create_call(name: str, arguments: str, model_id: str = "") -> ToolCall | None:
     """Create a call with a new id, or None if its name or arguments are invalid.
 
     `model_id` is the id that the model wrote, if any.

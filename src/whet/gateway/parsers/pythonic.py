@@ -15,8 +15,8 @@ from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
     ToolParser,
+    create_call,
     dump_arguments,
-    new_call,
     require_all,
 )
 
@@ -83,4 +83,4 @@ def _parse_call(node: ast.expr) -> ToolCall | None:
     arguments = {str(keyword.arg): evaluate_literal(keyword.value) for keyword in node.keywords}
     if any(keyword.arg is None for keyword in node.keywords):
         return None
-    return new_call(ast.unparse(node.func), dump_arguments(arguments))
+    return create_call(ast.unparse(node.func), dump_arguments(arguments))

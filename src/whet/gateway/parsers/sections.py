@@ -33,8 +33,8 @@ from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
     ToolParser,
+    create_call,
     match_all,
-    new_call,
     require_all,
     strip_fence,
 )
@@ -61,7 +61,7 @@ class SectionParser(ToolParser):
         matches = match_all(self.call, section) or []
         calls = require_all(
             [
-                new_call(m["name"], strip_fence(m["arguments"]), m.groupdict().get("id") or "")
+                create_call(m["name"], strip_fence(m["arguments"]), m.groupdict().get("id") or "")
                 for m in matches
             ]
         )
@@ -88,24 +88,29 @@ class RecipientParser(ToolParser):
         bodies = [text[h.end() : end].strip() for h, end in zip(headers, ends, strict=True)]
         messages = [(h[1], body) for h, body in zip(headers, bodies, strict=True)]
         content = [body for recipient, body in messages if recipient == self.user]
-        calls = require_all([new_call(r, body) for r, body in messages if r != self.user])
+        calls = require_all([create_call(r, body) for r, body in messages if r != self.user])
         return ParsedOutput("\n".join(content), calls) if calls else None
 
 
-def _deepseek_token(words: str) -> str:
+def _format_deepseek_token(words: str) -> str:
     return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
 
 
-def _section(name: str, begin: str, *tokens: str) -> ToolCallFormat:
+def _build_section_format(name: str, begin: str, *tokens: str) -> ToolCallFormat:
     return ToolCallFormat(
         name, template_marks=(begin,), markers=(begin,), special_tokens=(begin, *tokens)
     )
 
 
-CALL, CALL_END, SEP = (_deepseek_token(w) for w in ("tool call begin", "tool call end", "tool sep"))
-CALLS, CALLS_END = _deepseek_token("tool calls begin"), _deepseek_token("tool calls end")
+CALL, CALL_END, SEP = (
+    _format_deepseek_token(w) for w in ("tool call begin", "tool call end", "tool sep")
+)
+CALLS, CALLS_END = (
+    _format_deepseek_token("tool calls begin"),
+    _format_deepseek_token("tool calls end"),
+)
 DEEPSEEK = SectionParser(
-    _section("deepseek", CALLS, CALLS_END, CALL, CALL_END, SEP),
+    _build_section_format("deepseek", CALLS, CALLS_END, CALL, CALL_END, SEP),
     close=CALLS_END,
     call=re.compile(
         rf"\s*+{CALL}(?:function{SEP})?+(?P<name>[^\s<]++)(?:{SEP})?+"
@@ -134,7 +139,7 @@ KIMI = SectionParser(
     ),
 )
 SOLAR = SectionParser(
-    _section(
+    _build_section_format(
         "solar",
         "<|tool_calls|>",
         "<|tool_call:begin|>",

@@ -30,9 +30,9 @@ from whet.gateway.parsers.parser import (
     ParsedOutput,
     ToolCallFormat,
     ToolParser,
+    create_call,
     dump_arguments,
     match_all,
-    new_call,
     require_all,
 )
 
@@ -70,7 +70,7 @@ class XmlTagParser(ToolParser):
             html.unescape(m[1]): _parse_value(m, find_property(schema, html.unescape(m[1])))
             for m in matches
         }
-        return new_call(name, dump_arguments(values))
+        return create_call(name, dump_arguments(values))
 
 
 def _parse_value(match: re.Match[str], schema: JsonValue) -> JsonValue:

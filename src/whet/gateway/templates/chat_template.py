@@ -61,7 +61,7 @@ class MessageFormat:
 
     def convert(self, message: Message) -> dict[str, JsonValue]:
         """Convert a canonical message to this format."""
-        value = message.for_template()
+        value = message.to_template()
         if message.reasoning:
             del value["reasoning_content"]
             if self.thinking_key == "content":
@@ -166,14 +166,14 @@ class ChatTemplate:
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             config = _read_json(folder / "tokenizer_config.json")
             self._special_texts = _special_texts(config)
-            self.eos_ids = self._eos_ids(folder)
-        sources = _template_sources(folder, config) if source is None else {"default": source}
+            self.eos_ids = self._read_eos_ids(folder)
+        sources = _read_template_sources(folder, config) if source is None else {"default": source}
         if "default" not in sources:
             raise ConfigError(
                 f"the model in {str(folder)!r} has no chat template: add chat_template.jinja"
             )
         with boundary(ConfigError, "cannot read the chat template"):
-            environment = _environment()
+            environment = _build_environment()
             self._templates = {n: environment.from_string(s) for n, s in sources.items()}
         self._sources = sources
         self.source = "\n".join(sources.values())
@@ -279,11 +279,11 @@ class ChatTemplate:
         """Decode ids with special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def token_text(self, id: int) -> str:
+    def get_token_text(self, id: int) -> str:
         """Text of one id, also of a special token."""
         return self.decode_all([id])
 
-    def token_id(self, text: str) -> int | None:
+    def find_token_id(self, text: str) -> int | None:
         """Id of a token, or None if the vocabulary does not have it."""
         return self._tokenizer.token_to_id(text)
 
@@ -352,7 +352,7 @@ class ChatTemplate:
             shows(*before, QUESTION, *after) for before in ([first], []) for after in later
         )
 
-    def _eos_ids(self, folder: Path) -> tuple[int, ...]:
+    def _read_eos_ids(self, folder: Path) -> tuple[int, ...]:
         ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
             eos = _read_json(folder / name).get("eos_token_id")
@@ -374,7 +374,7 @@ def _read_json(file: Path) -> dict[str, JsonValue]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _template_sources(folder: Path, config: dict[str, JsonValue]) -> dict[str, str]:
+def _read_template_sources(folder: Path, config: dict[str, JsonValue]) -> dict[str, str]:
     """Templates by name, from files of their own or from the tokenizer's config."""
     sources: dict[str, str] = {}
     inline = config.get("chat_template")
@@ -434,7 +434,7 @@ class GenerationTag(Extension):
         return caller()
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _build_environment() -> ImmutableSandboxedEnvironment:
     """A sandboxed Jinja environment with the settings, filters and functions of transformers."""
     environment = TemplateEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]

@@ -49,22 +49,22 @@ class Constraint:
         """
         rules: dict[str, str] = {}
         if self.schema is not None:
-            before, after = (_literal(text, output.encode) for text in output.answer)
+            before, after = (_build_literal(text, output.encode) for text in output.answer)
             rules["answer"] = f"{before} answer_json {after}".strip()
         if self.tools:
-            rules |= self._call_rules(output)
+            rules |= self._build_call_rules(output)
         body = " | ".join(name for name in ("answer", "calls") if name in rules)
         if self.schema is not None:
-            rules["answer_json"] = _json(self.schema)
+            rules["answer_json"] = _format_json(self.schema)
         start = f"({body})"
         if output.thinking is not None:
             opening, closing = output.thinking
             start = f"thought {start}" if in_thinking else f"(thinking thought)? {start}"
-            rules["thinking"] = _literal(opening, output.encode)
-            rules |= _until(closing, output.encode)
+            rules["thinking"] = _build_literal(opening, output.encode)
+            rules |= _build_thought_rules(closing, output.encode)
         return "\n".join([f"start: {start}", *(f"{name}: {rule}" for name, rule in rules.items())])
 
-    def _call_rules(self, output: OutputFormat) -> dict[str, str]:
+    def _build_call_rules(self, output: OutputFormat) -> dict[str, str]:
         calls = output.calls
         if calls is None:
             raise RequestError(
@@ -73,19 +73,20 @@ class Constraint:
                 "response_format at 'text'"
             )
         before, middle, after = (
-            _literal(text, output.encode) for text in (calls.before, calls.middle, calls.after)
+            _build_literal(text, output.encode)
+            for text in (calls.before, calls.middle, calls.after)
         )
         more = ""
         if self.parallel and calls.separator is not None:
-            more = f"({_literal(calls.separator, output.encode)} call)*"
+            more = f"({_build_literal(calls.separator, output.encode)} call)*"
         names = [f"tool_{index}" for index in range(len(self.tools))]
         rules = {"calls": f"{before} call {more} {after}", "call": " | ".join(names)}
         for rule, tool in zip(names, self.tools, strict=True):
-            name, parameters = _function(tool)
+            name, parameters = _read_function(tool)
             if NAME.fullmatch(name) is None:
                 raise RequestError(f"tools: {name!r} cannot be the name of a tool")
-            rules[rule] = f"{_text(name)} {middle} {rule}_arguments"
-            rules[f"{rule}_arguments"] = _json(parameters)
+            rules[rule] = f"{_format_text(name)} {middle} {rule}_arguments"
+            rules[f"{rule}_arguments"] = _format_json(parameters)
         return rules
 
 
@@ -105,7 +106,7 @@ def build_constraint(
         RequestError: a tool must be called, but the request has none, or none of that name.
     """
     if tool_name is not None:
-        wanted = tuple(tool for tool in tools if _function(tool)[0] == tool_name)
+        wanted = tuple(tool for tool in tools if _read_function(tool)[0] == tool_name)
         if not wanted:
             raise RequestError(
                 f"tool_choice: there is no tool {tool_name!r} among the request's tools"
@@ -120,7 +121,7 @@ def build_constraint(
     return Constraint(schema, tuple(tools) if choice == "auto" else (), parallel)
 
 
-def _function(tool: JsonValue) -> tuple[str, Schema]:
+def _read_function(tool: JsonValue) -> tuple[str, Schema]:
     """Name of a tool and the schema of its arguments, which are always an object."""
     match tool:
         case {"function": {"name": str(name), "parameters": dict(parameters)}}:
@@ -131,32 +132,32 @@ def _function(tool: JsonValue) -> tuple[str, Schema]:
             raise RequestError("tools: a tool without a function name cannot be called")
 
 
-def _json(schema: Schema) -> str:
+def _format_json(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': COMPACT_JSON})}"
 
 
-def _text(text: str) -> str:
+def _format_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _until(tag: str, encode: Callable[[str], Sequence[int]]) -> dict[str, str]:
+def _build_thought_rules(tag: str, encode: Callable[[str], Sequence[int]]) -> dict[str, str]:
     """Rules for any text up to a tag, and the new lines after it."""
     rest = r"/\n{0,4}/"
     if len(encode(tag)) == 1:
-        return {"thought": rf"/(.|\n)*/ {_literal(tag, encode)} {rest}"}
-    return {"thought": f"unmarked {rest}", f"unmarked[suffix={_text(tag)}]": r"/(.|\n)*/"}
+        return {"thought": rf"/(.|\n)*/ {_build_literal(tag, encode)} {rest}"}
+    return {"thought": f"unmarked {rest}", f"unmarked[suffix={_format_text(tag)}]": r"/(.|\n)*/"}
 
 
-def _literal(text: str, encode: Callable[[str], Sequence[int]]) -> str:
+def _build_literal(text: str, encode: Callable[[str], Sequence[int]]) -> str:
     """Rule for fixed text; tags become special tokens where the model has them."""
     parts: list[str] = []
     plain = ""
     for part in TAG.split(text):
         ids = encode(part)
         if len(ids) == 1 and TAG.fullmatch(part):  # text rules never match special tokens
-            parts += [_text(plain)] if plain else []
+            parts += [_format_text(plain)] if plain else []
             parts.append(f"<[{ids[0]}]>")
             plain = ""
         else:
             plain += part
-    return " ".join([*parts, *([_text(plain)] if plain else [])])
+    return " ".join([*parts, *([_format_text(plain)] if plain else [])])

@@ -98,7 +98,7 @@ def decode_message(
     if sampling.stop:
         ends = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
         text = text[: min(ends, default=len(text))]
-    parser = _new_parser(renderer, visibility, tools=tools, prompt=prompt, as_text=as_text)
+    parser = _create_parser(renderer, visibility, tools=tools, prompt=prompt, as_text=as_text)
     return parser.parse(text, schemas)
 
 
@@ -120,7 +120,7 @@ class StreamDecoder:
     ) -> None:
         """The parameters are those of `decode_message`."""
         self._visibility = _find_visible_tokens(renderer, tools, as_text)
-        self._parser = _new_parser(
+        self._parser = _create_parser(
             renderer, self._visibility, tools=tools, prompt=prompt, as_text=as_text
         )
         self._decoder = IncrementalDecoder(renderer.template.decode_all, renderer.template.byte_ids)
@@ -185,7 +185,7 @@ def _find_visible_tokens(renderer: Renderer, tools: bool, as_text: bool) -> _Vis
     return _Visibility(hidden, tuple(text for text in shown.values() if text), harmony)
 
 
-def _new_parser(
+def _create_parser(
     renderer: Renderer,
     visibility: _Visibility,
     *,
@@ -439,7 +439,7 @@ class HarmonyMessageParser(MessageParser):
         return end is not None
 
     def _find_kind(self, header: str) -> BodyKind:
-        if self._parser.recipient(header):
+        if self._parser.read_recipient(header):
             return BodyKind.CALL
         thinks = self._parser.thinking_header.search(header)
         return BodyKind.REASONING if thinks else BodyKind.CONTENT

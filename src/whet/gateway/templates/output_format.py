@@ -63,20 +63,20 @@ def detect_output_format(renderer: Renderer) -> OutputFormat:
 
 def _detect_call_format(renderer: Renderer) -> CallFormat | None:
     text = _render_calls(renderer, 1)
-    one = re.fullmatch(_calls_pattern(1), text or "", re.DOTALL)
+    one = re.fullmatch(_build_calls_pattern(1), text or "", re.DOTALL)
     if text is None or one is None:
         return None
-    parsed = renderer.parser.parse(text, [_tool(name) for name in PROBE_NAMES])
+    parsed = renderer.parser.parse(text, [_build_tool(name) for name in PROBE_NAMES])
     if parsed is None or [call.name for call in parsed.calls] != [PROBE_NAMES[0]]:
         return None
     before, middle, after = one.groups()
-    two = re.fullmatch(_calls_pattern(2), _render_calls(renderer, 2) or "", re.DOTALL)
+    two = re.fullmatch(_build_calls_pattern(2), _render_calls(renderer, 2) or "", re.DOTALL)
     # Two calls must be written like one, with something between them.
     regular = two is not None and (before, middle, middle, after) == two.group(1, 2, 4, 5)
     return CallFormat(before, middle, two[3] if two and regular else None, after)
 
 
-def _calls_pattern(count: int) -> str:
+def _build_calls_pattern(count: int) -> str:
     """Pattern of a turn with some calls; its groups are the text around names and arguments."""
     parts = [
         rf'{name}(.*?)\{{\s*"expression"\s*:\s*"{word}"\s*\}}'
@@ -96,7 +96,7 @@ def _render_calls(renderer: Renderer, count: int) -> str | None:
 def _render_turn(renderer: Renderer, message: Message) -> str | None:
     """Render an assistant turn without thinking and end; None if the template rejects it."""
     template, reasoning = renderer.template, renderer.reasoning
-    tools = [_tool(name) for name in PROBE_NAMES] if message.tool_calls else []
+    tools = [_build_tool(name) for name in PROBE_NAMES] if message.tool_calls else []
     try:
         prompt = template.render([QUESTION], tools, add_generation_prompt=True)
         full = template.render([QUESTION, message], tools, add_generation_prompt=False)
@@ -110,11 +110,11 @@ def _render_turn(renderer: Renderer, message: Message) -> str | None:
     turn = full[len(prompt) :]
     if reasoning.close and reasoning.close in turn:
         turn = turn.partition(reasoning.close)[2].lstrip("\n")
-    ends = [template.token_text(id) for id in renderer.stop_ids]
+    ends = [template.get_token_text(id) for id in renderer.stop_ids]
     return turn[: min((at for end in ends if (at := turn.find(end)) >= 0), default=len(turn))]
 
 
-def _tool(name: str) -> JsonValue:
+def _build_tool(name: str) -> JsonValue:
     parameters: JsonValue = {"type": "object", "properties": {"expression": {"type": "string"}}}
     function: JsonValue = {"name": name, "description": "A probe.", "parameters": parameters}
     return {"type": "function", "function": function}

@@ -82,7 +82,7 @@ class Renderer:
             self._template_kwargs,
             renders_tools=self.renders_tools,
             keep_thinking=keep_thinking,
-            thinking=headers.thinking_block if headers else self.reasoning.pattern(),
+            thinking=headers.thinking_block if headers else self.reasoning.build_pattern(),
             turn_syntax=() if headers else syntax,
         )
         self.stop_ids = self._suffixes.stop_ids
@@ -277,7 +277,7 @@ class Renderer:
         stops = [place for place, id in enumerate(ids) if id in self.stop_ids]
         if stops:
             if self.template.decode(ids[stops[0] + 1 :]).strip():
-                token = self.template.token_text(ids[stops[0]])
+                token = self.template.get_token_text(ids[stops[0]])
                 raise RequestError(f"the turn contains {token!r}, which ends a turn")
             return before, ids[: stops[0] + 1]
         # Some templates write the end of a turn only before the next message.
@@ -335,7 +335,7 @@ class Renderer:
         at = turn.find(PLACEHOLDER)
         syntax = (*self.parser.format.special_tokens, self.reasoning.open, self.reasoning.close)
         if (end := self.find_turn_end(call, [result])) is not None:
-            turn = turn[: turn.find(self.template.token_text(end), at)]
+            turn = turn[: turn.find(self.template.get_token_text(end), at)]
         else:  # the result follows in the same turn
             turn = turn[: max(at, *(turn.rfind(tag) + len(tag) for tag in syntax))]
         if not has_headers:
@@ -344,8 +344,8 @@ class Renderer:
         if self.reasoning.close:
             turn = turn.rpartition(self.reasoning.close)[2]
         parsed = self.parser.parse(turn, (TOOL,))
-        return parsed is not None and [(c.name, c.parsed()) for c in parsed.calls] == [
-            (c.name, c.parsed()) for c in call.tool_calls
+        return parsed is not None and [(c.name, c.parse_arguments()) for c in parsed.calls] == [
+            (c.name, c.parse_arguments()) for c in call.tool_calls
         ]
 
     def _shows_turn(self, messages: Sequence[Message]) -> bool:

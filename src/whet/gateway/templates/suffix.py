@@ -119,13 +119,13 @@ class SuffixCutter:
             if mark in template.source
             for token in tokens
         ]
-        ids = (template.token_id(token) for token in known)
+        ids = (template.find_token_id(token) for token in known)
         self.stop_ids = tuple(
             dict.fromkeys([*template.eos_ids, *(i for i in ids if i is not None)])
         )
         """Ids at which sampling stops."""
         # Added tokens that structure the conversation, rather than the text of a turn.
-        self._boundary_ids = template.added_ids - {template.token_id(t) for t in turn_syntax}
+        self._boundary_ids = template.added_ids - {template.find_token_id(t) for t in turn_syntax}
         self.hides_calls = self._hides_calls()
         """Whether a turn of nothing but calls is rendered without them."""
         continuations = [Continuation(c, role) for c in (False, True) for role in NEXT_ROLES]
@@ -197,7 +197,7 @@ class SuffixCutter:
             return Mismatch(Fork.THINKING_DROPPED, "the turn's own thinking is left out")
         calls = () if self.hides_calls else turn.tool_calls
         parts = (turn.content.strip(), *(_find_value(call) for call in calls))
-        if any(_moved(part, own, suffix, messages) for part in parts):
+        if any(_is_moved(part, own, suffix, messages) for part in parts):
             cause = "a part of the turn is rendered after the end of the turn"
             return Mismatch(Fork.TEMPLATE, cause)
         return suffix
@@ -266,10 +266,10 @@ class SuffixCutter:
         return None
 
     def _hides_calls(self) -> bool:
-        turn = _placeholder_turn(has_calls=True)
+        turn = _build_placeholder_turn(has_calls=True)
         try:
             text = self._template.render(
-                [QUESTION, turn, _next_message("tool")],
+                [QUESTION, turn, _build_next_message("tool")],
                 self._probe_tools,
                 add_generation_prompt=True,
                 template_kwargs=self._template_kwargs,
@@ -280,7 +280,7 @@ class SuffixCutter:
 
     def _find_inner_ids(self) -> frozenset[int]:
         """Find the tokens before a call or after thinking, at which a turn does not end."""
-        called = [_placeholder_turn(has_calls=True), _next_message("tool")]
+        called = [_build_placeholder_turn(has_calls=True), _build_next_message("tool")]
         thought = [Message("assistant", PLACEHOLDER, reasoning=NEXT_TEXT)]
         try:
             prompt = self.render([QUESTION], self._probe_tools, now=0.0)
@@ -294,10 +294,10 @@ class SuffixCutter:
 
     def _detect_turn_end(self, continuation: Continuation) -> TurnEnd | None:
         """Find the end of a turn, or None if the template does not allow the continuation."""
-        turn = _placeholder_turn(has_calls=continuation.has_calls)
+        turn = _build_placeholder_turn(has_calls=continuation.has_calls)
         if self.hides_calls:
             turn = turn._replace(content=PLACEHOLDER)
-        after = [_next_message(continuation.next_role)] if continuation.next_role else []
+        after = [_build_next_message(continuation.next_role)] if continuation.next_role else []
         tools = self._probe_tools if continuation.has_calls else ()
         text = self._render_after_placeholder([QUESTION, turn, *after], tools, prompts=True)
         between = text.partition(NEXT_TEXT)[0]
@@ -312,7 +312,7 @@ class SuffixCutter:
         own = [id for id, _ in shared if id in self._boundary_ids]
         known = [id for id in ids if id in self.stop_ids]
         token_id = known[0] if known else own[-1] if own else boundaries[0]
-        token = self._template.token_text(token_id)
+        token = self._template.get_token_text(token_id)
         prefix = between.partition(token)[0]
         return TurnEnd(prefix, token_id, token, is_stop=bool(known or own))
 
@@ -340,13 +340,13 @@ def find_continuation(turn: Message, messages: Sequence[Message]) -> Continuatio
 
 def _find_value(call: ToolCall) -> str:
     """Text by which a call is found in a prompt: an argument of it, or its name without any."""
-    value: JsonValue = call.parsed() or call.name
+    value: JsonValue = call.parse_arguments() or call.name
     while isinstance(value, dict | list) and value:
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return value.strip() if isinstance(value, str) else json.dumps(value)
 
 
-def _moved(part: str, own: str, suffix: str, messages: Sequence[Message]) -> bool:
+def _is_moved(part: str, own: str, suffix: str, messages: Sequence[Message]) -> bool:
     """Whether a part of a turn is missing in it and stands in the suffix, not by the messages."""
     if part in own or part not in suffix:
         return False
@@ -355,10 +355,10 @@ def _moved(part: str, own: str, suffix: str, messages: Sequence[Message]) -> boo
     return suffix.count(part) > sum(text.count(part) for text in texts)
 
 
-def _placeholder_turn(*, has_calls: bool) -> Message:
+def _build_placeholder_turn(*, has_calls: bool) -> Message:
     calls = (ToolCall("call_1", "calculator", PLACEHOLDER_ARGUMENTS),) if has_calls else ()
     return Message("assistant", "" if has_calls else PLACEHOLDER, calls)
 
 
-def _next_message(role: Role) -> Message:
+def _build_next_message(role: Role) -> Message:
     return Message(role, NEXT_TEXT, tool_call_id="call_1" if role == "tool" else "")

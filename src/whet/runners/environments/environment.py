@@ -74,7 +74,7 @@ class EnvironmentName:
         """Tasks of a split. Raises ConfigError if an option is not a count."""
         return read_count(self.options, "tasks" if split == "train" else split, TASKS[split])
 
-    def own_options(self) -> Options:
+    def list_own_options(self) -> Options:
         """The options of the environment itself."""
         return {k: v for k, v in self.options.items() if k not in ("tasks", "held_out")}
 
@@ -91,13 +91,13 @@ def open_environment(name: EnvironmentName) -> Environment:
         found = importlib.metadata.entry_points(group=GROUP, name=name.kind)
         if not found:
             raise ConfigError(
-                f"unknown environment {name.kind!r}: there are {', '.join(PROVIDERS)}, and entry "
-                f"points of the group {GROUP!r}"
+                f"unknown environment {name.kind!r}: expected one of {', '.join(PROVIDERS)}, or an "
+                f"entry point of the group {GROUP!r}"
             )
         with boundary(ConfigError, f"cannot import the environment {name.kind!r}"):
             opener = next(iter(found)).load()
     with boundary(ConfigError, f"cannot open the environment {name.kind}:{name.name}"):
-        return opener(name.name, name.own_options())
+        return opener(name.name, name.list_own_options())
 
 
 def list_tasks(name: EnvironmentName, split: Split) -> list[JsonValue]:

@@ -82,7 +82,9 @@ class HarborFolder:
 def open_environment(name: str, options: Options) -> HarborFolder:
     """Open a folder of tasks. Raises ConfigError."""
     if unknown := sorted(set(options) - set(OPTIONS)):
-        raise ConfigError(f"harbor has no option {unknown[0]!r}: there are {', '.join(OPTIONS)}")
+        raise ConfigError(
+            f"harbor has no option {unknown[0]!r}: expected one of {', '.join(OPTIONS)}"
+        )
     counts = {key: read_count(options, key, default) for key, default in OPTIONS.items()}
     folders = sorted(file.parent for file in Path(name).glob("*/task.toml"))
     if not folders:

@@ -59,7 +59,7 @@ def load_environment(text: str, python: str | None = None) -> EnvironmentAgent:
         ConfigError: the name is invalid, or there is no such interpreter.
     """
     if python is not None and not os.access(python, os.X_OK):
-        raise ConfigError(f"--env-python is a Python interpreter; found {python!r}")
+        raise ConfigError(f"expected a Python interpreter for --env-python, found {python!r}")
     return EnvironmentAgent(text, None if python is None else str(Path(python).absolute()))
 
 

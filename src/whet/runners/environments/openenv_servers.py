@@ -25,7 +25,9 @@ class OpenEnvServer:
     def __init__(self, url: str, options: Options) -> None:
         unknown = [key for key in options if key not in KEYS]
         if unknown:
-            raise ConfigError(f"openenv has no option {unknown[0]!r}: there are {', '.join(KEYS)}")
+            raise ConfigError(
+                f"openenv has no option {unknown[0]!r}: expected one of {', '.join(KEYS)}"
+            )
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ConfigError(f"openenv takes the URL of a running server; found {url!r}")
         self._url = url

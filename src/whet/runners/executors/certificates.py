@@ -34,13 +34,13 @@ def defer_certificates() -> None:
     def load_first(name: str) -> None:
         method = getattr(context, name)
 
-        def after_loading(self: ssl.SSLContext, *args: Any, **options: Any) -> Any:
+        def load_and_call(self: ssl.SSLContext, *args: Any, **options: Any) -> Any:
             with _lock:
                 for sources in self.__dict__.pop(_WAITING, ()):
                     load(self, *sources)
             return method(self, *args, **options)
 
-        setattr(context, name, after_loading)
+        setattr(context, name, load_and_call)
 
     # asyncio wraps memory, other clients sockets; the others look at what was read.
     for name in ("wrap_bio", "wrap_socket", "cert_store_stats", "get_ca_certs"):

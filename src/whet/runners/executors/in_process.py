@@ -128,7 +128,7 @@ class AgentSandbox:
             return AttemptTimeout(
                 f"the attempt ran longer than {timeout_s:g} s, and ignores its cancellation"
             )
-        if job.home.running_attempt() is job.context:
+        if job.home.find_running_attempt() is job.context:
             return AttemptTimeout(
                 f"the attempt ran longer than {timeout_s:g} s and blocks its event loop: await "
                 "what takes long, or make the agent a plain function, which gets a thread"
@@ -136,7 +136,7 @@ class AgentSandbox:
         return Evicted(BLOCKED)
 
     def _replace_loop(self, blocked: "_AgentLoop") -> None:
-        blocker = blocked.running_attempt()
+        blocker = blocked.find_running_attempt()
         logger.warning(
             "an agent blocks the shared event loop; other attempts get a new one attempt=%s",
             blocker.attempt.id if blocker else "unknown",
@@ -174,7 +174,7 @@ class _AgentThreads:
 
         def settle(result: Any, error: Exception | None) -> None:
             if done.done():
-                return  # it was cancelled meanwhile
+                return  # it was canceled meanwhile
             if error is None:
                 done.set_result(result)
             else:
@@ -216,7 +216,7 @@ class _Job:
         # Errors are results here: one that is not awaited any more needs no log line.
         self._result: asyncio.Future[float | Exception] = self._runner_loop.create_future()
         self._task: asyncio.Task[None] | None = None
-        self._is_cancelled = False
+        self._is_canceled = False
 
     async def result(self) -> float:
         """Wait for the reward. Raises AttemptError or Evicted."""
@@ -232,14 +232,14 @@ class _Job:
         return self._result.done()
 
     def evict(self) -> None:
-        """Give the attempt up; it is cancelled as soon as its loop runs again."""
+        """Give the attempt up; it is canceled as soon as its loop runs again."""
         if not self._result.done():
             self.is_evicted = True
             self._result.set_result(Evicted(BLOCKED))
             self._request_cancel()
 
     def _request_cancel(self) -> None:
-        self._is_cancelled = True
+        self._is_canceled = True
         self.home.post(self._cancel)
 
     def _settle(self, result: float | Exception) -> None:
@@ -252,11 +252,11 @@ class _Job:
         """Do the work, cancel tasks that the agent has left running, and report the result."""
         self._task = asyncio.current_task()
         try:
-            if self._is_cancelled:
+            if self._is_canceled:
                 raise asyncio.CancelledError
             result = await work()
         except asyncio.CancelledError:
-            reason = "was cancelled" if self._is_cancelled else "cancelled itself"
+            reason = "was canceled" if self._is_canceled else "canceled itself"
             result = AgentFailed(f"the agent {reason}")
         except BaseException as raised:  # noqa: BLE001 - also SystemExit: it ends the attempt only
             result = as_attempt_error(raised)
@@ -343,7 +343,7 @@ class _AgentLoop:
         """Call something in the loop, from any thread, outside the context of any attempt."""
         contextvars.Context().run(call_in_loop, self._loop, callback)
 
-    def running_attempt(self) -> AttemptContext | None:
+    def find_running_attempt(self) -> AttemptContext | None:
         """Return the attempt whose code the loop is running right now."""
         task = asyncio.current_task(self._loop)
         return task.owner if isinstance(task, _AgentTask) else None

@@ -21,7 +21,7 @@ class ReplyCache:
     def get(self, request: JsonValue) -> Completion | None:
         """Return the reply to a request that was kept before."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            value = json.loads(self._file(request).read_text(encoding="utf-8"))
+            value = json.loads(self._find_file(request).read_text(encoding="utf-8"))
             text, counts = value["text"], (value["input_tokens"], value["output_tokens"])
             if isinstance(text, str) and all(type(count) is int for count in counts):
                 return Completion(text, *counts)
@@ -29,7 +29,7 @@ class ReplyCache:
 
     def put(self, request: JsonValue, reply: Completion) -> None:
         """Keep the reply to a request."""
-        file = self._file(request)
+        file = self._find_file(request)
         partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ class ReplyCache:
             with suppress(OSError):
                 partial.unlink()
 
-    def _file(self, request: JsonValue) -> Path:
+    def _find_file(self, request: JsonValue) -> Path:
         text = json.dumps(request, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return self._folder / digest[:2] / f"{digest[2:]}.json"

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from whet.errors import JudgeFailed
 from whet.protocols import Collector, SpanLog
-from whet.runners.judges.judge import Judge, JudgeUsage, Ranking, judgment_rewards
+from whet.runners.judges.judge import Judge, JudgeUsage, Ranking, build_judgment_rewards
 from whet.runners.judges.prompts import read_answer, read_prompt
 from whet.types import AttemptId, Endpoint, Group, Mode, Reward, Rollout, Span, Trajectory
 
@@ -118,7 +118,7 @@ def _log_rewards(ranking: Ranking | None, index: int) -> list[Reward]:
     """The logged rewards of one of the ranked; the cost of the ranking is that of the first."""
     if ranking is None:
         return JudgeUsage(failed=1).rewards() if index == 0 else []
-    rewards = judgment_rewards(ranking, ranking.scores[index])
+    rewards = build_judgment_rewards(ranking, ranking.scores[index])
     return rewards if index == 0 else rewards[:1]
 
 

@@ -153,7 +153,7 @@ class Judge:
             block.set(**_describe_votes(votes))
             judgment = self._combine_scores(votes)
             block.set(**{"whet.judge.score": judgment.score})
-        for reward in judgment_rewards(judgment, judgment.score):
+        for reward in build_judgment_rewards(judgment, judgment.score):
             context.add_reward(reward)
         return judgment
 
@@ -268,7 +268,7 @@ class Judge:
                 for _ in range(self.tries):
                     try:
                         reply = await complete(http, url, body)
-                        usage += self._price(reply)
+                        usage += self._compute_usage(reply)
                         text = reply.text
                         parsed = parse(text)
                     except (InvalidReply, TransportError) as error:
@@ -284,7 +284,7 @@ class Judge:
         seconds = time.monotonic() - began
         return _Vote(None, text, problem, replace(usage, failed=1, seconds=seconds))
 
-    def _price(self, reply: Completion) -> JudgeUsage:
+    def _compute_usage(self, reply: Completion) -> JudgeUsage:
         price_in, price_out = self.prices
         return JudgeUsage(
             requests=1,
@@ -373,7 +373,7 @@ def judge(
     )
 
 
-def judgment_rewards(judgment: Judgment | Ranking, score: float) -> list[Reward]:
+def build_judgment_rewards(judgment: Judgment | Ranking, score: float) -> list[Reward]:
     """Score, disagreement and cost as rewards that are logged, never trained."""
     return [
         Reward(value=score, key=f"{JUDGE}.score"),

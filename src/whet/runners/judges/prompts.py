@@ -57,7 +57,7 @@ def build_score_prompt(
     criteria: Sequence[str], answer: str, task: JsonValue, reference: str | None
 ) -> list[Message]:
     """Build the messages that ask for the score of an answer by each criterion."""
-    parts = _shared_parts(criteria, task, reference)
+    parts = _format_shared_parts(criteria, task, reference)
     parts.append(("Answer to grade", answer))
     return _build_messages(SCORE_SYSTEM, parts)
 
@@ -69,7 +69,7 @@ def parse_scores(reply: str, count: int) -> ParsedScores:
     expected = [str(number) for number in range(1, count + 1)]
     if not isinstance(scores, dict) or sorted(scores) != sorted(expected):
         raise InvalidReply(f"expected scores for {', '.join(expected)}, found {scores!r:.80}")
-    return ParsedScores(tuple(_check_score(scores[key]) for key in expected), _reason(value))
+    return ParsedScores(tuple(_check_score(scores[key]) for key in expected), _read_reason(value))
 
 
 def _check_score(value: JsonValue) -> float:
@@ -96,7 +96,7 @@ def build_rank_prompt(
     reference: str | None,
 ) -> list[Message]:
     """Build the messages that ask for a ranking of answers, shown in an order."""
-    parts = _shared_parts(criteria, task, reference)
+    parts = _format_shared_parts(criteria, task, reference)
     parts += [(f"Answer {n}", answers[index]) for n, index in enumerate(order, start=1)]
     return _build_messages(RANK_SYSTEM, parts, count=len(answers))
 
@@ -125,7 +125,7 @@ def parse_ranking(reply: str, order: Sequence[int]) -> ParsedRanking:
             assert isinstance(number, int)
             scores[order[number - 1]] = 1 - middle / max(count - 1, 1)
         place += len(rank)
-    return ParsedRanking(tuple(scores), _reason(value))
+    return ParsedRanking(tuple(scores), _read_reason(value))
 
 
 # ------------------------------------------------------------------- what a trajectory said
@@ -164,7 +164,7 @@ def _render(messages: Sequence[Mapping[str, JsonValue]]) -> str:
 # ------------------------------------------------------------------- parts of prompts and replies
 
 
-def _shared_parts(
+def _format_shared_parts(
     criteria: Sequence[str], task: JsonValue, reference: str | None
 ) -> list[tuple[str, str]]:
     numbered = "\n".join(f"{n}. {text}" for n, text in enumerate(criteria, start=1))
@@ -210,7 +210,7 @@ def _find_object(reply: str, key: str) -> dict[str, JsonValue]:
     return found
 
 
-def _reason(value: Mapping[str, JsonValue]) -> str:
+def _read_reason(value: Mapping[str, JsonValue]) -> str:
     reason = value.get("reason")
     return reason[:2000] if isinstance(reason, str) else ""
 

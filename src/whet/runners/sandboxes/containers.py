@@ -16,7 +16,7 @@ from whet.runners.sandboxes.sandbox import (
     Sandbox,
     SandboxedCommand,
     SandboxLimits,
-    gateway_address,
+    read_gateway_address,
     relay_gateway,
 )
 from whet.types import Endpoint
@@ -74,7 +74,7 @@ class ContainerSandbox(Sandbox):
     ) -> list[str]:
         """The command line that runs an attempt in a container of this name."""
         memory = f"{self._limits.memory_mb}m"
-        _, port = gateway_address(llm)
+        _, port = read_gateway_address(llm)
         variables = [key for key in environment if key.startswith(FORWARDED)]
         return [
             *(self._program, "run", "--rm", "--name", name, "--network", "none", "--init"),

@@ -22,7 +22,7 @@ from whet.runners.sandboxes.sandbox import (
     SandboxedCommand,
     SandboxLimits,
     absolute_arguments,
-    gateway_address,
+    read_gateway_address,
     relay_gateway,
 )
 from whet.types import Endpoint
@@ -91,7 +91,7 @@ class BubblewrapSandbox(Sandbox):
         self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], llm: Endpoint
     ) -> AsyncGenerator[SandboxedCommand]:
         socket = folder / SOCKET
-        _, port = gateway_address(llm)
+        _, port = read_gateway_address(llm)
         with open_groups(self._limits) as groups:
             async with relay_gateway(socket, llm):
                 command = [

@@ -64,7 +64,7 @@ def absolute_arguments(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def gateway_address(llm: Endpoint) -> tuple[str, int]:
+def read_gateway_address(llm: Endpoint) -> tuple[str, int]:
     """Host and port of the endpoint of an attempt."""
     parts = urlsplit(llm.base_url)
     return parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
@@ -73,7 +73,7 @@ def gateway_address(llm: Endpoint) -> tuple[str, int]:
 @asynccontextmanager
 async def relay_gateway(socket: Path, llm: Endpoint) -> AsyncGenerator[None]:
     """Pass connections at a Unix socket on to the gateway: the only way out of a sandbox."""
-    host, port = gateway_address(llm)
+    host, port = read_gateway_address(llm)
     open_tasks = set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -71,7 +71,7 @@ def convert_span(exported: Exported, *, model: str | None = None) -> Span:
     """Convert a span of the SDK. `model` is the response's, which the export leaves out."""
     data: dict[str, Any] = dict(exported["span_data"])
     kind = str(data.pop("type"))
-    name, attributes = _CONVERTERS.get(kind, _other)(kind, data, model)
+    name, attributes = _CONVERTERS.get(kind, _convert_other)(kind, data, model)
     error: Exported = exported.get("error") or {}
     start = _to_nanoseconds(exported["started_at"])
     return Span(
@@ -95,7 +95,7 @@ Converted = tuple[str, dict[str, JsonValue]]
 """Name and attributes of a span."""
 
 
-def _model_call(kind: str, data: dict[str, Any], model: str | None) -> Converted:
+def _convert_model_call(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     usage: Exported = data.pop("usage", None) or {}
     model = data.pop("model", None) or model
     return f"chat {model or ''}".strip(), {
@@ -109,7 +109,7 @@ def _model_call(kind: str, data: dict[str, Any], model: str | None) -> Converted
     }
 
 
-def _tool_call(kind: str, data: dict[str, Any], model: str | None) -> Converted:
+def _convert_tool_call(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     tool = str(data.pop("name", ""))
     return f"execute_tool {tool}", {
         "gen_ai.operation.name": "execute_tool",
@@ -120,7 +120,7 @@ def _tool_call(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     }
 
 
-def _agent(kind: str, data: dict[str, Any], model: str | None) -> Converted:
+def _convert_agent(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     agent = str(data.pop("name", ""))
     return f"invoke_agent {agent}", {
         "gen_ai.operation.name": "invoke_agent",
@@ -129,24 +129,25 @@ def _agent(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     }
 
 
-def _custom(kind: str, data: dict[str, Any], model: str | None) -> Converted:
+def _convert_custom(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     name, inner = str(data.pop("name")), dict(data.get("data") or {})
     if inner.pop("sdk_span_type", None) is None:
-        return _other(name, data, model)
-    return _other(name, inner, model)  # a newer kind of the SDK's, exported as a custom span
+        return _convert_other(name, data, model)
+    # A newer kind of the SDK's, exported as a custom span.
+    return _convert_other(name, inner, model)
 
 
-def _other(kind: str, data: dict[str, Any], model: str | None) -> Converted:
+def _convert_other(kind: str, data: dict[str, Any], model: str | None) -> Converted:
     agent = data.pop("agent_name", None)
     return kind, {"gen_ai.agent.name": agent, **_prefix_rest(data)}
 
 
 _CONVERTERS: dict[str, Callable[[str, dict[str, Any], str | None], Converted]] = {
-    "response": _model_call,
-    "generation": _model_call,
-    "function": _tool_call,
-    "agent": _agent,
-    "custom": _custom,
+    "response": _convert_model_call,
+    "generation": _convert_model_call,
+    "function": _convert_tool_call,
+    "agent": _convert_agent,
+    "custom": _convert_custom,
 }
 
 

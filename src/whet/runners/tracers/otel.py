@@ -32,7 +32,8 @@ def install() -> None:
     """
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         raise ConfigError(
-            "the tracer 'otel' needs telemetry: unset OTEL_SDK_DISABLED=true, or the tracer"
+            "the tracer 'otel' needs telemetry, found OTEL_SDK_DISABLED=true: unset it, or leave "
+            "out the tracer"
         )
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):  # the default
@@ -57,11 +58,11 @@ class AttemptSpanProcessor(SpanProcessor):
         self._owners = SpanOwners()
 
     def on_start(self, span: OpenSpan, parent_context: Context | None = None) -> None:
-        if (context := self._owners.start(_key(span))) is not None:
+        if (context := self._owners.start(_build_key(span))) is not None:
             span.set_attribute(ATTEMPT, context.attempt.id)
 
     def on_end(self, span: ReadableSpan) -> None:
-        self._owners.end(_key(span), partial(convert_span, span))
+        self._owners.end(_build_key(span), partial(convert_span, span))
 
 
 def convert_span(span: ReadableSpan) -> Span:
@@ -93,7 +94,7 @@ def convert_span(span: ReadableSpan) -> Span:
     )
 
 
-def _key(span: ReadableSpan) -> tuple[int, int]:
+def _build_key(span: ReadableSpan) -> tuple[int, int]:
     context = span.context
     assert context is not None
     return context.trace_id, context.span_id

@@ -20,7 +20,7 @@ class Limits(NamedTuple):
     body: int = 256 * 2**20
     """Bytes of a body, unpacked."""
     body_s: float = 60.0
-    """Seconds until a body is complete: nobody holds a connection by sending slowly."""
+    """Seconds until a body is complete: a slow sender cannot hold a connection."""
     archive: int = 64 * 2**30
     """Bytes of an uploaded run, packed or not."""
     pause_s: float = 60.0
@@ -37,9 +37,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise RefusedRequest(415, f"content encoding {encoding!r}: expected gzip or identity")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 19 or int(length) > limits.body):
-        raise _too_large(limits.body)
+        raise _build_too_large(limits.body)
     body = bytearray()
-    with _refusals():
+    with _refuse_incomplete():
         async with asyncio.timeout(limits.body_s):
             async for chunk in _stream(request, limits.body):
                 body += chunk
@@ -50,7 +50,7 @@ async def read_archive(request: Request, limits: Limits) -> AsyncGenerator[bytes
     """Read an archive chunk by chunk. Raises RefusedRequest."""
     chunks = _stream(request, limits.archive)
     while True:
-        with _refusals():
+        with _refuse_incomplete():
             async with asyncio.timeout(limits.pause_s):
                 chunk = await anext(chunks, None)
         if chunk is None:
@@ -63,12 +63,12 @@ async def _stream(request: Request, max_bytes: int) -> AsyncGenerator[bytes]:
     async for chunk in request.stream():
         size += len(chunk)
         if size > max_bytes:
-            raise _too_large(max_bytes)
+            raise _build_too_large(max_bytes)
         yield chunk
 
 
 @contextmanager
-def _refusals() -> Generator[None]:
+def _refuse_incomplete() -> Generator[None]:
     """Raise RefusedRequest for a body that does not arrive."""
     try:
         yield
@@ -86,11 +86,11 @@ def _gunzip(packed: bytes, limit: int) -> bytes:
     except zlib.error as error:
         raise RefusedRequest(400, f"the body is not gzip: {error}") from error
     if not unpacker.eof and len(body) == limit:
-        raise _too_large(limit)
+        raise _build_too_large(limit)
     if not unpacker.eof or unpacker.unused_data:
         raise RefusedRequest(400, "the gzip body is truncated, or more follows it")
     return body
 
 
-def _too_large(limit: int) -> RefusedRequest:
+def _build_too_large(limit: int) -> RefusedRequest:
     return RefusedRequest(413, f"the body is larger than {limit} bytes")

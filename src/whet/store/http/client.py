@@ -301,7 +301,9 @@ class HTTPStore(Store):
 
     def _build(self, method: RemoteMethod[Any], arguments: dict[str, Any]) -> Request:
         """Build the request of a method from its arguments."""
-        path = {name: quote(str(arguments.pop(name)), safe="") for name in _in_path(method)}
+        path = {
+            name: quote(str(arguments.pop(name)), safe="") for name in _list_path_parameters(method)
+        }
         url = method.url(run=self.run, **path)
         if method.polls:
             arguments.setdefault("wait_s", rpc.MAX_WAIT_S)
@@ -339,7 +341,7 @@ class HTTPStore(Store):
         try:
             return await _parse(method, await self._send(request, TIMEOUT_S + wait_s))
         except asyncio.CancelledError:
-            # The server may have made the claim, or still make it: nobody would work on it.
+            # The server may have made the claim, or still make it: no worker would run it.
             with suppress(StoreClosed):
                 self._client.run(self._give_back(request.headers["Idempotency-Key"]))
             raise
@@ -377,7 +379,7 @@ def _bind(method: RemoteMethod[Any], args: Sequence[Any], kwargs: dict[str, Any]
     return {**dict(zip(method.parameters, args, strict=False)), **kwargs}
 
 
-def _in_path(method: RemoteMethod[Any]) -> list[str]:
+def _list_path_parameters(method: RemoteMethod[Any]) -> list[str]:
     return [name for name in method.path_parameters if name != "run"]
 
 

@@ -64,7 +64,7 @@ def to_http(error: StoreError | ValidationError) -> HttpError:
     """Return the status and body for an error."""
     match error:
         case ValidationError():
-            return HttpError(422, ErrorDetail(code="invalid", message=_first_line(error)))
+            return HttpError(422, ErrorDetail(code="invalid", message=_describe_first(error)))
         case RefusedRequest():
             status, code = error.status, CODES[error.status]
         case _ if is_fault(error):
@@ -86,7 +86,7 @@ def from_http(detail: ErrorDetail) -> StoreError:
     return kinds.get(detail.code, StoreError)(detail.message)
 
 
-def _first_line(error: ValidationError) -> str:
+def _describe_first(error: ValidationError) -> str:
     """Name the first wrong field of a request, and what is wrong with it."""
     first, *others = error.errors(include_url=False, include_context=False, include_input=False)
     where = ".".join(str(part) for part in first["loc"]) or "the request"

@@ -24,10 +24,10 @@ class LongPolls:
         self._closing = False
 
     async def wait(self, request: Request, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `work`. Raises StoreClosed if nobody is left to receive it."""
+        """Return the result of `work`. Raises StoreClosed when the server or client closes."""
         result: T | StoreError = StoreClosed("the store is closing: send the request again")
         async with create_task_group() as tasks:
-            with self._registered(tasks.cancel_scope):
+            with self._register(tasks.cancel_scope):
                 tasks.start_soon(_cancel_on_disconnect, request, tasks.cancel_scope)
                 try:
                     result = await work()
@@ -39,7 +39,7 @@ class LongPolls:
         return result
 
     @contextmanager
-    def _registered(self, scope: CancelScope) -> Generator[None]:
+    def _register(self, scope: CancelScope) -> Generator[None]:
         entry = (asyncio.get_running_loop(), scope)
         with self._lock:
             if self._closing:

@@ -34,9 +34,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._counters = {name: self._counter(name, text) for name, text in COUNTERS.items()}
-        self._outcomes = self._counter("outcomes", "Attempts ended, by outcome.", "how")
-        self._requests = self._counter("requests", "Requests by status.", "endpoint", "status")
+        self._counters = {name: self._build_counter(name, text) for name, text in COUNTERS.items()}
+        self._outcomes = self._build_counter("outcomes", "Attempts ended, by outcome.", "how")
+        self._requests = self._build_counter(
+            "requests", "Requests by status.", "endpoint", "status"
+        )
         self._seconds = Histogram(
             "whet_store_request_seconds",
             "Duration of requests.",
@@ -86,7 +88,7 @@ class Metrics:
         state = _State(overview, held, expired_leases)
         return generate_latest(self.registry) + generate_latest(state)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _build_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"whet_store_{name}", text, labels, registry=self.registry)
 
 

@@ -72,7 +72,7 @@ def _describe(method: RemoteMethod[Any], schemas: Schemas, components: Schema) -
     description: Schema = {
         "operationId": method.name,
         "summary": method.summary,
-        "parameters": [_path_parameter(name) for name in method.path_parameters],
+        "parameters": [_describe_path_parameter(name) for name in method.path_parameters],
         "responses": {
             **_describe_success(method, schemas),
             **{status: {"$ref": f"#/components/responses/{status}"} for status in ERRORS},
@@ -104,7 +104,7 @@ def _describe_success(method: RemoteMethod[Any], schemas: Schemas) -> Schema:
     return {"200": {"description": "Done.", "content": {kind: {"schema": schema}}}, **not_yet}
 
 
-def _path_parameter(name: str) -> Schema:
+def _describe_path_parameter(name: str) -> Schema:
     schema = {"type": "string", "pattern": f"^{PATH_PATTERNS[name]}$"}
     return {"name": name, "in": "path", "required": True, "schema": schema}
 
@@ -113,12 +113,12 @@ def _query_parameters(request: Schema, components: Schema) -> list[Schema]:
     model: Schema = components[request["$ref"].rpartition("/")[2]]
     required: list[str] = model.get("required", [])
     return [
-        {"name": name, "in": "query", "required": name in required, "schema": _without_null(schema)}
+        {"name": name, "in": "query", "required": name in required, "schema": _remove_null(schema)}
         for name, schema in model.get("properties", {}).items()
     ]
 
 
-def _without_null(schema: Schema) -> Schema:
+def _remove_null(schema: Schema) -> Schema:
     """A query parameter is left out, never null."""
     match schema:
         case {"anyOf": [one, {"type": "null"}]}:

@@ -49,7 +49,7 @@ JSON = "application/json"
 ARCHIVE = "application/zip"
 
 MAX_WAIT_S = 30.0
-"""Longest time a request is held; whoever still waits sends it again."""
+"""Longest time a request is held; a client that still waits sends it again."""
 MAX_PAGE = 10_000
 MAX_ITEMS = 1_000
 MAX_LEASE_S = 7 * 24 * 3600.0
@@ -130,7 +130,7 @@ class RemoteMethod(Generic[T]):
         fields: dict[str, Any] = {}  # Any: pairs of annotation and default
         for name, parameter in list(inspect.signature(self.function).parameters.items())[1:]:
             if name not in self.path_parameters and not self.archive:
-                fields[name] = _field(name, hints[name], parameter.default)
+                fields[name] = _build_field(name, hints[name], parameter.default)
         if self.polls and "wait_s" not in fields:
             fields["wait_s"] = (_POLL_S, MAX_WAIT_S)
         model = f"{self.name.title().replace('_', '')}Request"
@@ -171,7 +171,9 @@ class RemoteMethod(Generic[T]):
         return self.path.format_map(path)
 
 
-def _field(name: str, hint: Any, default: Any) -> tuple[Any, Any]:  # Any: annotations and defaults
+def _build_field(
+    name: str, hint: Any, default: Any
+) -> tuple[Any, Any]:  # Any: annotations and defaults
     if name == "limit" and default is None:
         default = MAX_PAGE  # a response is never longer than a page
     if hint is int:

@@ -47,7 +47,7 @@ from whet.store.http.long_poll import LongPolls
 from whet.store.http.metrics import CONTENT_TYPE, Metrics
 from whet.store.http.openapi import build_document
 from whet.store.http.rpc import ARCHIVE, JSON, METHODS, BatchResult, RemoteMethod
-from whet.store.http.telemetry import ReadKey, no_keys
+from whet.store.http.telemetry import ReadKey, read_no_key
 from whet.store.http.transport import is_loopback
 from whet.store.sql_store import SQLStore
 
@@ -78,7 +78,7 @@ class StoreServer:
         host: str = "127.0.0.1",
         port: int = 0,
         limits: Limits = DEFAULT_LIMITS,
-        read_key: ReadKey = no_keys,
+        read_key: ReadKey = read_no_key,
         wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         """Without a token every process on this machine has access.
@@ -116,7 +116,7 @@ class StoreApp:
         token: str | None,
         limits: Limits,
         metrics: Metrics,
-        read_key: ReadKey = no_keys,
+        read_key: ReadKey = read_no_key,
     ) -> None:
         self.long_polls = LongPolls()
         self._store = store
@@ -137,8 +137,11 @@ class StoreApp:
         return Starlette(
             routes=[
                 *operations,
-                *(self._route("POST", path, "traces", self._traces) for path in telemetry.PATHS),
-                self._route("GET", "/health", "health", self._health),
+                *(
+                    self._route("POST", path, "traces", self._receive_traces)
+                    for path in telemetry.PATHS
+                ),
+                self._route("GET", "/health", "health", self._report_health),
                 self._route("GET", "/metrics", "metrics", self._read_metrics),
                 self._route("GET", "/openapi.json", "openapi", _read_document),
             ],
@@ -196,7 +199,7 @@ class StoreApp:
             self._call(method, each, dict(item)) for each, item in zip(stores, items, strict=True)
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        return BatchResult(errors=tuple(map(_refusal, results)))
+        return BatchResult(errors=tuple(map(_build_refusal, results)))
 
     async def _poll(
         self, method: RemoteMethod[Any], store: SQLStore, arguments: Arguments
@@ -236,14 +239,14 @@ class StoreApp:
 
     # ------------------------------------------------------------------ other endpoints
 
-    async def _traces(self, request: Request) -> Response:
+    async def _receive_traces(self, request: Request) -> Response:
         run = str(_read_path(request).get("run", DEFAULT_RUN))
         is_trusted = self._has_token(request)
         sender = telemetry.identify_sender(request, run, is_trusted, self._read_key)
         store = self._store.for_run(run)
         return await telemetry.ingest_traces(request, store, sender, self._limits, self._metrics)
 
-    async def _health(self, request: Request) -> Response:
+    async def _report_health(self, request: Request) -> Response:
         await self._store.steps(limit=0)  # raises if the store cannot be read
         return Response('{"status":"ok"}', media_type=JSON)
 
@@ -340,7 +343,7 @@ def _respond(value: Any) -> Response:  # Any: what the method returns
     return Response(to_json_fast(value), media_type=JSON)
 
 
-def _refusal(result: object) -> ErrorDetail | None:
+def _build_refusal(result: object) -> ErrorDetail | None:
     """Return the error of a batch's item; a fault of the store fails the batch."""
     if isinstance(result, StoreError) and not is_fault(result):
         return to_http(result).detail

@@ -28,8 +28,8 @@ ReadKey = Callable[[str, str], AttemptId | None]
 ANY = "*"
 
 
-def no_keys(key: str, run: str) -> AttemptId | None:
-    """For a store that does not know how keys are made."""
+def read_no_key(key: str, run: str) -> AttemptId | None:
+    """Return None, for a store that does not know how keys are made."""
     return None
 
 

@@ -53,15 +53,15 @@ class Table(NamedTuple):
         return f"INSERT INTO {self.name} ({columns}) VALUES ({marks}){returning}"
 
 
-def _table(
+def _build_table(
     name: str, columns: str, references: str, order: str, *, is_referenced: bool = False
 ) -> Table:
     return Table(name, tuple(columns.split()), tuple(references.split()), order, is_referenced)
 
 
 TABLES = (
-    _table("resource", "run name version value created", "run", "name, version"),
-    _table(
+    _build_table("resource", "run name version value created", "run", "name, version"),
+    _build_table(
         "rollout",
         "run id body mode grp priority status attempts tries_left retry_lost lease_until failure"
         " created pruned",
@@ -69,32 +69,34 @@ TABLES = (
         "seq",
         is_referenced=True,
     ),
-    _table(
+    _build_table(
         "attempt",
         "run id rollout number worker status reward failure started ended resources",
         "run rollout",
         "seq",
         is_referenced=True,
     ),
-    _table(
+    _build_table(
         "call",
         "attempt id parent root messages context prompt_length prompt_digest created origin",
         "attempt",
         "call.seq",
         is_referenced=True,
     ),
-    _table(
+    _build_table(
         "generation",
         "call stop sampling message versions tokens logprobs",
         "call",
         "generation.seq",
     ),
-    _table("reward", "attempt value key target", "attempt", "reward.seq"),
-    _table("late_report", "attempt outcome reported", "attempt", "late_report.seq"),
-    _table("span", "attempt trace id started body", "attempt", "span.seq"),
-    _table("step", "run step version checkpoint metrics advantages", "run", "step"),
-    _table("consumed", "run rollout step position", "run", "step, position"),  # rollout: its id
-    _table("worker", "run name started seen due", "run", "name"),
+    _build_table("reward", "attempt value key target", "attempt", "reward.seq"),
+    _build_table("late_report", "attempt outcome reported", "attempt", "late_report.seq"),
+    _build_table("span", "attempt trace id started body", "attempt", "span.seq"),
+    _build_table("step", "run step version checkpoint metrics advantages", "run", "step"),
+    _build_table(
+        "consumed", "run rollout step position", "run", "step, position"
+    ),  # rollout: its id
+    _build_table("worker", "run name started seen due", "run", "name"),
 )
 """In the order of their references."""
 
@@ -121,10 +123,10 @@ def export_run(db: Db, run: str, file: Path) -> None:
         atomic_file(file) as partial,
         zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
     ):
-        archive.writestr(_member("format"), FORMAT)
+        archive.writestr(_build_member("format"), FORMAT)
         for table in TABLES:
-            with archive.open(_member(f"{table.name}.jsonl"), "w", force_zip64=True) as lines:
-                for line in _rows(db, table, seq, positions):
+            with archive.open(_build_member(f"{table.name}.jsonl"), "w", force_zip64=True) as lines:
+                for line in _dump_rows(db, table, seq, positions):
                     lines.write(line)
 
 
@@ -144,9 +146,9 @@ def load_run(db: Db, run: str, file: Path, now: float) -> None:
         raise StoreError(f"{str(file)!r} cannot be loaded: {error}") from error
 
 
-def _rows(db: Db, table: Table, run: int, positions: Positions) -> Iterator[bytes]:
+def _dump_rows(db: Db, table: Table, run: int, positions: Positions) -> Iterator[bytes]:
     own = positions.setdefault(table.name, {})
-    references = _references(table, positions)
+    references = _map_references(table, positions)
     for row in db.execute(table.select(), (run,)):
         if table.is_referenced:
             own[row[0]] = len(own)
@@ -160,10 +162,10 @@ def _rows(db: Db, table: Table, run: int, positions: Positions) -> Iterator[byte
 
 def _load_table(db: Db, table: Table, archive: zipfile.ZipFile, positions: Positions) -> None:
     own = positions.setdefault(table.name, {})
-    references = _references(table, positions)
+    references = _map_references(table, positions)
     insert = table.insert()
 
-    def values(line: bytes) -> list[Column]:
+    def parse_values(line: bytes) -> list[Column]:
         cells: list[Cell] = json.loads(line)
         return [
             _from_cell(cell) if known is None else known[cast(int, cell)]
@@ -173,18 +175,18 @@ def _load_table(db: Db, table: Table, archive: zipfile.ZipFile, positions: Posit
     with archive.open(f"{table.name}.jsonl") as lines:
         if table.is_referenced:
             for line in lines:
-                (seq,) = db.execute(insert, values(line)).fetchone()
+                (seq,) = db.execute(insert, parse_values(line)).fetchone()
                 own[len(own)] = seq
         else:
-            db.executemany(insert, map(values, lines))
+            db.executemany(insert, map(parse_values, lines))
 
 
-def _references(table: Table, positions: Positions) -> list[dict[int, int] | None]:
+def _map_references(table: Table, positions: Positions) -> list[dict[int, int] | None]:
     """The positions that each column refers to, or None."""
     return [positions[c] if c in table.references else None for c in table.columns]
 
 
-def _member(name: str) -> zipfile.ZipInfo:
+def _build_member(name: str) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(name, MEMBER_TIME)
     info.compress_type = zipfile.ZIP_DEFLATED
     return info

@@ -16,12 +16,12 @@ from whet.store.codec import (
 )
 from whet.store.database import Db
 from whet.store.queries.tables import (
-    OF_RUN,
+    RUN_BY_NAME,
+    build_not_running_error,
     find_attempt,
     find_run,
     find_running_attempts,
     insert,
-    not_running,
 )
 from whet.types import (
     Attempt,
@@ -50,7 +50,7 @@ VALUES (?, ?, ?, ?, ?, ?, ?)
 RUNNING = f"""
 SELECT attempt.number, attempt.resources, rollout.body
 FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
-WHERE attempt.run = {OF_RUN} AND attempt.id = ? AND attempt.status = 'running'
+WHERE attempt.run = {RUN_BY_NAME} AND attempt.id = ? AND attempt.status = 'running'
 """
 
 # Each order is that of an index: sorting rows with BLOBs would cost more than reading them.
@@ -140,7 +140,7 @@ def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
     """Read a running attempt. Raises LeaseLost."""
     row = db.execute(RUNNING, (run, attempt)).fetchone()
     if row is None:
-        raise not_running(db, run, attempt)
+        raise build_not_running_error(db, run, attempt)
     number, resources, body = row
     return Attempt(
         id=attempt, rollout=parse_rollout(body), number=number, resources=parse_resources(resources)

@@ -12,7 +12,13 @@ from whet.store.codec import parse_resources, parse_rollout, to_json
 from whet.store.database import Column, Db
 from whet.store.notify import Notifier, end_key, work_key
 from whet.store.queries import idempotency, resources
-from whet.store.queries.tables import OF_RUN, find_run, insert, make_run, not_running
+from whet.store.queries.tables import (
+    RUN_BY_NAME,
+    build_not_running_error,
+    find_run,
+    insert,
+    make_run,
+)
 from whet.types import (
     NO_FAULT,
     TERMINAL,
@@ -74,7 +80,7 @@ UPDATE rollout SET lease_until = CASE WHEN lease_until > ? THEN lease_until ELSE
 WHERE seq = ?
 """
 
-SEEN = """
+SAVE_WORKER = """
 INSERT INTO worker (run, name, started, seen, due) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (run, name) DO UPDATE SET seen = excluded.seen, due = excluded.due
 """
@@ -98,8 +104,8 @@ WHERE rollout.status = 'running'
 # An attempt is ended under the lock of its rollout, so that one of several writers ends it.
 LOCK = "/* LOCK OF rollout */"
 
-OF_ATTEMPTS = f"""
-attempt.run = {OF_RUN} AND attempt.id IN (SELECT value FROM json_each(?) AS wanted)
+SELECTED_ATTEMPTS = f"""
+attempt.run = {RUN_BY_NAME} AND attempt.id IN (SELECT value FROM json_each(?) AS wanted)
 ORDER BY rollout.seq {LOCK}
 """
 
@@ -122,7 +128,7 @@ WHERE rollout.status IN ('queued', 'running')
 ORDER BY rollout.seq /* LOCK OF rollout */
 """
 
-OUTCOME = f"SELECT reward, failure FROM attempt WHERE run = {OF_RUN} AND id = ?"
+OUTCOME = f"SELECT reward, failure FROM attempt WHERE run = {RUN_BY_NAME} AND id = ?"
 
 CANCELLED = Outcome(failure=Failure(kind=FailureKind.CANCELLED, message="cancelled on request"))
 
@@ -182,7 +188,7 @@ def pack_rollout(rollout: Rollout) -> PackedRollout:
     return PackedRollout(rollout, to_json(rollout))
 
 
-def unfinished(db: Db, run: str, rollouts: Sequence[str]) -> list[str]:
+def list_unfinished(db: Db, run: str, rollouts: Sequence[str]) -> list[str]:
     """Return the rollouts that are not terminal. Raises NotFound for an unknown one."""
     values = (to_json(list(rollouts)), find_run(db, run))
     rows: list[tuple[str, str | None]] = db.execute(STATUSES, values).fetchall()
@@ -208,7 +214,7 @@ class Queue:
         seq = make_run(db, run, now)
         wanted = ((packed.rollout.id, packed.rollout.resources) for packed in rollouts)
         resources.check_published(db, seq, wanted)
-        db.executemany(ENQUEUE, [_row(seq, packed, now) for packed in rollouts])
+        db.executemany(ENQUEUE, [_build_row(seq, packed, now) for packed in rollouts])
         self._notifier.mark(work_key(run))
 
     def claim(self, db: Db, run: str, claims: Sequence[Claim]) -> list[Attempt | None]:
@@ -232,10 +238,10 @@ class Queue:
     def _claim(self, db: Db, run: str, claims: Sequence[Claim]) -> list[Attempt | None]:
         now, run_seq, count = self.clock(), make_run(db, run, self.clock()), len(claims)
         due = {claim.worker: now + claim.lease_s + claim.wait_s for claim in claims}
-        db.executemany(SEEN, [(run_seq, name, now, now, due[name]) for name in sorted(due)])
+        db.executemany(SAVE_WORKER, [(run_seq, name, now, now, due[name]) for name in sorted(due)])
         rows = db.execute(FIRST_EXPIRED, (run_seq, now, count)).fetchall()
         rows += db.execute(FIRST_QUEUED, (run_seq, count)).fetchall()
-        found = sorted((Claimable(*row) for row in rows), key=_precedence)
+        found = sorted((Claimable(*row) for row in rows), key=_compute_precedence)
         if len(found) > count:  # a claim that skipped the rest because it was locked looks again
             self._notifier.mark(work_key(run))
         attempts: list[Attempt | None] = [None] * count
@@ -261,7 +267,7 @@ class Queue:
     def _start(self, db: Db, run: int, rollout: Claimable) -> Attempt:
         if rollout.status == Status.RUNNING:
             for lost in self._select_running(db, "rollout.seq = ?", rollout.seq):
-                self._end_attempts(db, [(lost, _lost_outcome(lost))])
+                self._end_attempts(db, [(lost, _build_lost_outcome(lost))])
                 self.expired += 1
         parsed, number = parse_rollout(rollout.body), rollout.attempts + 1
         return Attempt(
@@ -308,11 +314,11 @@ class Queue:
         running, now = self._find_running(db, run, attempt), self.clock()
         limit = parse_rollout(running.body).timeout_s
         if now > running.started + limit + lease_s:
-            self._finish(db, [(running, _timeout_outcome(limit))])
+            self._finish(db, [(running, _build_timeout_outcome(limit))])
             return False
         until = now + lease_s
         db.execute(HEARTBEAT, (until, until, running.rollout_seq))
-        db.execute(SEEN, (find_run(db, run), running.worker, now, now, until))
+        db.execute(SAVE_WORKER, (find_run(db, run), running.worker, now, now, until))
         return True
 
     def finish(self, db: Db, run: str, reports: Sequence[OutcomeReport]) -> list[StoreError | None]:
@@ -329,8 +335,8 @@ class Queue:
         refused: list[StoreError | None] = [None] * len(reports)
         for index, (attempt, outcome) in others.items():
             known = db.execute(OUTCOME, (run, attempt)).fetchone()
-            if known != (outcome.reward, _failure_json(outcome)):
-                refused[index] = not_running(db, run, attempt)
+            if known != (outcome.reward, _serialize_failure(outcome)):
+                refused[index] = build_not_running_error(db, run, attempt)
         return refused
 
     def keep_late(self, db: Db, run: str, attempt: AttemptId, outcome: Outcome) -> None:
@@ -343,7 +349,7 @@ class Queue:
 
     def cancel(self, db: Db, run: str, rollouts: Sequence[str]) -> int:
         """End rollouts that are queued or running; returns how many."""
-        unfinished(db, run, rollouts)  # raises NotFound
+        list_unfinished(db, run, rollouts)  # raises NotFound
         values = (to_json(sorted(set(rollouts))), find_run(db, run))
         open_ = db.execute(OPEN, values).fetchall()
         for seq, rollout, status in open_:
@@ -359,7 +365,9 @@ class Queue:
         running = self._select_running(db, f"rollout.run = ? {LOCK}", find_run(db, run))
         for lost in running:
             message = f"worker {lost.worker!r} was released by a restart"
-            self._end_attempts(db, [(lost, _failed_outcome(FailureKind.WORKER_LOST, message))])
+            self._end_attempts(
+                db, [(lost, _build_failed_outcome(FailureKind.WORKER_LOST, message))]
+            )
             db.execute(END_LEASE, self._requeue_state(lost, tries_back=1))
         return len(running)
 
@@ -371,8 +379,10 @@ class Queue:
         """
         now = self.clock()
         for lost in self._select_running(db, EXPIRED_FOR_GOOD, now):
-            self._end_attempts(db, [(lost, _lost_outcome(lost))])
-            self._end_rollout(db, lost.run, lost.rollout_seq, lost.rollout, _lost_outcome(lost))
+            self._end_attempts(db, [(lost, _build_lost_outcome(lost))])
+            self._end_rollout(
+                db, lost.run, lost.rollout_seq, lost.rollout, _build_lost_outcome(lost)
+            )
             self.expired += 1
         if self.next_expiry <= now:
             self._mark_claimable(db, now)
@@ -395,19 +405,19 @@ class Queue:
     def _select_attempts(
         self, db: Db, run: str, attempts: Sequence[AttemptId]
     ) -> dict[AttemptId, RunningAttempt]:
-        found = self._select_running(db, OF_ATTEMPTS, run, to_json(list(attempts)))
+        found = self._select_running(db, SELECTED_ATTEMPTS, run, to_json(list(attempts)))
         return {running.id: running for running in found}
 
     def _find_running(self, db: Db, run: str, attempt: AttemptId) -> RunningAttempt:
         running = self._select_attempts(db, run, [attempt])
         if not running:
-            raise not_running(db, run, attempt)
+            raise build_not_running_error(db, run, attempt)
         return running[attempt]
 
     def _finish(self, db: Db, ended: Sequence[tuple[RunningAttempt, Outcome]]) -> None:
         self._end_attempts(db, ended)
         db.executemany(
-            END_LEASE, [self._next_state(running, outcome) for running, outcome in ended]
+            END_LEASE, [self._compute_next_state(running, outcome) for running, outcome in ended]
         )
 
     def _end_attempts(self, db: Db, ended: Sequence[tuple[RunningAttempt, Outcome]]) -> None:
@@ -415,7 +425,7 @@ class Queue:
         db.executemany(
             END_ATTEMPT,
             [
-                (o.status.value, o.reward, _failure_json(o), now, running.seq)
+                (o.status.value, o.reward, _serialize_failure(o), now, running.seq)
                 for running, o in ended
             ],
         )
@@ -427,7 +437,7 @@ class Queue:
 
     # The next state of a rollout, as the values of END_LEASE.
 
-    def _next_state(self, running: RunningAttempt, outcome: Outcome) -> tuple[Column, ...]:
+    def _compute_next_state(self, running: RunningAttempt, outcome: Outcome) -> tuple[Column, ...]:
         tries_back = int(outcome.failure is not None and outcome.failure.kind in NO_FAULT)
         if running.tries_left + tries_back > 0 and _is_retryable(running, outcome):
             return self._requeue_state(running, tries_back)
@@ -444,7 +454,7 @@ class Queue:
         return (outcome.status.value, reason, 0, seq)
 
 
-def _row(run: int, packed: PackedRollout, now: float) -> tuple[Column, ...]:
+def _build_row(run: int, packed: PackedRollout, now: float) -> tuple[Column, ...]:
     rollout = packed.rollout
     return (
         run,
@@ -459,7 +469,7 @@ def _row(run: int, packed: PackedRollout, now: float) -> tuple[Column, ...]:
     )
 
 
-def _precedence(rollout: Claimable) -> tuple[int, int]:
+def _compute_precedence(rollout: Claimable) -> tuple[int, int]:
     return -rollout.priority, rollout.seq
 
 
@@ -468,19 +478,19 @@ def _is_retryable(running: RunningAttempt, outcome: Outcome) -> bool:
     return failure is not None and failure.kind in parse_rollout(running.body).retried
 
 
-def _failure_json(outcome: Outcome) -> str | None:
+def _serialize_failure(outcome: Outcome) -> str | None:
     return to_json(outcome.failure) if outcome.failure else None
 
 
-def _lost_outcome(running: RunningAttempt) -> Outcome:
-    return _failed_outcome(
+def _build_lost_outcome(running: RunningAttempt) -> Outcome:
+    return _build_failed_outcome(
         FailureKind.WORKER_LOST, f"the lease of worker {running.worker!r} expired"
     )
 
 
-def _timeout_outcome(limit: float) -> Outcome:
-    return _failed_outcome(FailureKind.TIMEOUT, f"the attempt ran longer than {limit:g} s")
+def _build_timeout_outcome(limit: float) -> Outcome:
+    return _build_failed_outcome(FailureKind.TIMEOUT, f"the attempt ran longer than {limit:g} s")
 
 
-def _failed_outcome(kind: FailureKind, message: str) -> Outcome:
+def _build_failed_outcome(kind: FailureKind, message: str) -> Outcome:
     return Outcome(failure=Failure(kind=kind, message=message))

@@ -60,12 +60,12 @@ def read_resource(db: Db, run: str, name: str, version: int | None) -> Resource:
     if row is None:
         what = "no resource" if version is None else f"no version {version} of resource"
         raise NotFound(f"there is {what} {name!r}")
-    return _resource(*row)
+    return _build_resource(*row)
 
 
 def read_resources(db: Db, run: str) -> list[Resource]:
     """Read the newest version of every resource."""
-    return [_resource(*row) for row in db.execute(NEWEST, (find_run(db, run),))]
+    return [_build_resource(*row) for row in db.execute(NEWEST, (find_run(db, run),))]
 
 
 def resolve(db: Db, run: int, wanted: Mapping[str, int | Literal["latest"]]) -> dict[str, int]:
@@ -90,5 +90,5 @@ def check_published(
             raise NotFound(f"rollout {rollout!r} cannot be enqueued: {error}") from error
 
 
-def _resource(name: str, version: int, value: str, created: float) -> Resource:
+def _build_resource(name: str, version: int, value: str, created: float) -> Resource:
     return Resource(name=name, version=version, value=json.loads(value), created=created)

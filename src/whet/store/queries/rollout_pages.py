@@ -28,11 +28,11 @@ PART_S = 0.02
 MAX_PART = 4096
 """Candidates of one part."""
 
-OF_ATTEMPT = """
+JOIN_ATTEMPT = """
 LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
 """
 
-OF_STEP = "LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id"
+JOIN_STEP = "LEFT JOIN consumed ON consumed.run = rollout.run AND consumed.rollout = rollout.id"
 
 FROM_STEP = """
 consumed JOIN rollout ON rollout.run = consumed.run AND rollout.id = consumed.rollout
@@ -44,7 +44,7 @@ ROLLOUTS = f"""
 SELECT rollout.seq, rollout.id, rollout.status, rollout.mode, rollout.grp, rollout.attempts,
     rollout.created, rollout.failure, rollout.body, rollout.pruned, attempt.seq, attempt.reward,
     attempt.started, attempt.ended, consumed.step
-FROM rollout {OF_ATTEMPT} {OF_STEP}
+FROM rollout {JOIN_ATTEMPT} {JOIN_STEP}
 """
 
 CALLS = f"""
@@ -61,7 +61,7 @@ TEXT = """(
             AND (instr(lower(call.messages /* ASCII */), ?) > 0
                 OR instr(lower(generation.message /* ASCII */), ?) > 0)))"""
 
-OF_CALL = """EXISTS (
+HAS_CALL = """EXISTS (
     SELECT 1 FROM call WHERE call.attempt = attempt.seq AND instr(call.origin, ?) > 0)"""
 
 FORKED = '"fork":"'
@@ -83,7 +83,7 @@ SELECT rollout.grp, min(rollout.seq), count(*),
 FROM rollout
 LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
     AND attempt.status = 'succeeded'
-{OF_STEP}
+{JOIN_STEP}
 WHERE rollout.run = ? AND rollout.mode = ?
     AND rollout.grp IN (SELECT value FROM json_each(?) AS wanted)
 GROUP BY rollout.grp
@@ -213,7 +213,7 @@ def _read_candidates(
     elif by_reward or where.has_reward:
         seq = "attempt.rollout"
         sql = "attempt WHERE attempt.run = ? AND attempt.status = 'succeeded'"
-        sql += _between_rewards(where, values)
+        sql += _build_reward_filter(where, values)
     else:
         sql = "rollout WHERE rollout.run = ?"
         for column, value in (("status", where.status), ("mode", where.mode)):
@@ -235,7 +235,7 @@ def _read_candidates(
     return [PageCursor(seq, reward if by_reward else None) for seq, reward in rows]
 
 
-def _between_rewards(where: RolloutFilter, values: list[Column]) -> str:
+def _build_reward_filter(where: RolloutFilter, values: list[Column]) -> str:
     sql = ""
     for condition, value in ((">=", where.min_reward), ("<=", where.max_reward)):
         if value is not None:
@@ -247,16 +247,16 @@ def _between_rewards(where: RolloutFilter, values: list[Column]) -> str:
 def _check(db: Db, where: RolloutFilter, candidates: Sequence[PageCursor]) -> set[int]:
     """Return the rows that meet all conditions."""
     values: list[Column] = [to_json([str(each.seq) for each in candidates])]
-    conditions = _conditions(where, values)
+    conditions = _build_conditions(where, values)
     if not conditions:
         return {each.seq for each in candidates}
     # A join costs more than most conditions.
-    joins = OF_ATTEMPT * ("attempt." in conditions) + OF_STEP * ("consumed." in conditions)
+    joins = JOIN_ATTEMPT * ("attempt." in conditions) + JOIN_STEP * ("consumed." in conditions)
     sql = f"SELECT rollout.seq FROM rollout {joins} WHERE rollout.seq IN {WANTED}{conditions}"
     return {seq for (seq,) in db.execute(sql, values)}
 
 
-def _conditions(where: RolloutFilter, values: list[Column]) -> str:
+def _build_conditions(where: RolloutFilter, values: list[Column]) -> str:
     sql = ""
     for column, value in (
         ("rollout.status", where.status),
@@ -268,13 +268,13 @@ def _conditions(where: RolloutFilter, values: list[Column]) -> str:
             sql += f" AND {column} = ?"
             values.append(value)
     if where.has_reward:
-        sql += " AND attempt.status = 'succeeded'" + _between_rewards(where, values)
+        sql += " AND attempt.status = 'succeeded'" + _build_reward_filter(where, values)
     for key, name in (("agent", where.agent), ("policy", where.policy)):
         if name is not None:
-            sql += f" AND {OF_CALL}"
+            sql += f" AND {HAS_CALL}"
             values.append(f'"{key}":{json.dumps(name, ensure_ascii=False)}')
     if where.forked:
-        sql += f" AND {OF_CALL}"
+        sql += f" AND {HAS_CALL}"
         values.append(FORKED)
     if where.task is not None:
         sql += " AND instr(rollout.body, ?) > 0"
@@ -298,11 +298,11 @@ def count_page(db: Db, run: str, where: RolloutFilter, order: Order) -> int | No
         return None
     if by_reward and not is_small:
         sql = "SELECT count(*) FROM attempt WHERE attempt.run = ? AND attempt.status = 'succeeded'"
-        return db.execute(sql + _between_rewards(where, values), values).fetchone()[0]
-    conditions = _conditions(where, values)
+        return db.execute(sql + _build_reward_filter(where, values), values).fetchone()[0]
+    conditions = _build_conditions(where, values)
     if by_reward:
         conditions += " AND rollout.status = 'succeeded'"
-    sql = f"rollout {OF_ATTEMPT if where.has_reward else ''} WHERE rollout.run = ?{conditions}"
+    sql = f"rollout {JOIN_ATTEMPT if where.has_reward else ''} WHERE rollout.run = ?{conditions}"
     if where.step is not None:
         sql = f"{FROM_STEP} {sql.removeprefix('rollout')}"
     return db.execute(f"SELECT count(*) FROM {sql}", values).fetchone()[0]
@@ -314,7 +314,7 @@ def read_rollout(db: Db, run: str, id: str) -> RolloutRow:
     row = db.execute(sql, (find_run(db, run), id)).fetchone()
     if row is None:
         raise NotFound(f"there is no rollout {id!r}")
-    return _row(row, (0, 0), 0)
+    return _read_row(row, (0, 0), 0)
 
 
 def _read_rows(db: Db, found: Sequence[PageCursor]) -> list[RolloutRow]:
@@ -327,12 +327,12 @@ def _read_rows(db: Db, found: Sequence[PageCursor]) -> list[RolloutRow]:
     calls = {seq: (count, forks) for seq, count, forks in db.execute(CALLS, (FORKED, attempts))}
     sampled = dict(db.execute(SAMPLED, (attempts,)))
     return [
-        _row(row, calls.get(row[10], (0, 0)), sampled.get(row[10], 0))
+        _read_row(row, calls.get(row[10], (0, 0)), sampled.get(row[10], 0))
         for row in (rows[each.seq] for each in found)
     ]
 
 
-def _row(row: Sequence[object], calls: tuple[int, int], sampled: int) -> RolloutRow:
+def _read_row(row: Sequence[object], calls: tuple[int, int], sampled: int) -> RolloutRow:
     seq, id_, status, mode, group, attempts, created, failure, body, pruned, _, reward = row[:12]
     started, ended, step = row[12:]
     assert isinstance(seq, int)

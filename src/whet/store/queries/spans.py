@@ -16,7 +16,7 @@ ON CONFLICT (attempt, trace, id) DO NOTHING
 
 SPANS = "SELECT body FROM span WHERE attempt = ? ORDER BY started, seq"
 
-OF_TRACES = """
+TRACE_OWNERS = """
 SELECT span.trace, min(attempt.id)
 FROM span JOIN attempt ON attempt.seq = span.attempt
 WHERE attempt.run = ? AND span.trace IN (SELECT value FROM json_each(?) AS wanted)
@@ -39,4 +39,4 @@ def read_spans(db: Db, run: str, attempt: AttemptId) -> list[Span]:
 
 def read_owners(db: Db, run: str, ids: Sequence[str]) -> dict[str, AttemptId]:
     """Read the attempt of each trace, for traces with spans of exactly one attempt."""
-    return dict(db.execute(OF_TRACES, (find_run(db, run), to_json(list(ids)))))
+    return dict(db.execute(TRACE_OWNERS, (find_run(db, run), to_json(list(ids)))))

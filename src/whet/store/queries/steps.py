@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from whet.errors import StoreError
 from whet.store.codec import to_json
 from whet.store.database import Db
-from whet.store.queries.queue import unfinished
+from whet.store.queries.queue import list_unfinished
 from whet.store.queries.resources import check_epoch
 from whet.store.queries.tables import find_run, make_run
 from whet.types import NO_ADVANTAGES, GenerationId, StepRecord
@@ -58,7 +58,7 @@ def commit(
     check_epoch(db, run, seq, epoch)
     if record.step != expected:
         raise StoreError(f"step {record.step} cannot be committed: the next one is {expected}")
-    if pending := unfinished(db, run, record.consumed):
+    if pending := list_unfinished(db, run, record.consumed):
         raise StoreError(f"step {record.step} consumed {pending[0]!r}, which has not ended")
     if len(set(record.consumed)) < len(record.consumed):
         raise StoreError(f"step {record.step} consumed a rollout twice")

@@ -17,13 +17,13 @@ MAX_ROWS = 64
 NO_RUN = -1
 """The row of a run that nothing was written to yet."""
 
-OF_RUN = "(SELECT seq FROM run WHERE name = ?)"
+RUN_BY_NAME = "(SELECT seq FROM run WHERE name = ?)"
 
-ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {OF_RUN} AND id = ?"
+ATTEMPT = f"SELECT seq, status FROM attempt WHERE run = {RUN_BY_NAME} AND id = ?"
 
 ATTEMPTS = f"""
 SELECT id, seq, status FROM attempt
-WHERE run = {OF_RUN} AND id IN (SELECT value FROM json_each(?) AS wanted)
+WHERE run = {RUN_BY_NAME} AND id IN (SELECT value FROM json_each(?) AS wanted)
 """
 LOCKED_ATTEMPTS = f"{ATTEMPTS} ORDER BY seq /* SHARE */"
 
@@ -50,7 +50,7 @@ def find_attempt(db: Db, run: str, attempt: AttemptId) -> tuple[int, Status]:
     """Return the row of an attempt and its status. Raises NotFound."""
     row = db.execute(ATTEMPT, (run, attempt)).fetchone()
     if row is None:
-        raise _unknown(attempt)
+        raise _build_unknown_error(attempt)
     return row[0], Status(row[1])
 
 
@@ -58,7 +58,7 @@ def find_statuses(db: Db, run: str, attempts: Sequence[AttemptId]) -> list[Statu
     """Return the status of each attempt; NotFound for an unknown one."""
     rows = db.execute(ATTEMPTS, (run, to_json(list(attempts)))).fetchall()
     found = {id_: Status(status) for id_, _, status in rows}
-    return [found.get(attempt) or _unknown(attempt) for attempt in attempts]
+    return [found.get(attempt) or _build_unknown_error(attempt) for attempt in attempts]
 
 
 def find_running_attempts(
@@ -72,24 +72,26 @@ def find_running_attempts(
         if status == Status.RUNNING:
             rows[id_] = seq
         else:
-            ended[id_] = _ended(id_, status)
-    refused = {id_: ended.get(id_) or _unknown(id_) for id_ in wanted if id_ not in rows}
+            ended[id_] = _build_ended_error(id_, status)
+    refused = {
+        id_: ended.get(id_) or _build_unknown_error(id_) for id_ in wanted if id_ not in rows
+    }
     return rows, refused
 
 
-def not_running(db: Db, run: str, attempt: AttemptId) -> StoreError:
+def build_not_running_error(db: Db, run: str, attempt: AttemptId) -> StoreError:
     """The error for a change to an attempt that does not run: LeaseLost or NotFound."""
     try:
-        return _ended(attempt, find_attempt(db, run, attempt)[1])
+        return _build_ended_error(attempt, find_attempt(db, run, attempt)[1])
     except NotFound as error:
         return error
 
 
-def _unknown(attempt: AttemptId) -> NotFound:
+def _build_unknown_error(attempt: AttemptId) -> NotFound:
     return NotFound(f"there is no attempt {attempt!r}")
 
 
-def _ended(attempt: AttemptId, status: str) -> LeaseLost:
+def _build_ended_error(attempt: AttemptId, status: str) -> LeaseLost:
     return LeaseLost(f"attempt {attempt!r} has ended: {status}")
 
 
@@ -103,7 +105,7 @@ def insert(db: Db, sql: str, rows: Sequence[tuple[Column, ...]]) -> list[Any]:  
     while first < len(rows):
         count = min(MAX_ROWS, 1 << (len(rows) - first).bit_length() - 1)
         values = list(chain.from_iterable(rows[first : first + count]))
-        result = db.execute(_for_rows(sql, count), values)
+        result = db.execute(_repeat_row(sql, count), values)
         if "RETURNING" in sql:
             returned += result.fetchall()
         first += count
@@ -111,7 +113,7 @@ def insert(db: Db, sql: str, rows: Sequence[tuple[Column, ...]]) -> list[Any]:  
 
 
 @lru_cache(256)
-def _for_rows(sql: str, count: int) -> str:
+def _repeat_row(sql: str, count: int) -> str:
     """Rewrite an INSERT of one row as one of several."""
     return re.sub(
         r"VALUES (\([^)]*\))", lambda row: "VALUES " + ", ".join([row[1]] * count), sql, count=1

@@ -41,10 +41,10 @@ class DataParallelTrainer(LocalTrainer):
             self._ranks.connect(self._policy.device, lambda: None, shard=False)
             self._share_weights()
 
-        await self._in_thread(connect)
+        await self._run_in_thread(connect)
 
     async def keep_reference(self) -> None:
-        await self._in_thread(self._keep_reference)
+        await self._run_in_thread(self._keep_reference)
 
     # ----------------------------------------------------------------- in a worker thread
 
@@ -212,8 +212,8 @@ def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
 
 def reduce_gradient(weights: MasterWeights, *, rank: int) -> None:
     """Sum the accumulated gradients of all ranks at rank 0, in fp32; the others' are undefined."""
-    gradient = weights.accumulated()
-    places = weights.like()
+    gradient = weights.get_accumulated()
+    places = weights.detach_weights()
     used = torch.tensor([float(grad is not None) for grad in gradient], device=places[0].device)
     dist.all_reduce(used)
     summed: list[torch.Tensor | None] = []
@@ -232,5 +232,5 @@ def reduce_gradient(weights: MasterWeights, *, rank: int) -> None:
 def broadcast_weights(policy: LocalPolicy) -> None:
     """Copy the trainable weights of rank 0 to the other ranks."""
     with torch.no_grad():
-        for parameter in policy.trainable().values():
+        for parameter in policy.get_trainable().values():
             dist.broadcast(parameter.data, src=0)

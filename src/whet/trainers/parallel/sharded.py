@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from whet.config import AdamStep, LossConfig
-from whet.config.learning import SHARDLESS_KEYS
+from whet.config.learning import UNSHARDED_KEYS
 from whet.config.section import changed_keys
 from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
@@ -57,19 +57,19 @@ BYTES_PER_TRAINED_WEIGHT = 16
 """A weight, its gradient and its two moments, in fp32."""
 
 
-def shards_model(policy: LocalPolicy) -> bool:
+def should_shard(policy: LocalPolicy) -> bool:
     """Whether to divide a model among GPUs, or to have a copy on each."""
     setting = policy.config.shard
     if setting != "auto" or policy.device.type == "cpu":
         return setting == "yes"
     _, memory = torch.cuda.mem_get_info(policy.device)
-    return not changed_keys(policy.config) & SHARDLESS_KEYS and 2 * count_bytes(policy) > memory
+    return not changed_keys(policy.config) & UNSHARDED_KEYS and 2 * count_bytes(policy) > memory
 
 
 def count_bytes(policy: LocalPolicy) -> int:
     """Memory that training a copy of the model needs, without activations."""
     run = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    trained = sum(parameter.numel() for parameter in policy.trainable().values())
+    trained = sum(parameter.numel() for parameter in policy.get_trainable().values())
     return run + BYTES_PER_TRAINED_WEIGHT * trained
 
 
@@ -190,7 +190,7 @@ class ModelShard(LocalTrainer):
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run long work in a worker thread, on this rank's share of the CPU cores."""
-        return await self._in_thread(work)
+        return await self._run_in_thread(work)
 
     def check(self, folder: Path) -> None:
         """Check that weights fit the model. Raises TrainerError, or what reading them raises."""
@@ -241,7 +241,7 @@ class ModelShard(LocalTrainer):
             self._shards.copy_to(None)
             return
         with self._whole.update(self._policy.version):
-            self._shards.copy_to(self._whole.trainable())
+            self._shards.copy_to(self._whole.get_trainable())
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         self._refusals = []
@@ -253,9 +253,9 @@ class ModelShard(LocalTrainer):
     def _train_tree(self, tree: PrefixTree[Row], loss: LossConfig) -> dict[str, float]:
         if tree is IDLE_TREE:
             if loss.kl:
-                self._reference_logprobs(tree)
+                self._compute_reference_logprobs(tree)
             scores, _ = self._micro_batches.score_tree(tree)
-            self._shards.gradient(0 * scores.logp_N.sum())
+            self._shards.compute_gradient(0 * scores.logp_N.sum())
             return {}
         try:
             return super()._train_tree(tree, loss)
@@ -263,9 +263,9 @@ class ModelShard(LocalTrainer):
             self._refusals.append(error)
             return {}
 
-    def _reference_logprobs(self, tree: PrefixTree[Row]) -> Tensor:
+    def _compute_reference_logprobs(self, tree: PrefixTree[Row]) -> Tensor:
         if not self._shards.has_reference:
-            return super()._reference_logprobs(tree)
+            return super()._compute_reference_logprobs(tree)
         with torch.no_grad(), self._shards.use_reference():
             scores, _ = self._micro_batches.score_tree(tree)
             return scores.logp_N
@@ -283,7 +283,7 @@ class ShardMicroBatches(MicroBatches):
         super().__init__(policy, place.threads, self.shards)
 
     def run(self, rows: Sequence[R], run_tree: Callable[[PrefixTree[R]], T]) -> Generator[T]:
-        trees = self._trees(rows)
+        trees = self._build_trees(rows)
         passes = torch.tensor(len(trees), device=self._policy.device)
         dist.all_reduce(passes, dist.ReduceOp.MAX)
         try:

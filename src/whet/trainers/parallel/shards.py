@@ -74,21 +74,21 @@ class ShardWeights(MasterWeights):
 
     def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
         self._place = place
-        self._sharded = cast(dict[str, DTensor], policy.trainable())
+        self._sharded = cast(dict[str, DTensor], policy.get_trainable())
         # The memory of the shards themselves: what the optimizer changes is gathered next.
-        own = {n: nn.Parameter(_local(p.detach())) for n, p in self._sharded.items()}
+        own = {n: nn.Parameter(_get_local_part(p.detach())) for n, p in self._sharded.items()}
         super().__init__(policy, own)
         self._reference: Mapping[str, Tensor] = {}
 
-    def gradient(self, loss: Tensor) -> tuple[Tensor | None, ...]:
+    def compute_gradient(self, loss: Tensor) -> tuple[Tensor | None, ...]:
         """Add the gradient of a loss to that of the shards, on all ranks."""
         loss.backward()
         return (None,) * len(self._sharded)
 
-    def accumulated(self) -> list[Tensor | None]:
+    def get_accumulated(self) -> list[Tensor | None]:
         for sharded, own in zip(self._sharded.values(), self._master.values(), strict=True):
-            own.grad = None if sharded.grad is None else _local(sharded.grad)
-        return super().accumulated()
+            own.grad = None if sharded.grad is None else _get_local_part(sharded.grad)
+        return super().get_accumulated()
 
     def drop_gradient(self) -> None:
         for sharded in self._sharded.values():
@@ -113,7 +113,7 @@ class ShardWeights(MasterWeights):
     def gather(self) -> dict[str, dict[str, Tensor]]:
         """Weights and optimizer state of all ranks by file, at rank 0 alone and in host memory."""
         found: dict[str, dict[str, Tensor]] = {}
-        for file, named in self.tensors().items():
+        for file, named in self.list_tensors().items():
             found[file] = {}
             for key, own in named.items():
                 name = key if file == WEIGHTS else key.rpartition("/")[0]
@@ -140,10 +140,12 @@ class ShardWeights(MasterWeights):
             for key in cast(list[str], tensors.keys()):
                 part = tensors.get_slice(key)
                 shape = cast(list[int], part.get_shape())
-                found[key] = part[self._own_slice(shape[0])] if shape else tensors.get_tensor(key)
+                found[key] = (
+                    part[self._compute_own_slice(shape[0])] if shape else tensors.get_tensor(key)
+                )
         return found
 
-    def _own_slice(self, length: int) -> slice:
+    def _compute_own_slice(self, length: int) -> slice:
         """This rank's part of a tensor's first dimension, by the rule of torch's `chunk`."""
         size = -(-length // self._place.size)
         return slice(*(min(length, n * size) for n in (self._place.rank, self._place.rank + 1)))
@@ -174,6 +176,6 @@ class ShardWeights(MasterWeights):
                 own.copy_(weights[name])
 
 
-def _local(sharded: Tensor) -> Tensor:
+def _get_local_part(sharded: Tensor) -> Tensor:
     """This rank's part of a tensor, in the same memory."""
     return cast(DTensor, sharded).to_local()

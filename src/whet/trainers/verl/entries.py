@@ -59,7 +59,7 @@ def build_entries(
                 "session_id": session,
                 "global_steps": global_steps,
             },
-            _tag(row, global_steps),
+            _build_tags(row, global_steps),
         )
         for index, row in enumerate(result.rows)
     ]
@@ -90,7 +90,7 @@ def _build_tensors(row: Row, reward: float) -> dict[str, torch.Tensor]:
     }
 
 
-def _tag(row: Row, global_steps: int) -> dict[str, Any]:
+def _build_tags(row: Row, global_steps: int) -> dict[str, Any]:
     versions = [version for segment in row.segments for version in segment.versions]
     start = row.segments[0].start
     return {

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 from whet.app.dashboard.pages.token_texts import Vocabularies
 from whet.app.dashboard.run_catalog import OpenedRun, read_config
 from whet.app.inspection.exactness import ExactnessCounts, count_exactness
-from whet.app.inspection.template_report import describe_template, template_report
+from whet.app.inspection.template_report import build_template_report, describe_template
 from whet.errors import ConfigError
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
@@ -35,6 +35,6 @@ async def read_doctor(run: OpenedRun, vocabularies: Vocabularies) -> dict[str, o
 
 def _describe(template: ChatTemplate) -> JsonValue:
     try:
-        return describe_template(template_report(Renderer(template)))
+        return describe_template(build_template_report(Renderer(template)))
     except ConfigError as error:
         return str(error)

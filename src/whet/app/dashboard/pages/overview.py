@@ -32,7 +32,7 @@ VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 async def list_run_cards(catalog: Catalog) -> dict[str, object]:
     """Return all runs with their reward curves."""
     cards: list[dict[str, object]] = []
-    for run in await catalog.summaries():
+    for run in await catalog.list_summaries():
         if not run.rewards and run.kind != "eval":
             run = await _read_progress(catalog, run)
         card = dataclasses.asdict(run)

@@ -83,14 +83,14 @@ async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object
     is_first = query.after is None
     count = rollout_pages.count_page
     return {
-        "rollouts": [rollout_json(row) for row in page.rows],
-        "next": page.next and _cursor(page.next),
+        "rollouts": [serialize_rollout(row) for row in page.rows],
+        "next": page.next and _encode_cursor(page.next),
         "searched": page.searched,
         "total": await run.store.browse(count, where, query.order) if is_first else None,
     }
 
 
-def rollout_json(row: RolloutRow) -> dict[str, object]:
+def serialize_rollout(row: RolloutRow) -> dict[str, object]:
     """Return a rollout as the list shows it."""
     step = None if row.step is None else row.step + 1
     return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
@@ -118,7 +118,7 @@ def group_json(row: GroupRow) -> dict[str, object]:
     return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
 
 
-def _cursor(last: PageCursor) -> str:
+def _encode_cursor(last: PageCursor) -> str:
     return str(last.seq) if last.reward is None else f"{last.seq},{last.reward!r}"
 
 
