@@ -96,7 +96,7 @@ def merge_interrupts() -> Generator[None]:
     """Drop an interrupt that repeats the one before it, within an event loop.
 
     asyncio cancels the work at the first one and raises at the second wherever the loop is, such as
-    in the middle of that cancelation: its tasks then never end.
+    in the middle of that cancellation: its tasks then never end.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
