@@ -289,9 +289,10 @@ async def _find_problem(steps: Sequence[StepRecord], run: Run) -> str | None:
     last = steps[-1]
     if has_only_failures(last):
         reasons = list((await run.store.failures(last.consumed)).values())
+        more = "" if len(steps) < run.config.steps else " with more steps"
         return (
             f"every rollout of step {last.step + 1} failed, {len(reasons)} of {len(reasons)}, such "
-            f"as: {reasons[0]}; fix the agent, then resume the run {run.folder.path.name!r}"
+            f"as: {reasons[0]}; fix the agent, then resume the run {run.folder.path.name!r}{more}"
         )
     if any(step.metrics.get("rows", 1) for step in steps):
         return None
