@@ -278,6 +278,12 @@ def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
     for bad in (["--status", "odd"], ["--limit", "0"], ["--task", "none"]):
         assert main(["rollouts", run, *bad]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+    for unknown, found in (
+        (["--step", "9"], "invalid --step 9: the run has steps 1 to 2"),
+        (["--policy", "solvr"], "invalid --policy 'solvr': the run has one policy"),
+    ):
+        assert main(["rollouts", run, *unknown]) == 2
+        assert found in capsys.readouterr().err
 
 
 def test_a_rollout_is_shown_by_its_name_alone(

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
+from whet.app.dashboard.pages.overview import read_run
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
@@ -116,6 +117,8 @@ async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit:
             after = page["next"]
             if after is None:
                 break
+        if not rows:
+            _check_filters(query, await read_run(run))
     finally:
         await catalog.close()
     return rows
@@ -134,7 +137,24 @@ async def _read_store(
             if page["next"] is None:
                 break
             after = {"after": page["next"]}
+        if not rows:
+            _check_filters(query, await session.get(f"/api/runs/{name}", {}))
     return rows
+
+
+def _check_filters(query: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raise ConfigError if a run has no such step or policy: the list is empty by a mistake."""
+    step, last = query.get("step", 0), run["steps"]
+    if step > last:
+        found = f"steps 1 to {last}" if last else "no finished step"
+        raise ConfigError(f"invalid --step {step}: the run has {found}")
+    policy, config = query.get("policy"), run["config"]
+    if policy is None or config is None:  # its folder is on another machine
+        return
+    policies = config.get("policies", {})
+    if policy not in policies:
+        found = f"policies {', '.join(policies)}" if policies else "one policy, without a name"
+        raise ConfigError(f"invalid --policy {policy!r}: the run has {found}")
 
 
 def _print(console: Console, name: str, rows: Rows) -> None:
