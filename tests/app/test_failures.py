@@ -200,7 +200,7 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
     assert train(model, agent, *flags, "--steps=1") == 2
     assert "step 1 trained nothing: " in caplog.text
     output, shown = capsys.readouterr()
-    assert "whet: nothing was trained in steps 1 to 1: " in shown
+    assert "whet: nothing was trained in step 1: " in shown
     assert cause in shown.split("nothing was trained")[1]
     assert "`whet show .whet/runs/it` as text" in output
 

@@ -297,7 +297,8 @@ async def _find_problem(steps: Sequence[StepRecord], run: Run) -> str | None:
     if any(step.metrics.get("rows", 1) for step in steps):
         return None
     cause = explain_metrics([step.metrics for step in steps])
-    return f"nothing was trained in steps 1 to {len(steps)}: {cause}"
+    where = "step 1" if len(steps) == 1 else f"steps 1 to {len(steps)}"
+    return f"nothing was trained in {where}: {cause}"
 
 
 async def _count_failures(steps: Sequence[StepRecord], run: Run) -> dict[str, int]:
