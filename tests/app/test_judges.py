@@ -76,6 +76,8 @@ def test_a_judge_ranks_the_groups_of_a_run_and_its_cost_is_reported(
     assert main(["show", "run", f"--dir={tmp_path}"]) == 0
     mean = f"the mean of the step is {metrics['reward']:.2f}"  # each rollout's own reward is 0
     assert mean in " ".join(capsys.readouterr().out.split())
+    assert main(["rollouts", "run", f"--dir={tmp_path}"]) == 0
+    assert "without the scores of the judge" in " ".join(capsys.readouterr().out.split())
     assert (metrics["judge/disagreement"], metrics["judge/failed"]) == (0, 0)
     assert metrics["judge/score"] == pytest.approx(0.5)
     assert again.steps == result.steps

@@ -270,6 +270,7 @@ def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
     assert lines[number + 1].startswith("  agent: ")
     assert "tokens seconds" in " ".join(shown.split())
     assert "train-000000-000" not in shown
+    assert "judge" not in shown
     assert main(["rollouts", run, "--failed", "--json"]) == 0
     page = read(client, f"{RUN}/rollouts", status="failed")
     assert json.loads(capsys.readouterr().out) == page["rollouts"]
