@@ -123,7 +123,7 @@ def test_a_step_in_which_all_fails_stops_the_run_with_the_reason(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(model, "raises", "--json") == 2
-    shown = capsys.readouterr().err
+    output, shown = capsys.readouterr()
     assert shown.count(f" failed: {KEY_ERROR}") == 1
     assert "warning: rollout train-00000" in shown
     assert f"every rollout of step 1 failed, 4 of 4, such as: agent: {KEY_ERROR}" in shown
@@ -132,6 +132,10 @@ def test_a_step_in_which_all_fails_stops_the_run_with_the_reason(
     report = json.loads(Path(".whet/runs/it/report.json").read_text())
     assert report["failures"] == {f"agent: {KEY_ERROR}": 4}
     assert report["rewards"] == [None]
+    assert json.loads(output) == report
+    assert report["problem"].endswith("fix the agent, then resume the run 'it'")
+    again = "whet train bad.py:raises --tasks tasks.jsonl --resume it"
+    assert shown.endswith(f"then resume the run 'it': {again}\n")
     assert not Path(".whet/runs/it/model").exists()
     record = attempts("train-000000-000")[-1]
     assert record.failure
@@ -196,7 +200,7 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
     assert train(model, agent, *flags, "--steps=1") == 2
     assert "step 1 trained nothing: " in caplog.text
     output, shown = capsys.readouterr()
-    assert "whet: nothing was trained in steps 1 to 1: " in shown
+    assert "whet: nothing was trained in step 1: " in shown
     assert cause in shown.split("nothing was trained")[1]
     assert "`whet show .whet/runs/it` as text" in output
 

@@ -76,6 +76,8 @@ def test_a_judge_ranks_the_groups_of_a_run_and_its_cost_is_reported(
     assert main(["show", "run", f"--dir={tmp_path}"]) == 0
     mean = f"the mean of the step is {metrics['reward']:.2f}"  # each rollout's own reward is 0
     assert mean in " ".join(capsys.readouterr().out.split())
+    assert main(["rollouts", "run", f"--dir={tmp_path}"]) == 0
+    assert "without the scores of the judge" in " ".join(capsys.readouterr().out.split())
     assert (metrics["judge/disagreement"], metrics["judge/failed"]) == (0, 0)
     assert metrics["judge/score"] == pytest.approx(0.5)
     assert again.steps == result.steps
@@ -192,6 +194,11 @@ def length(task, answer, reward):
 async def fails(trajectory):
     raise ValueError("never")
 def unknown(x): ...
+def takes_all(**values):
+    return len(values["answer"]) + len(values)
+def ends(answer):
+    raise SystemExit(0)
+from math import log, sqrt
 graded = whet.judge("good", base_url={url!r}, model="m", cache=None)
 no_url = whet.judge("good")
 """
@@ -220,6 +227,15 @@ def test_rescoring_scores_stored_rollouts_and_changes_nothing(
     assert read(result.run) == before
     assert main([*told, f"{rewards}:fails"]) == 1
     assert "the reward raised: ValueError: never" in capsys.readouterr().err
-    for name, says in (("unknown", "unknown parameter 'x'"), ("no_url", "has no base_url")):
+    assert main([*told, f"{rewards}:takes_all"]) == 0
+    assert json.loads(capsys.readouterr().out)["new"] == found["new"] + 4
+    assert main([*told, f"{rewards}:ends"]) == 1
+    assert "the reward ended the process" in capsys.readouterr().err
+    for name, says in (
+        ("unknown", "unknown parameter 'x'"),
+        ("sqrt", "unknown parameter 'x'"),
+        ("log", "has no signature"),
+        ("no_url", "has no base_url"),
+    ):
         assert main([*told, f"{rewards}:{name}"]) == 2
         assert says in capsys.readouterr().err

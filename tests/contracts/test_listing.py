@@ -6,7 +6,7 @@ import pytest
 
 from support.clock import Clock
 from support.records import MINUTE, WON, claim, failed, full_call, rollout, span
-from whet.errors import LeaseLost
+from whet.errors import LeaseLost, StoreError
 from whet.protocols import Store
 from whet.types import (
     Failure,
@@ -46,6 +46,13 @@ async def test_rollouts_are_listed_by_page_and_filter(store: Store) -> None:
     assert records["r3"].failure == Failure(kind=FailureKind.REWARD, message="it broke")
     assert (records["r4"].status, records["r4"].reward) == (Status.RUNNING, None)
     assert (records["r5"].status, records["r5"].attempts) == (Status.QUEUED, 0)
+
+
+async def test_a_filter_that_is_not_unicode_is_an_error_of_the_store(store: Store) -> None:
+    with pytest.raises(StoreError, match="surrogates not allowed"):
+        await store.rollouts(group="\udcff")
+    with pytest.raises(StoreError, match="surrogates not allowed"):
+        await store.attempts("\udcff")
 
 
 async def test_attempts_are_listed_with_what_came_too_late(store: Store, clock: Clock) -> None:

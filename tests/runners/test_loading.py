@@ -1,5 +1,6 @@
 """Functions of users' files, by name."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,17 @@ def test_functions_of_one_file_share_its_module_until_it_changes(tmp_path: Path)
     for _ in range(2):
         with pytest.raises(ConfigError, match="ZeroDivisionError"):
             load_function(f"{file}:solve")
+
+
+def test_files_of_one_name_are_modules_of_their_own(tmp_path: Path) -> None:
+    files = [tmp_path / name / "agent.py" for name in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(CODE.format(reward=0.5))
+    agent, judge = load_function(f"{files[0]}:solve"), load_function(f"{files[1]}:judge", "judge")
+    assert pickle.loads(pickle.dumps(agent)) is agent
+    assert get_spec(agent) == f"{files[0]}:solve"
+    assert get_spec(judge) == f"{files[1]}:judge"
 
 
 def test_a_file_that_is_a_program_is_refused(tmp_path: Path) -> None:

@@ -289,14 +289,16 @@ async def _find_problem(steps: Sequence[StepRecord], run: Run) -> str | None:
     last = steps[-1]
     if has_only_failures(last):
         reasons = list((await run.store.failures(last.consumed)).values())
+        more = "" if len(steps) < run.config.steps else " with more steps"
         return (
             f"every rollout of step {last.step + 1} failed, {len(reasons)} of {len(reasons)}, such "
-            f"as: {reasons[0]}; fix the agent, then resume the run {run.folder.path.name!r}"
+            f"as: {reasons[0]}; fix the agent, then resume the run {run.folder.path.name!r}{more}"
         )
     if any(step.metrics.get("rows", 1) for step in steps):
         return None
     cause = explain_metrics([step.metrics for step in steps])
-    return f"nothing was trained in steps 1 to {len(steps)}: {cause}"
+    where = "step 1" if len(steps) == 1 else f"steps 1 to {len(steps)}"
+    return f"nothing was trained in {where}: {cause}"
 
 
 async def _count_failures(steps: Sequence[StepRecord], run: Run) -> dict[str, int]:

@@ -146,10 +146,19 @@ def load_reward(spec: str) -> RewardFunction:
         return score
     if not callable(found):
         raise ConfigError(f"expected a function or a judge, found {type(found).__name__} {spec!r}")
+    try:
+        parameters = inspect.signature(found).parameters.items()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the reward {spec!r} has no signature, as some functions in C: call it in a function "
+            f"with parameters among {', '.join(PARAMETERS)}"
+        ) from error
     unknown = [
         name
-        for name, each in inspect.signature(found).parameters.items()
-        if name not in PARAMETERS and each.default is each.empty
+        for name, each in parameters
+        if (name not in PARAMETERS or each.kind is each.POSITIONAL_ONLY)
+        and each.kind is not each.VAR_KEYWORD
+        and each.default is each.empty
     ]
     if unknown:
         raise ConfigError(
@@ -207,8 +216,9 @@ async def _score(trajectory: Trajectory, reward: RewardFunction) -> Rescored:
         "trajectory": trajectory,
         "reward": old,
     }
-    names = inspect.signature(reward).parameters.keys() & values.keys()
-    arguments = {name: values[name] for name in names}
+    parameters = inspect.signature(reward).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    arguments = {name: values[name] for name in values if takes_all or name in parameters}
     new, problem = None, ""
     try:
         with boundary(WhetError, "the reward raised"):
@@ -219,6 +229,8 @@ async def _score(trajectory: Trajectory, reward: RewardFunction) -> Rescored:
         new = check_reward(result)
     except WhetError as error:
         problem = str(error)
+    except SystemExit:
+        problem = "the reward ended the process: expected it to return a number"
     return Rescored(rollout.id, rollout.group, rollout.mode.value, old, new, problem)
 
 

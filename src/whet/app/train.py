@@ -22,7 +22,7 @@ from whet.app.composition.run import open_run
 from whet.app.composition.trainers import check_credit, load_algorithm, name_algorithm
 from whet.app.dashboard.serving import serve_beside
 from whet.app.evaluation.model_sources import resolve_starts
-from whet.app.experiment import Result, run_experiment
+from whet.app.experiment import Result, has_only_failures, run_experiment
 from whet.app.inputs import (
     NO_CONTEXT,
     AgentContext,
@@ -103,16 +103,11 @@ def train(
         resume=resume,
         inputs=(train_on, compare_on),
     )
-    return run_and_report(
-        agent,
-        train_on,
-        compare_on,
-        folder,
-        console,
-        algorithm=own,
-        context=context,
-        store=address,
+    result = run_and_report(
+        agent, train_on, compare_on, folder, console, algorithm=own, context=context, store=address
     )
+    check_trained(result)
+    return result
 
 
 def _read_algorithm(
@@ -228,11 +223,7 @@ def run_and_report(
     context: AgentContext = NO_CONTEXT,
     store: str | None = None,
 ) -> Result:
-    """Run the rest of a run, and print its result. With a `store` it runs no agent.
-
-    Raises:
-        RunFailed: every rollout of a step failed, or nothing was trained; the report is printed.
-    """
+    """Run the rest of a run, and print its result. With a `store` it runs no agent."""
     folder.keep_tasks(tasks, held_out)  # other tasks are refused before anything is printed
     print_start(console, folder, len(tasks))
     with ExitStack() as stack:
@@ -254,9 +245,19 @@ def run_and_report(
     draw_picture(result, folder.picture)
     print_report(console, result)
     print_next(console, folder, has_failures=bool(result.failures))
-    if result.problem is not None:
-        raise RunFailed(result.problem)
     return result
+
+
+def check_trained(result: Result, command: str | None = None) -> None:
+    """Raise RunFailed if every rollout of a step failed, or nothing was trained.
+
+    `command` is what a user types to resume the run.
+    """
+    if result.problem is None:
+        return
+    if command is not None and has_only_failures(result.steps[-1]):
+        raise RunFailed(f"{result.problem}: {command}")
+    raise RunFailed(result.problem)
 
 
 @contextmanager

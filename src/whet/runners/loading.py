@@ -1,8 +1,10 @@
 """Load users' functions and classes by name, and find the name of one."""
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -89,8 +91,10 @@ def import_file(file: Path) -> ModuleType:
 
     An unchanged file is imported once: an agent and its judge or hooks may be in one file.
     """
-    # Not under the file's own name: an agent in `json.py` must not replace the real module.
-    name, found = FILE_PREFIX + file.stem, file.stat()
+    # Not under the file's own name: an agent in `json.py` must not replace the real module. The
+    # digest differs between files of one name, and is the same in every process of a pool.
+    digest = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:8]
+    name, found = f"{FILE_PREFIX}{file.stem}_{digest}", file.stat()
     version = file.resolve(), found.st_mtime_ns, found.st_size
     if _imported.get(name) == version and name in sys.modules:
         return sys.modules[name]

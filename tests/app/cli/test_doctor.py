@@ -28,6 +28,17 @@ def args_of(*, as_json: bool = False, **named: str) -> argparse.Namespace:
     return build_parser().parse_args(["doctor", *flags, *(["--json"] if as_json else [])])
 
 
+def test_a_run_without_its_flag_is_told_from_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunFolder.create(RunConfig(name="mine"), "train")
+    for name, meant in (("mine", "--run mine"), (".whet/runs/mine", "--run .wh"), ("a", "--model")):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args(["doctor", name])
+        assert f"did you mean {meant}" in capsys.readouterr().err
+
+
 def test_a_model_gets_its_verdict() -> None:
     verdict = check_template(TINY)
     assert verdict["mode"] == "merged"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.display import Display, draw_curve, report_stopped
+from whet.app.cli.display import Display, draw_curve, format_resume, report_stopped
 from whet.app.cli.report import build_picture, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
@@ -281,3 +281,5 @@ def test_a_run_that_was_stopped_at_its_start_names_no_run_to_continue(
     folder.config_file.write_text(RunConfig().model_dump_json())
     assert report_stopped("whet demo", folder) == 130
     assert f"continue with: whet demo --resume mine --dir {tmp_path}" in capsys.readouterr().err
+    again = f"whet train --tasks 'a b' --resume mine --dir {tmp_path} -- ./agent --fast"
+    assert format_resume("whet train --tasks 'a b' -- ./agent --fast", folder) == again

@@ -270,6 +270,7 @@ def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
     assert lines[number + 1].startswith("  agent: ")
     assert "tokens seconds" in " ".join(shown.split())
     assert "train-000000-000" not in shown
+    assert "judge" not in shown
     assert main(["rollouts", run, "--failed", "--json"]) == 0
     page = read(client, f"{RUN}/rollouts", status="failed")
     assert json.loads(capsys.readouterr().out) == page["rollouts"]
@@ -278,6 +279,12 @@ def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
     for bad in (["--status", "odd"], ["--limit", "0"], ["--task", "none"]):
         assert main(["rollouts", run, *bad]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+    for unknown, found in (
+        (["--step", "9"], "invalid --step 9: the run has steps 1 to 2"),
+        (["--policy", "solvr"], "invalid --policy 'solvr': the run has one policy"),
+    ):
+        assert main(["rollouts", run, *unknown]) == 2
+        assert found in capsys.readouterr().err
 
 
 def test_a_rollout_is_shown_by_its_name_alone(

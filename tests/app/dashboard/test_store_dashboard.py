@@ -33,5 +33,7 @@ def test_a_new_link_and_the_list_of_rollouts_come_from_a_running_store(
         assert json.loads(capsys.readouterr().out) == page["rollouts"]
         assert main(["rollouts", "default", "--task", "none", *address]) == 2
         assert "there is no rollout 'none'" in capsys.readouterr().err
+        assert main(["rollouts", "default", "--step", "9", *address]) == 2
+        assert "invalid --step 9: the run has steps 1 to 2" in capsys.readouterr().err
     assert main(["view", *address]) == 2
     assert "cannot reach the store" in capsys.readouterr().err

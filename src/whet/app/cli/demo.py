@@ -119,8 +119,11 @@ def run_demo(args: argparse.Namespace) -> int:
     flags = read_config_values(args)
     resolve(flags)  # errors in flags are reported before the slow imports
     with requires_extra("`whet demo`", "local"):
-        from whet.app.cli.display import report_stopped  # noqa: PLC0415 - imports torch
-        from whet.app.train import run_and_report  # noqa: PLC0415
+        from whet.app.cli.display import (  # noqa: PLC0415 - imports torch
+            format_resume,
+            report_stopped,
+        )
+        from whet.app.train import check_trained, run_and_report  # noqa: PLC0415
     demo = DEMOS[args.demo]
     # With --json, stdout has the one line of JSON alone.
     console = open_console(quiet=args.quiet, stderr=args.json)
@@ -129,11 +132,13 @@ def run_demo(args: argparse.Namespace) -> int:
         config = folder.config()
         tasks, held_out = demo.tasks(config)
         result = run_and_report(_load_agent(demo), tasks, held_out, folder, console)
-        _print_next(console, result, args.demo)
+        if result.problem is None:
+            _print_next(console, result, args.demo)
     except KeyboardInterrupt:
         return report_stopped(f"whet demo {args.demo}", folder)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
+    check_trained(result, format_resume(f"whet demo {args.demo}", folder))
     return 0
 
 

@@ -279,10 +279,14 @@ def report_stopped(command: str, folder: RunFolder) -> int:
     if not folder.config_file.exists():  # a start that ends leaves nothing
         sys.stderr.write("whet: stopped before it began; start it again with the same command\n")
         return 130
+    sys.stderr.write(f"whet: stopped; continue with: {format_resume(command, folder)}\n")
+    return 130
+
+
+def format_resume(command: str, folder: RunFolder) -> str:
+    """The command that continues a run: `command`, with its name before a `--`."""
     default = RunConfig.model_fields["dir"].default
     directory = folder.path.parent.parent
     where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"
-    sys.stderr.write(
-        f"whet: stopped; continue with: {command} --resume {folder.path.name}{where}\n"
-    )
-    return 130
+    before, dashes, after = command.partition(" -- ")
+    return f"{before} --resume {shlex.quote(folder.path.name)}{where}{dashes}{after}"

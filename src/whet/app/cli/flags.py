@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from pydantic import JsonValue
@@ -126,12 +127,23 @@ class HelpFormatter(argparse.HelpFormatter):
 def _explain_extra(found: argparse.Namespace, extra: Sequence[str]) -> str:
     """Return what may be meant by arguments that no flag takes; empty if unknown."""
     values = vars(found)
+    if len(extra) == 1 and "run_folder" in values and _is_run(extra[0]):
+        return f", did you mean --run {extra[0]}?"
     if len(extra) == 1 and values.get("model", "") is None:
         return f", did you mean --model {extra[0]}?"
     first = values.get("agent")
     if first and ":" not in first:  # the beginning of a command
         return f", did you mean `-- {shlex.join([first, *extra])}`, a command at the end?"
     return ""
+
+
+def _is_run(name: str) -> bool:
+    from whet.app.run_folder import RunFolder  # noqa: PLC0415 - only after an error
+
+    try:
+        return bool(RunFolder.find(name, Path(DEFAULT_DIR)))
+    except ConfigError:
+        return False
 
 
 # ------------------------------------------------------------------- the agent and its tasks

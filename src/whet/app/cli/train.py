@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, read_config_values
 from whet.app.cli.dev import run_dev
-from whet.app.cli.display import open_console, report_stopped
+from whet.app.cli.display import format_resume, open_console, report_stopped
 from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
@@ -20,10 +21,12 @@ from whet.app.cli.flags import (
     add_resume_flag,
     add_samples_flag,
     add_tasks_flags,
+    format_agent_arguments,
     has_agent,
     load_agent,
     load_named_held_out,
     load_named_tasks,
+    split_after,
 )
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.composition.driver import Driver
@@ -118,7 +121,12 @@ def _train(
     needs_agent = args.store is None or resolve(values).runner.ray is not None
     agent = load_agent(args) if needs_agent else None
     with requires_extra("`whet train`", "local"):
-        from whet.app.train import KIND, prepare_run, run_and_report  # noqa: PLC0415 - torch
+        from whet.app.train import (  # noqa: PLC0415 - torch
+            KIND,
+            check_trained,
+            prepare_run,
+            run_and_report,
+        )
     console = open_console(quiet=args.quiet, stderr=args.json)
     resume = args.resume is not None
     prompts = load_prompts(args.prompt) if args.prompt else {}
@@ -143,6 +151,10 @@ def _train(
     except KeyboardInterrupt:
         return _report_stopped(args, folder)
     _print_json(args, result.as_json())
+    if args.store is not None:
+        check_trained(result, "run the same command")
+    else:
+        check_trained(result, format_resume(_format_command(args), folder))
     return 0
 
 
@@ -176,10 +188,17 @@ def _report_stopped(args: argparse.Namespace, folder: RunFolder) -> int:
     if args.store is not None:
         sys.stderr.write("whet: stopped; the same command resumes the run\n")
         return 130
-    task_flags = f"--tasks {args.tasks}" if args.tasks else f"--env {args.env}"
-    if args.held_out:
-        task_flags += f" --held-out {args.held_out}"
-    return report_stopped(f"whet train {args.agent or '...'} {task_flags}", folder)
+    return report_stopped(_format_command(args), folder)
+
+
+def _format_command(args: argparse.Namespace) -> str:
+    """The command line, without settings: a run keeps those in its config."""
+    agent, after = split_after(format_agent_arguments(args) if has_agent(args) else [])
+    words = ["whet", "train", *agent]
+    for name in ("tasks", "held_out", "prompt", "judge"):
+        if value := vars(args)[name]:
+            words += [f"--{name.replace('_', '-')}", value]
+    return shlex.join([*words, *(["--", *after] if after else [])])
 
 
 def _run_driver(

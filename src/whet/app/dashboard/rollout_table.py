@@ -3,7 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
+from whet.app.dashboard.pages.overview import read_run
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
@@ -29,6 +30,14 @@ FILTERS = (
 )
 
 Rows = list[dict[str, Any]]  # Any: the answers of the dashboard's API
+
+
+class Listing(NamedTuple):
+    """The rollouts that a query finds."""
+
+    rows: Rows
+    judged: bool
+    """Whether training adds the scores of a judge to their rewards."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -84,13 +93,13 @@ def run_rollouts(args: argparse.Namespace) -> int:
     run = args.name or find_newest(Path(args.dir))
     if args.store is None:
         folder = RunFolder.find(run, Path(args.dir)).path.resolve()
-        rows = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
+        found = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
     else:
-        rows = run_async(_read_store, args.store, run, Path(args.dir), query, args.limit)
+        found = run_async(_read_store, args.store, run, Path(args.dir), query, args.limit)
     if args.json:
-        sys.stdout.write(to_browser_json(rows).decode() + "\n")
+        sys.stdout.write(to_browser_json(found.rows).decode() + "\n")
     else:
-        _print(open_console(), run, rows)
+        _print(open_console(), run, found)
     return 0
 
 
@@ -103,9 +112,10 @@ def _parse(query: dict[str, Any]) -> RolloutQuery:
         raise ConfigError(f"invalid --{flag}: {fault['msg'].lower()}") from error
 
 
-async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit: int) -> Rows:
+async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit: int) -> Listing:
     catalog = FolderCatalog(directory)
     rows: Rows = []
+    judged = False
     after: object = None
     try:
         run = await catalog.open(name)
@@ -113,31 +123,54 @@ async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit:
             part = query | {"after": after, "limit": min(PAGE, limit - len(rows))}
             page: dict[str, Any] = await read_rollouts(run, _parse(part))
             rows += page["rollouts"]
+            judged = judged or bool(page["judged"])
             after = page["next"]
             if after is None:
                 break
+        if not rows:
+            _check_filters(query, await read_run(run))
     finally:
         await catalog.close()
-    return rows
+    return Listing(rows, judged)
 
 
 async def _read_store(
     store: str, name: str, directory: Path, query: dict[str, Any], limit: int
-) -> Rows:
+) -> Listing:
     rows: Rows = []
+    judged = False
     after: dict[str, str] = {}
     async with open_session(store, directory) as session:
         while len(rows) < limit:
             part = {**query, **after, "limit": min(PAGE, limit - len(rows))}
             page: dict[str, Any] = await session.get(f"/api/runs/{name}/rollouts", part)
             rows += page["rollouts"]
+            judged = judged or bool(page["judged"])
             if page["next"] is None:
                 break
             after = {"after": page["next"]}
-    return rows
+        if not rows:
+            _check_filters(query, await session.get(f"/api/runs/{name}", {}))
+    return Listing(rows, judged)
 
 
-def _print(console: Console, name: str, rows: Rows) -> None:
+def _check_filters(query: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raise ConfigError if a run has no such step or policy: the list is empty by a mistake."""
+    step, last = query.get("step", 0), run["steps"]
+    if step > last:
+        found = f"steps 1 to {last}" if last else "no finished step"
+        raise ConfigError(f"invalid --step {step}: the run has {found}")
+    policy, config = query.get("policy"), run["config"]
+    if policy is None or config is None:  # its folder is on another machine
+        return
+    policies = config.get("policies", {})
+    if policy not in policies:
+        found = f"policies {', '.join(policies)}" if policies else "one policy, without a name"
+        raise ConfigError(f"invalid --policy {policy!r}: the run has {found}")
+
+
+def _print(console: Console, name: str, found: Listing) -> None:
+    rows = found.rows
     if not rows:
         console.print("no such rollouts")
         return
@@ -163,4 +196,9 @@ def _print(console: Console, name: str, rows: Rows) -> None:
     failures = [row["failure"] for row in rows]
     notes = [f and escape_control_characters(f"{f['kind']}: {f['message']}") for f in failures]
     print_rows(console, table, notes)
+    if found.judged:
+        console.print(
+            "reward: the agent's own, without the scores of the judge, which training adds",
+            highlight=False,
+        )
     console.print(f"all of one rollout: whet show {name} --rollout ID", highlight=False)

@@ -292,7 +292,8 @@ class HTTPStore(Store):
     async def _call(self, function: "Function[P, T]", *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the store on the server."""
         method = METHODS[function.__name__]
-        request = self._build(method, _bind(method, args, kwargs))
+        with boundary(StoreError, "store"):  # such as a lone surrogate in an id
+            request = self._build(method, _bind(method, args, kwargs))
         timeout_s = LONG_TIMEOUT_S if method.name in _LONG else TIMEOUT_S + rpc.MAX_WAIT_S
         while True:
             response = await self._send(request, timeout_s)

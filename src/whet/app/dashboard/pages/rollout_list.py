@@ -1,16 +1,23 @@
 """Pages of rollouts and groups, filtered and sorted in the database."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
 from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
+from whet.protocols import Store
+from whet.runners.judges.group_ranking import SCORE
 from whet.store.queries import rollout_pages
 from whet.store.queries.rollout_pages import GroupRow, PageCursor, RolloutFilter, RolloutRow
+from whet.types import AttemptId
 
 EXCERPT = 300
 """Characters of a task in a list."""
+MAX_JUDGED = 4
+"""Groups of a page whose spans are read for the scores of a judge."""
 
 
 class RolloutQuery(BaseModel):
@@ -67,6 +74,8 @@ class GroupQuery(BaseModel):
 async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object]:
     """Return a page of rollouts, and the cursor of the next one. Raises NotFound.
 
+    The first page has their number, and whether a judge adds to their rewards.
+
     A page with a cursor may have fewer rollouts than `limit`: its search was cut short.
     """
     task = None
@@ -81,13 +90,25 @@ async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object
         limit=query.limit,
     )
     is_first = query.after is None
+    rows = [serialize_rollout(row) for row in page.rows]
     count = rollout_pages.count_page
     return {
-        "rollouts": [serialize_rollout(row) for row in page.rows],
+        "rollouts": rows,
         "next": page.next and _encode_cursor(page.next),
         "searched": page.searched,
         "total": await run.store.browse(count, where, query.order) if is_first else None,
+        "judged": await is_judged(run.store, page.rows) if is_first else None,
     }
+
+
+async def is_judged(store: Store, rows: Sequence[RolloutRow]) -> bool:
+    """Whether a judge scored one of the first groups: training adds its scores to the rewards."""
+    ended = {row.group: row for row in rows if row.step is not None and row.status == "succeeded"}
+    for row in itertools.islice(ended.values(), MAX_JUDGED):
+        spans = await store.spans(AttemptId(f"{row.id}.{row.attempts}"))
+        if any(SCORE in span.attributes for span in spans):
+            return True
+    return False
 
 
 def serialize_rollout(row: RolloutRow) -> dict[str, object]:
