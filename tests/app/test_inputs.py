@@ -45,7 +45,6 @@ def test_an_error_in_a_file_names_its_line(tmp_path: Path, content: bytes, messa
         ({"on": [1, date(2026, 1, 1)]}, r"^tasks\[1\]\['on'\]\[1\] is of type date: expected"),
         ({"q": {1, 2}}, r"tasks\[1\]\['q'\] is of type set: expected a JSON value"),
         (object(), r"tasks\[1\] is of type object"),
-        ({"q": [10**5000]}, r"tasks\[1\] has an int of over 4,300 digits: give it as a str"),
         ({"q": float("nan")}, r"tasks\[1\]\['q'\] is nan: expected a finite number"),
         ({"q": {1: 2}}, r"tasks\[1\]\['q'\]\[1\] is under the key 1: expected a key that is a str"),
     ],

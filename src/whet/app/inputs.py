@@ -30,9 +30,6 @@ from whet.types import (
 Tasks = str | Path | Sequence[Any]  # Any: a JSON value, whatever the caller's dicts are typed as
 """A list, or a file with one JSON value a line, or several as `a.jsonl=0.7,b.jsonl=0.3`."""
 
-MAX_INT = 10**4300
-"""The first int that Python does not convert to text, nor reads in JSON."""
-
 RESERVED_PREFIXES = (GATEWAY_PREFIX, POLICY_PREFIX, RUNNERS_PREFIX)
 
 ResourceValues = Mapping[str, object]
@@ -89,13 +86,11 @@ def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
         raise ConfigError("found no tasks: expected at least one")
     converted: list[object] = []
     for task in tasks:
-        at = f"{name}[{len(converted)}]"
         try:
             converted.append(_convert_tuples(task))
         except RecursionError as error:
+            at = f"{name}[{len(converted)}]"
             raise ConfigError(f"{at} is nested too deeply, or contains itself") from error
-        except OverflowError as error:
-            raise ConfigError(f"{at} has {error}: give it as a str") from error
     try:
         return _JSON_LIST.validate_python(converted)
     except ValidationError as error:
@@ -103,19 +98,13 @@ def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
 
 
 def _convert_tuples(value: object) -> object:
-    """Convert tuples to lists, which JSON has: tasks may come from `zip` or a table's rows.
-
-    Raises:
-        OverflowError: an int is so long that Python does not convert it to text.
-    """
+    """Convert tuples to lists, which JSON has: tasks may come from `zip` or a table's rows."""
     if isinstance(value, dict):
         return {
             key: _convert_tuples(each) for key, each in cast(dict[object, object], value).items()
         }
     if isinstance(value, (list, tuple)):
         return [_convert_tuples(each) for each in cast(Sequence[object], value)]
-    if isinstance(value, int) and abs(value) >= MAX_INT:
-        raise OverflowError("an int of over 4,300 digits")
     return value
 
 
