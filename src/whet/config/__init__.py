@@ -26,6 +26,7 @@ from whet.config.run import (
     RunConfig,
     TrainerConfig,
     explain,
+    list_leaves,
     merge,
     read_toml,
     resolve,
@@ -43,7 +44,6 @@ from whet.config.running import (
 from whet.config.section import (
     Section,
     changed_keys,
-    list_leaves,
 )
 
 __all__ = [

@@ -37,7 +37,7 @@ from whet.config.running import (
     TrackingConfig,
     VLLMConfig,
 )
-from whet.config.section import Section, changed_keys, list_leaves
+from whet.config.section import Section, changed_keys
 from whet.config.suggestion import explain_unknown
 from whet.errors import ConfigError
 
@@ -355,6 +355,17 @@ def read_toml(path: Path) -> dict[str, JsonValue]:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} is not TOML: {error}") from error
+
+
+def list_leaves(
+    values: Mapping[str, JsonValue], prefix: str = ""
+) -> Iterator[tuple[str, JsonValue]]:
+    """The values of a nested config by their dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from list_leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def resolve(values: Mapping[str, JsonValue]) -> RunConfig:

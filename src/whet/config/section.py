@@ -1,8 +1,6 @@
-"""Base of the config's sections, and its values by their keys."""
+"""Base of the config's sections."""
 
-from collections.abc import Iterator, Mapping
-
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
@@ -17,14 +15,3 @@ def changed_keys(section: Section) -> set[str]:
     """Keys whose values are not the defaults."""
     fields = type(section).model_fields
     return {name for name in fields if getattr(section, name) != fields[name].default}
-
-
-def list_leaves(
-    values: Mapping[str, JsonValue], prefix: str = ""
-) -> Iterator[tuple[str, JsonValue]]:
-    """The values of a nested config by their dotted keys."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from list_leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -8,7 +8,7 @@ tags, or a class of its own. All are listed in `PARSERS` of `formats.py`.
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -115,9 +115,3 @@ def dump_arguments(values: dict[str, JsonValue]) -> str:
 def strip_fence(text: str) -> str:
     """Remove the code fence that some models put around JSON."""
     return text.strip().removeprefix("```json").removesuffix("```").strip()
-
-
-def remove_words(text: str, words: Iterable[str]) -> str:
-    """Remove all occurrences of words in one pass: what then comes together is not removed."""
-    longest_first = sorted(filter(None, words), key=len, reverse=True)
-    return re.sub("|".join(map(re.escape, longest_first)), "", text) if longest_first else text

@@ -10,6 +10,7 @@ the wrong format silently drops text, so a format is right if the text shows up 
 
 import hashlib
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -359,6 +360,12 @@ class ChatTemplate:
             ids += cast(list[int], eos if isinstance(eos, list) else [] if eos is None else [eos])
         id = self._tokenizer.token_to_id(self._special_texts.get("eos_token", ""))
         return tuple(dict.fromkeys([*ids, *([] if id is None else [id])]))
+
+
+def remove_words(text: str, words: Iterable[str]) -> str:
+    """Remove all occurrences of words in one pass: what then comes together is not removed."""
+    longest_first = sorted(filter(None, words), key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), "", text) if longest_first else text
 
 
 def find_byte_ids(tokenizer: Tokenizer) -> frozenset[int]:

@@ -15,7 +15,8 @@ from pydantic import JsonValue
 from whet.gateway.messages import Message
 from whet.gateway.parsers.formats import NO_REASONING, ReasoningFormat
 from whet.gateway.parsers.harmony import MESSAGE, START, HarmonyParser
-from whet.gateway.parsers.parser import ToolParser, remove_words
+from whet.gateway.parsers.parser import ToolParser
+from whet.gateway.templates.chat_template import remove_words
 from whet.gateway.templates.renderer import Renderer
 from whet.types import Sampling
 
