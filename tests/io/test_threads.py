@@ -101,3 +101,16 @@ def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None
         asyncio.run(main())
     assert ended == ["ended"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_work_runs_inside_a_loop_of_another_thread_than_the_main_one() -> None:
+    async def work() -> str:
+        return "done"
+
+    async def run_inside() -> str:
+        return run_async(work)
+
+    async def main() -> str:
+        return await asyncio.to_thread(asyncio.run, run_inside())
+
+    assert asyncio.run(main()) == "done"

@@ -125,7 +125,8 @@ def interruptible_wait() -> Generator[None]:
     """
     before = signal.getsignal(signal.SIGINT)
     handler = getattr(before, "func", None)  # a partial of a method of the runner
-    if not isinstance(getattr(handler, "__self__", None), asyncio.Runner):
+    is_main = threading.current_thread() is threading.main_thread()  # signals reach no other one
+    if not (is_main and isinstance(getattr(handler, "__self__", None), asyncio.Runner)):
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
