@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from io import TextIOWrapper
 from types import FrameType
 
 import anyio
@@ -147,6 +148,15 @@ def follow_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="whet-supervised", daemon=True).start()
+
+
+def escape_output() -> None:
+    """Print characters that stdout cannot encode, such as lone surrogates, escaped as stderr does.
+
+    A stream that is not of a file, as in a notebook, or that is closed stays as it is.
+    """
+    if isinstance(sys.stdout, TextIOWrapper) and not sys.stdout.closed:
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class MessageWriter:
