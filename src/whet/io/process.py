@@ -1,6 +1,5 @@
 """Long-running processes: signals, supervisors, messages, restarts with backoff, free ports."""
 
-import asyncio
 import json
 import os
 import signal
@@ -8,7 +7,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from asyncio import Runner
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from io import TextIOWrapper
 from types import FrameType
@@ -99,8 +99,7 @@ def merge_interrupts() -> Generator[None]:
     asyncio cancels the work at the first one and raises at the second wherever the loop is, such as
     in the middle of that cancellation: its tasks then never end.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    if (before := _find_runner_handler()) is None:
         yield
         return
     last_s = float("-inf")
@@ -115,7 +114,8 @@ def merge_interrupts() -> Generator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is interrupt:  # not one that the work has set
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -124,10 +124,7 @@ def interruptible_wait() -> Generator[None]:
 
     The handler of `asyncio.run` only requests that its task be canceled, which is not noticed then.
     """
-    before = signal.getsignal(signal.SIGINT)
-    handler = getattr(before, "func", None)  # a partial of a method of the runner
-    is_main = threading.current_thread() is threading.main_thread()  # signals reach no other one
-    if not (is_main and isinstance(getattr(handler, "__self__", None), asyncio.Runner)):
+    if (before := _find_runner_handler()) is None:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -135,6 +132,16 @@ def interruptible_wait() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _find_runner_handler() -> Callable[[int, FrameType | None], object] | None:
+    """The handler of Ctrl-C if it is asyncio's, and this the main thread, which may change it."""
+    handler = signal.getsignal(signal.SIGINT)
+    method = getattr(handler, "func", None)  # of a partial
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and callable(handler) and isinstance(getattr(method, "__self__", None), Runner):
+        return handler
+    return None
 
 
 def follow_supervisor() -> None:
