@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from whet.app.inputs import load_tasks, plan_rollouts
+from whet.app.inputs import MAX_DEPTH, load_tasks, plan_rollouts
 from whet.config import RunConfig, resolve
 from whet.errors import ConfigError
-from whet.types import FailureKind
+from whet.types import FailureKind, Rollout
 
 
 def test_tasks_come_from_a_list_or_from_a_file_with_one_json_value_a_line(tmp_path: Path) -> None:
@@ -59,6 +59,16 @@ def test_tuples_and_files_with_a_byte_order_mark_are_tasks(tmp_path: Path) -> No
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"q": 1}\n', encoding="utf-8-sig")
     assert load_tasks(file) == [{"q": 1}]
+
+
+def test_the_deepest_task_survives_the_store() -> None:
+    task: Any = "x"
+    for _ in range(MAX_DEPTH):
+        task = [task]
+    rollout = Rollout(id="r", group="g", task=load_tasks([task])[0])
+    assert Rollout.model_validate_json(rollout.model_dump_json()) == rollout
+    with pytest.raises(ConfigError, match=r"tasks\[0\] is nested too deeply"):
+        load_tasks([[task]])
 
 
 def test_a_task_that_contains_itself_is_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.app.composition.run import open_run
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
 from whet.errors import ConfigError
@@ -148,6 +149,17 @@ def test_one_process_owns_a_run_until_it_dies(tmp_path: Path) -> None:
         owner.kill()
     with folder.lock():
         pass
+
+
+@pytest.mark.anyio
+async def test_a_run_that_another_process_began_at_once_is_not_deleted(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path), "demo")
+    with RunFolder(folder.path).lock():
+        refused = pytest.raises(ConfigError, match="'a' is in use by another process")
+        with refused:
+            async with open_run(folder, progress=print):
+                pass
+    assert folder.config_file.exists()
 
 
 def test_a_resumed_run_may_sample_elsewhere(tmp_path: Path) -> None:

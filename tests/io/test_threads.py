@@ -82,6 +82,30 @@ def test_a_process_that_is_interrupted_twice_at_once_stops_its_work_once() -> No
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_handlers_of_a_program_get_every_interrupt_and_stay() -> None:
+    received: list[int] = []
+
+    def receive(number: int, frame: object) -> None:
+        received.append(number)
+
+    async def interrupt_twice() -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    async def install() -> None:
+        signal.signal(signal.SIGINT, receive)
+
+    before = signal.signal(signal.SIGINT, receive)
+    try:
+        run_async(interrupt_twice)
+        assert received == [signal.SIGINT] * 2
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run_async(install)
+        assert signal.getsignal(signal.SIGINT) is receive
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None:
     ended: list[str] = []
 
@@ -101,3 +125,16 @@ def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None
         asyncio.run(main())
     assert ended == ["ended"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_work_runs_inside_a_loop_of_another_thread_than_the_main_one() -> None:
+    async def work() -> str:
+        return "done"
+
+    async def run_inside() -> str:
+        return run_async(work)
+
+    async def main() -> str:
+        return await asyncio.to_thread(asyncio.run, run_inside())
+
+    assert asyncio.run(main()) == "done"

@@ -492,5 +492,8 @@ async def test_nothing_is_lost_or_doubled_when_the_server_is_killed_and_started_
 async def test_an_export_that_cannot_be_written_fails_at_once(
     store: HTTPStore, tmp_path: Path
 ) -> None:
-    with anyio.fail_after(5), pytest.raises(StoreError, match="cannot open the file: FileNotFound"):
+    with (
+        anyio.fail_after(5),
+        pytest.raises(StoreError, match="cannot write the file: FileNotFound"),
+    ):
         await store.export(tmp_path / "nowhere" / "run.zip")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 from whet.config import CurriculumConfig, RunConfig
 from whet.errors import ConfigError, NotFound
@@ -51,9 +51,11 @@ NO_CONTEXT = AgentContext()
 
 # ------------------------------------------------------------------- tasks
 
-_JSON_LIST: TypeAdapter[list[JsonValue]] = TypeAdapter(
-    list[JsonValue], config=ConfigDict(allow_inf_nan=False)
-)
+MAX_DEPTH = 128
+"""Lists and objects within one another in a task; pydantic reads 199 from JSON."""
+
+PLAIN = frozenset({str, int, bool, type(None)})
+"""Types whose every value is JSON."""
 
 
 class TaskMix(list[JsonValue]):
@@ -84,45 +86,41 @@ def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
         if isinstance(source, (str, Path)):
             raise ConfigError(f"found no tasks in {str(source)!r}: expected one JSON value a line")
         raise ConfigError("found no tasks: expected at least one")
-    converted: list[object] = []
-    for task in tasks:
-        try:
-            converted.append(_convert_tuples(task))
-        except RecursionError as error:
-            at = f"{name}[{len(converted)}]"
-            raise ConfigError(f"{at} is nested too deeply, or contains itself") from error
-    try:
-        return _JSON_LIST.validate_python(converted)
-    except ValidationError as error:
-        raise ConfigError(_explain_task(error, name)) from error
+    return [_convert(task, (f"{name}[{index}]",)) for index, task in enumerate(tasks)]
 
 
-def _convert_tuples(value: object) -> object:
-    """Convert tuples to lists, which JSON has: tasks may come from `zip` or a table's rows."""
-    if isinstance(value, dict):
-        return {
-            key: _convert_tuples(each) for key, each in cast(dict[object, object], value).items()
-        }
+def _convert(value: object, place: tuple[object, ...]) -> JsonValue:
+    """Copy a JSON value, with lists for tuples: tasks may come from `zip` or a table's rows.
+
+    `place` is the task's name, and the keys in it. Raises ConfigError for any other value.
+    """
+    if len(place) > MAX_DEPTH:
+        raise ConfigError(f"{place[0]} is nested too deeply, or contains itself")
+    # Without a call for most values, which would take most of the time.
     if isinstance(value, (list, tuple)):
-        return [_convert_tuples(each) for each in cast(Sequence[object], value)]
-    return value
+        items = enumerate(cast(Sequence[JsonValue], value))
+        return [each if type(each) in PLAIN else _convert(each, (*place, n)) for n, each in items]
+    if isinstance(value, dict):
+        for key in cast(dict[object, object], value):
+            if not isinstance(key, str):
+                at = _format_place((*place, key))
+                raise ConfigError(f"{at} is under the key {key!r}: expected a key that is a str")
+        return {
+            key: each if type(each) in PLAIN else _convert(each, (*place, key))
+            for key, each in cast(dict[str, JsonValue], value).items()
+        }
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{_format_place(place)} is {value}: expected a finite number, or None")
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    raise ConfigError(
+        f"{_format_place(place)} is of type {type(value).__name__}: expected a JSON value"
+    )
 
 
-def _explain_task(error: ValidationError, name: str) -> str:
-    """Name the first value of a list of tasks that is not JSON, and what it is."""
-    first = error.errors(include_url=False)[0]
-    index, *places = first["loc"]
-    at, value = f"{name}[{index}]", first["input"]
-    keys = "".join(f"[{key!r}]" for key in places[1::2])  # between them are types
-    match first["type"]:
-        case "recursion_depth_exceeded":
-            return f"{at} is nested too deeply, or contains itself"
-        case "finite_number":
-            return f"{at}{keys} is {value}: expected a finite number, or None"
-        case "string_type":
-            return f"{at}{keys} is under the key {value!r}: expected a key that is a str"
-        case _:
-            return f"{at}{keys} is of type {type(value).__name__}: expected a JSON value"
+def _format_place(place: tuple[object, ...]) -> str:
+    task, *keys = place
+    return f"{task}{''.join(f'[{key!r}]' for key in keys)}"
 
 
 def check_held_out(config: RunConfig, held_out: Sequence[JsonValue]) -> None:

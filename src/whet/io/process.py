@@ -1,6 +1,5 @@
 """Long-running processes: signals, supervisors, messages, restarts with backoff, free ports."""
 
-import asyncio
 import json
 import os
 import signal
@@ -8,8 +7,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from asyncio import Runner
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from io import TextIOWrapper
 from types import FrameType
 
 import anyio
@@ -98,8 +99,7 @@ def merge_interrupts() -> Generator[None]:
     asyncio cancels the work at the first one and raises at the second wherever the loop is, such as
     in the middle of that cancellation: its tasks then never end.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    if (before := _find_runner_handler()) is None:
         yield
         return
     last_s = float("-inf")
@@ -114,7 +114,8 @@ def merge_interrupts() -> Generator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is interrupt:  # not one that the work has set
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -123,9 +124,7 @@ def interruptible_wait() -> Generator[None]:
 
     The handler of `asyncio.run` only requests that its task be canceled, which is not noticed then.
     """
-    before = signal.getsignal(signal.SIGINT)
-    handler = getattr(before, "func", None)  # a partial of a method of the runner
-    if not isinstance(getattr(handler, "__self__", None), asyncio.Runner):
+    if (before := _find_runner_handler()) is None:
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -133,6 +132,16 @@ def interruptible_wait() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _find_runner_handler() -> Callable[[int, FrameType | None], object] | None:
+    """The handler of Ctrl-C if it is asyncio's, and this the main thread, which may change it."""
+    handler = signal.getsignal(signal.SIGINT)
+    method = getattr(handler, "func", None)  # of a partial
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and callable(handler) and isinstance(getattr(method, "__self__", None), Runner):
+        return handler
+    return None
 
 
 def follow_supervisor() -> None:
@@ -146,6 +155,15 @@ def follow_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="whet-supervised", daemon=True).start()
+
+
+def escape_output() -> None:
+    """Print characters that stdout cannot encode, such as lone surrogates, escaped as stderr does.
+
+    A stream that is not of a file, as in a notebook, or that is closed stays as it is.
+    """
+    if isinstance(sys.stdout, TextIOWrapper) and not sys.stdout.closed:
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class MessageWriter:

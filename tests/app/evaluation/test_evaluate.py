@@ -1,6 +1,7 @@
 """Models side by side, through store, gateway and runner."""
 
 import json
+import shutil
 from pathlib import Path
 
 import httpx
@@ -212,5 +213,15 @@ def test_results_that_cannot_be_written_use_up_no_name(tmp_path: Path, model: Pa
             quiet=True,
             dir=str(tmp_path),
             name="first",
+        )
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_weights_that_cannot_be_read_use_up_no_name(tmp_path: Path, model: Path) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "missing.safetensors").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError):
+        whet.evaluate(
+            answer_length, ["a"], {"base": str(broken)}, quiet=True, dir=str(tmp_path), name="first"
         )
     assert not list((tmp_path / "runs").iterdir())

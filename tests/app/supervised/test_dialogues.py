@@ -1,6 +1,7 @@
 """Dialogues as rows: the template's own tokens, a mask over what a model would sample, errors."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,11 @@ def test_bad_data_is_one_line_with_file_and_line(line: str, message: str, tmp_pa
         load_dialogues(file)
     assert str(found.value).startswith(f"{str(file)!r} {message}")
     assert "\n" not in str(found.value)
+
+
+def test_columns_that_are_not_read_may_be_of_any_type() -> None:
+    row: Any = {"messages": PLAIN, "created": date(2026, 1, 1), "image": b"\xff"}
+    assert load_dialogues([row]) == load_dialogues([{"messages": PLAIN}])
 
 
 def test_an_object_that_is_not_json_is_refused() -> None:

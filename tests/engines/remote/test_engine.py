@@ -122,14 +122,15 @@ async def test_a_dead_replica_is_not_noticed_by_the_caller(stream: bool) -> None
 
 
 async def test_a_request_at_a_server_that_hangs_is_sent_to_another(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 0.01)
     async with bench(2) as b:
-        b.states[0].pause_s, b.states[0].healthy = 60.0, False
+        b.states[0].pause_s, b.states[0].healthy = 1.0, False
         with anyio.fail_after(10):
             assert (await ask(b.engine, PROMPT, max_tokens=3)).stop == "length"
         assert [state.requests[-1]["max_tokens"] for state in b.states] == [3, 3]
+        assert "error=ConnectionAbortedError: /health answers" in caplog.text
 
 
 async def test_a_failed_reply_is_requested_from_another_replica() -> None:

@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from io import TextIOWrapper
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
+from whet.io.process import escape_output
 from whet.training.stopping import read_headline
 from whet.types import StepRecord
 
@@ -32,8 +32,8 @@ def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     Texts come from agents, models and users: in rich's markup `[/INST]` would be an error, and a
     lone surrogate in any encoding.
     """
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as that of stderr
+    if not stderr:
+        escape_output()
     return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
 
 

@@ -8,12 +8,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from io import TextIOWrapper
 from typing import NamedTuple, TextIO
 
 from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
 from whet.errors import WhetError
-from whet.io.process import treat_sigterm_as_interrupt
+from whet.io.process import escape_output, treat_sigterm_as_interrupt
 
 
 class CommandInfo(NamedTuple):
@@ -101,8 +100,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. An error that the user can fix is one line on stderr and exit code 2."""
     tune_gc()
-    if isinstance(sys.stdout, TextIOWrapper):  # what cannot be encoded is shown, as on stderr
-        sys.stdout.reconfigure(errors="backslashreplace")
+    escape_output()
     before, after = split_after((sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         with treat_sigterm_as_interrupt():

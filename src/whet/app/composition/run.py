@@ -113,8 +113,8 @@ async def open_run(
     config = folder.config()
     model = resolve_model(config.model, progress=progress)
     async with AsyncExitStack() as stack:
+        stack.enter_context(folder.lock())  # first: the folder of another process is not deleted
         stack.callback(folder.discard_if_new)
-        stack.enter_context(folder.lock())
         lease = await _take_over(folder, store, progress) if store else None
         store = store or await stack.enter_async_context(folder.open_store())
         publication = _build_publication(config, model, folder, store, lease, agent)

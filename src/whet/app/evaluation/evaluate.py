@@ -182,11 +182,15 @@ def prepare_evaluation(
         folder.resume(values)
     else:
         folder = RunFolder.create(config, KIND)
-    folder.keep_tasks(tasks, [])
-    models, prompts = _remember_models(folder, models, prompts, progress)
+    with ExitStack() as stack:
+        stack.callback(folder.discard_if_new)
+        folder.keep_tasks(tasks, [])
+        models, prompts = _remember_models(folder, models, prompts, progress)
+        policies = _find_policies(models)
+        stack.pop_all()
     for url in {model.url for model in models if isinstance(model, EndpointModel)}:
         progress(f"{url} returns text only: its tokens are not recorded, and it is never trained")
-    return PreparedEvaluation(folder, models, key, prompts, _find_policies(models))
+    return PreparedEvaluation(folder, models, key, prompts, policies)
 
 
 def _find_policies(models: Sequence[Model]) -> Mapping[str, PolicyConfig]:

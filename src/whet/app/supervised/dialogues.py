@@ -27,6 +27,14 @@ Object = Mapping[str, JsonValue]
 
 _MESSAGE: TypeAdapter[ChatMessage] = TypeAdapter(ChatMessage)
 
+READ_KEYS = frozenset(
+    (
+        *("messages", "tools", "prompt", "completion", "chosen", "rejected"),
+        *("input", "preferred_output", "non_preferred_output"),
+    )
+)
+"""Keys of an example that are read; the other columns of a dataset may be of any type."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
@@ -125,12 +133,14 @@ def _load(source: Dialogues, what: str, read: Callable[[Object, str], T]) -> lis
     values = list(_read_values(source, what))
     if not values:
         raise ConfigError(f"there are no {what}s: give at least one")
-    for name, value in values:
+    objects = [(name, _as_object(value, name)) for name, value in values]
+    for name, value in objects:
+        columns = {key: each for key, each in value.items() if key in READ_KEYS}
         try:
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(columns, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:  # such as a lone surrogate
             raise ConfigError(f"{name} is not JSON in UTF-8: {error}") from error
-    return [read(_as_object(value, name), name) for name, value in values]
+    return [read(value, name) for name, value in objects]
 
 
 def _read_values(source: Dialogues, what: str) -> Iterator[tuple[str, JsonValue]]:

@@ -107,8 +107,8 @@ async def _run(
     note = partial(console.print, highlight=False)
     store: Store
     async with AsyncExitStack() as stack:
+        stack.enter_context(folder.lock())  # first: the folder of another process is not deleted
         stack.callback(folder.discard_if_new)
-        stack.enter_context(folder.lock())
         settings = write_settings(config, folder, tasks, held_out)
         await _check_settings(config, settings)
         if store_url is None:

@@ -61,18 +61,21 @@ class Replica:
 
     @asynccontextmanager
     async def abortable(self) -> AsyncGenerator[None]:
-        """Context in which an abort of active requests raises TimeoutError."""
-        async with asyncio.timeout(None) as waiting:
+        """Context in which an abort raises ConnectionAbortedError, with why the replica is down."""
+        try:
+            async with asyncio.timeout(None) as waiting:
 
-            def abort() -> None:
-                self.aborts.discard(abort)
-                waiting.reschedule(0.0)
+                def abort() -> None:
+                    self.aborts.discard(abort)
+                    waiting.reschedule(0.0)
 
-            self.aborts.add(abort)
-            try:
-                yield
-            finally:
-                self.aborts.discard(abort)
+                self.aborts.add(abort)
+                try:
+                    yield
+                finally:
+                    self.aborts.discard(abort)
+        except TimeoutError as error:
+            raise ConnectionAbortedError(self.reason) from error
 
 
 @dataclass(eq=False, slots=True)

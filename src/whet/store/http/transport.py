@@ -11,7 +11,7 @@ import gzip
 import logging
 import random
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Mapping
 from concurrent.futures import Future
 from ipaddress import ip_address
 from pathlib import Path
@@ -147,11 +147,7 @@ class RetryingClient:
         ) as response:
             if request.download is None or response.status != 200:
                 return Response(response.status, response.headers, await response.read())
-            with boundary(StoreError, "cannot open the file"):  # else it would be retried
-                file = await anyio.open_file(request.download, "wb")
-            async with file:
-                async for chunk in response.content.iter_chunked(CHUNK):
-                    await file.write(chunk)
+            await _save(response.content.iter_chunked(CHUNK), request.download)
             return Response(response.status, response.headers, b"")
 
     def _check(self, response: Response) -> Response:
@@ -219,6 +215,20 @@ async def _read_chunks(file: Path) -> AsyncGenerator[bytes]:
     async with await anyio.open_file(file, "rb") as source:
         while chunk := await source.read(CHUNK):
             yield chunk
+
+
+async def _save(chunks: AsyncIterable[bytes], file: Path) -> None:
+    """Write a body to a file. Raises StoreError if that fails; other errors are of the network."""
+    error = boundary(StoreError, "cannot write the file")
+    with error:
+        target = await anyio.open_file(file, "wb")
+    try:
+        async for chunk in chunks:
+            with error:
+                await target.write(chunk)
+    finally:
+        with error:
+            await target.aclose()
 
 
 def is_loopback(host: str) -> bool:
