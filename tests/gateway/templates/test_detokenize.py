@@ -259,6 +259,14 @@ def test_ids_decoded_one_by_one_are_the_text_of_all(name: str, parts: list[list[
     assert "".join(texts) + decoder.finish() == whole
 
 
+def test_bytes_that_are_no_text_are_sent_as_they_come() -> None:
+    template = real_renderer("tiny").template
+    half = next(id for id in range(1000) if template.decode_all([id]) == "\ufffd")
+    decoder = IncrementalDecoder(template.decode_all, template.byte_ids)
+    assert [decoder.feed([half]) for _ in range(100)] == ["", *["\ufffd"] * 99]
+    assert decoder.finish() == "\ufffd"
+
+
 def test_an_empty_generation_is_an_empty_message(tmp_path: Path) -> None:
     renderer = Renderer(template_of(tmp_path, "qwen2_5", trl_templates()["qwen2_5"]))
     assert decode(renderer, "").content == ""

@@ -23,7 +23,7 @@ from whet.types import Sampling
 OVERLAP = 4
 """Ids decoded again: a character may span tokens, and some decoders drop the first space."""
 WINDOW = 24
-"""Most ids decoded at once, unless they end in half a character."""
+"""Most ids decoded at once, unless they end in a run of bytes."""
 
 
 class IncrementalDecoder:
@@ -45,14 +45,16 @@ class IncrementalDecoder:
         self._ids += ids
         if self._ids and self._ids[-1] in self._byte_ids:
             return ""  # the next byte may be one with which none of them is text
-        text = self._decode(self._ids)
-        if text.endswith("\ufffd"):
-            return ""
+        text = self._decode_whole()
         new, self._decoded = text[len(self._decoded) :], text
         if len(self._ids) > WINDOW:
             del self._ids[:-OVERLAP]
-            self._decoded = self._decode(self._ids)
+            self._decoded = self._decode_whole()
         return new
+
+    def _decode_whole(self) -> str:
+        """Decode the ids without a last character that the next one may complete."""
+        return self._decode(self._ids).removesuffix("\ufffd")
 
     def finish(self) -> str:
         """Return the rest of the text, with a character that was never completed."""
