@@ -3,15 +3,12 @@
 import os
 import signal
 import socket
-import sys
-from io import BytesIO, TextIOWrapper
 
 import anyio
 import pytest
 
 from whet.io.process import (
     RestartBackoff,
-    escape_output,
     find_free_port,
     handle_stop_signals,
     treat_sigterm_as_interrupt,
@@ -80,15 +77,3 @@ def test_an_error_in_a_task_is_raised_without_its_group() -> None:
 
     with pytest.raises(LookupError, match="mine"):
         run_async(work)
-
-
-def test_output_is_escaped_unless_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = BytesIO()
-    out = TextIOWrapper(written, encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", out)
-    escape_output()
-    out.write("a\udcff\u00e9")
-    out.flush()
-    assert written.getvalue() == b"a\\udcff\\xe9"
-    out.close()
-    escape_output()

@@ -6,12 +6,8 @@ import signal
 import socket
 import sys
 import threading
-import time
-from asyncio import Runner
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from io import TextIOWrapper
-from types import FrameType
 
 import anyio
 from anyio import CancelScope, create_task_group
@@ -19,9 +15,6 @@ from anyio.abc import TaskStatus
 
 SUPERVISED = "WHET_SUPERVISED"
 """Variable that a supervisor sets; its death closes our stdin."""
-REPEAT_S = 1.0
-"""Seconds in which a second interrupt counts as part of the first: `timeout` and many supervisors
-signal a process and, right after, its group."""
 
 
 class Stop:
@@ -92,58 +85,6 @@ def _interrupt(number: int, frame: object) -> None:
     signal.raise_signal(signal.SIGINT)  # an event loop may have a handler of its own
 
 
-@contextmanager
-def merge_interrupts() -> Generator[None]:
-    """Drop an interrupt that repeats the one before it, within an event loop.
-
-    asyncio cancels the work at the first one and raises at the second wherever the loop is, such as
-    in the middle of that cancellation: its tasks then never end.
-    """
-    if (before := _find_runner_handler()) is None:
-        yield
-        return
-    last_s = float("-inf")
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal last_s
-        if (now_s := time.monotonic()) - last_s > REPEAT_S:
-            last_s = now_s
-            before(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:  # not one that the work has set
-            signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def interruptible_wait() -> Generator[None]:
-    """Let Ctrl-C raise in a block that waits without giving control to its event loop.
-
-    The handler of `asyncio.run` only requests that its task be canceled, which is not noticed then.
-    """
-    if (before := _find_runner_handler()) is None:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _find_runner_handler() -> Callable[[int, FrameType | None], object] | None:
-    """The handler of Ctrl-C if it is asyncio's, and this the main thread, which may change it."""
-    handler = signal.getsignal(signal.SIGINT)
-    method = getattr(handler, "func", None)  # of a partial
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and callable(handler) and isinstance(getattr(method, "__self__", None), Runner):
-        return handler
-    return None
-
-
 def follow_supervisor() -> None:
     """End this process when the supervisor that started it is gone, even if it was killed."""
     if os.environ.pop(SUPERVISED, None) is None:
@@ -155,15 +96,6 @@ def follow_supervisor() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="whet-supervised", daemon=True).start()
-
-
-def escape_output() -> None:
-    """Print characters that stdout cannot encode, such as lone surrogates, escaped as stderr does.
-
-    A stream that is not of a file, as in a notebook, or that is closed stays as it is.
-    """
-    if isinstance(sys.stdout, TextIOWrapper) and not sys.stdout.closed:
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class MessageWriter:

@@ -1,16 +1,18 @@
 """Event loops and threads: run async work from sync code, and call into loops from anywhere."""
 
 import asyncio
+import signal
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import anyio
 from anyio.from_thread import start_blocking_portal
-
-from whet.io.process import interruptible_wait, merge_interrupts
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -18,6 +20,10 @@ Args = TypeVarTuple("Args")
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter lock while others wait for it. An engine needs the
 lock between any two passes, and Python's 5 ms are longer than a pass."""
+
+REPEAT_S = 1.0
+"""Seconds in which a second interrupt counts as part of the first: `timeout` and many supervisors
+signal a process and, right after, its group."""
 
 Resolution = tuple[asyncio.Future[Any], Any]
 """A future and its result; an exception is raised for the task that awaits it."""
@@ -45,7 +51,7 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
         with start_blocking_portal() as portal:
             future = portal.start_task_soon(work, *args)
             try:
-                with interruptible_wait():
+                with _interruptible_wait():
                     return future.result()
             except KeyboardInterrupt:
                 future.cancel()
@@ -55,8 +61,64 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
 
 
 async def _run_interruptible(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
-    with merge_interrupts():
+    with _merge_interrupts():
         return await work(*args)
+
+
+@contextmanager
+def _merge_interrupts() -> Generator[None]:
+    """Drop an interrupt that repeats the one before it, within an event loop.
+
+    asyncio cancels the work at the first one and raises at the second wherever the loop is, such as
+    in the middle of that cancellation: its tasks then never end.
+    """
+    if (before := _find_runner_handler()) is None:
+        yield
+        return
+    last_s = float("-inf")
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
+        if (now_s := time.monotonic()) - last_s > REPEAT_S:
+            last_s = now_s
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:  # not one that the work has set
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _interruptible_wait() -> Generator[None]:
+    """Let Ctrl-C raise in a block that waits without giving control to its event loop.
+
+    The handler of `asyncio.run` only requests that its task be canceled, which is not noticed then.
+    """
+    if (before := _find_runner_handler()) is None:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _find_runner_handler() -> Callable[[int, FrameType | None], object] | None:
+    """The handler of Ctrl-C if it is asyncio's, and this the main thread, which may change it."""
+    handler = signal.getsignal(signal.SIGINT)
+    method = getattr(handler, "func", None)  # of a partial
+    is_main = threading.current_thread() is threading.main_thread()
+    if (
+        is_main
+        and callable(handler)
+        and isinstance(getattr(method, "__self__", None), asyncio.Runner)
+    ):
+        return handler
+    return None
 
 
 def _is_in_loop() -> bool:

@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from whet.app.cli.display import Display, draw_curve, format_resume, report_stopped
+from whet.app.cli.display import (
+    Display,
+    draw_curve,
+    escape_output,
+    format_resume,
+    report_stopped,
+)
 from whet.app.cli.report import build_picture, draw_picture, print_report
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
@@ -283,3 +290,15 @@ def test_a_run_that_was_stopped_at_its_start_names_no_run_to_continue(
     assert f"continue with: whet demo --resume mine --dir {tmp_path}" in capsys.readouterr().err
     again = f"whet train --tasks 'a b' --resume mine --dir {tmp_path} -- ./agent --fast"
     assert format_resume("whet train --tasks 'a b' -- ./agent --fast", folder) == again
+
+
+def test_output_is_escaped_unless_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    out = io.TextIOWrapper(written, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    escape_output()
+    out.write("a\udcff\u00e9")
+    out.flush()
+    assert written.getvalue() == b"a\\udcff\\xe9"
+    out.close()
+    escape_output()

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +14,6 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
-from whet.io.process import escape_output
 from whet.training.stopping import read_headline
 from whet.types import StepRecord
 
@@ -35,6 +35,15 @@ def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     if not stderr:
         escape_output()
     return Console(quiet=quiet, stderr=stderr, markup=False, emoji=False)
+
+
+def escape_output() -> None:
+    """Print characters that stdout cannot encode, such as lone surrogates, escaped as stderr does.
+
+    A stream that is not of a file, as in a notebook, or that is closed stays as it is.
+    """
+    if isinstance(sys.stdout, TextIOWrapper) and not sys.stdout.closed:
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class Display:

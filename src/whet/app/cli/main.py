@@ -12,7 +12,7 @@ from typing import NamedTuple, TextIO
 
 from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
 from whet.errors import WhetError
-from whet.io.process import escape_output, treat_sigterm_as_interrupt
+from whet.io.process import treat_sigterm_as_interrupt
 
 
 class CommandInfo(NamedTuple):
@@ -100,7 +100,6 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. An error that the user can fix is one line on stderr and exit code 2."""
     tune_gc()
-    escape_output()
     before, after = split_after((sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         with treat_sigterm_as_interrupt():
@@ -117,6 +116,9 @@ def _run(before: Sequence[str], after: Sequence[str]) -> int:
     args = build_parser().parse_args(before, argparse.Namespace(**{AFTER: after}))
     _configure_logging(args.log)
     check_after(args)
+    from whet.app.cli.display import escape_output  # noqa: PLC0415 - `--help` needs no rich
+
+    escape_output()
     return args.run(args)
 
 
