@@ -157,7 +157,7 @@ class HttpClient:
             try:
                 import aiohttp  # noqa: PLC0415 - see above
             except ImportError as error:
-                raise MissingExtra.of("an HTTP client", "runner") from error
+                raise MissingExtra.build("an HTTP client", "runner") from error
             trace = aiohttp.TraceConfig()
             trace.on_connection_create_end.append(self._count_connection)
             self._sessions[loop] = aiohttp.ClientSession(

@@ -202,9 +202,9 @@ def _parse_query(model: type[Query], request: Request) -> Query:
     try:
         return model.model_validate(dict(request.query_params))
     except ValidationError as error:
-        fault = error.errors()[0]
-        name = ".".join(map(str, fault["loc"]))
-        raise InvalidQuery(f"parameter {name!r}: {fault['msg'].lower()}") from error
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InvalidQuery(f"parameter {name!r}: {first['msg'].lower()}") from error
 
 
 def _read_id(request: Request) -> str:
