@@ -1,4 +1,4 @@
-"""The promise, end to end: the demo's own agent, over HTTP, with a real model."""
+"""Exact tokens from end to end: the demo's agent, over HTTP, with a real model."""
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence

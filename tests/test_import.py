@@ -1,4 +1,4 @@
-"""A cold start is light: what is heavy is imported when it is first needed."""
+"""A cold start is light: heavy packages are imported when they are first needed."""
 
 import re
 import resource

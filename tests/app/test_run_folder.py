@@ -1,3 +1,5 @@
+"""The folder of a run: its config, its name, its lock, and what a resumed run may change."""
+
 import json
 import os
 import stat

@@ -1,4 +1,4 @@
-"""`whet demo` killed at any moment, or stopped by Ctrl-C, goes on from its last step."""
+"""`whet demo` killed at any moment, or stopped by Ctrl-C, resumes from its last step."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Two adapters learn opposite tasks in one run, which is killed and goes on."""
+"""Two adapters learn opposite tasks in one run, which is killed and resumes."""
 
 import json
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The distribution that tokens are sampled from: temperature, top-k and top-p."""
+
 import math
 
 import pytest

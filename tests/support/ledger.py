@@ -1,4 +1,4 @@
-"""What must be true of a finished run, however often it was killed on the way."""
+"""Checks that a finished run must pass, however often it was killed on the way."""
 
 import sqlite3
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""The local trainer: gradients, losses, checkpoints and memory."""
+
 import json
 import math
 import shutil

@@ -1,3 +1,5 @@
+"""The sampler: tokens come with their probabilities, each row with its own settings."""
+
 import math
 from collections.abc import Sequence
 
