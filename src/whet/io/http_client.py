@@ -113,7 +113,7 @@ class HttpClient:
         Raises:
             TransportError: also for a connection error of aiohttp that was raised inside.
         """
-        session = self._session()
+        session = self._open_session()
         import aiohttp  # noqa: PLC0415 - see above
 
         try:
@@ -149,7 +149,7 @@ class HttpClient:
     async def _count_connection(self, *details: object) -> None:
         self.connections += 1
 
-    def _session(self) -> "aiohttp.ClientSession":
+    def _open_session(self) -> "aiohttp.ClientSession":
         if self._closed:
             raise TransportError("the HTTP client is closed")
         loop = asyncio.get_running_loop()

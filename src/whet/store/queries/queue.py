@@ -368,7 +368,7 @@ class Queue:
             self._end_attempts(
                 db, [(lost, _build_failed_outcome(FailureKind.WORKER_LOST, message))]
             )
-            db.execute(END_LEASE, self._requeue_state(lost, tries_back=1))
+            db.execute(END_LEASE, self._build_requeue_state(lost, tries_back=1))
         return len(running)
 
     def expire_leases(self, db: Db) -> float | None:
@@ -442,10 +442,10 @@ class Queue:
     def _compute_next_state(self, running: RunningAttempt, outcome: Outcome) -> tuple[Column, ...]:
         tries_back = int(outcome.failure is not None and outcome.failure.kind in NO_FAULT)
         if running.tries_left + tries_back > 0 and _is_retryable(running, outcome):
-            return self._requeue_state(running, tries_back)
+            return self._build_requeue_state(running, tries_back)
         return self._end_state(running.run, running.rollout_seq, running.rollout, outcome)
 
-    def _requeue_state(self, running: RunningAttempt, tries_back: int) -> tuple[Column, ...]:
+    def _build_requeue_state(self, running: RunningAttempt, tries_back: int) -> tuple[Column, ...]:
         self._notifier.mark(work_key(running.run))
         return (Status.QUEUED.value, None, tries_back, running.rollout_seq)
 
