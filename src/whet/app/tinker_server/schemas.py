@@ -97,7 +97,7 @@ class AdamParams(Body):
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     grad_clip_norm: Annotated[float, Field(allow_inf_nan=False)] = 0.0
 
-    def adam(self) -> AdamStep:
+    def to_adam(self) -> AdamStep:
         """Convert to our config, whose own limits are narrower."""
         clip = self.grad_clip_norm if self.grad_clip_norm > 0 else NO_CLIPPING
         return AdamStep().model_copy(

@@ -33,7 +33,7 @@ async def read_evaluations(run: OpenedRun) -> dict[str, object]:
     A run of `whet eval` compares models, each of which is a run of the same database.
     """
     sides: dict[str, list[browse.EvaluatedRow]] = {}
-    is_comparison = run.folder is not None and run.folder.kind() == "eval"
+    is_comparison = run.folder is not None and run.folder.read_kind() == "eval"
     names = await run.store.browse(browse.read_run_names) if is_comparison else [run.store.run]
     for name in names:
         store = run.store.for_run(name)
