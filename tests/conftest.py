@@ -1,3 +1,5 @@
+"""Fixtures and settings of all tests."""
+
 import gc
 import sys
 import warnings

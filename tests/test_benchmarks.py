@@ -1,4 +1,4 @@
-"""The benchmarks that goals are judged by still run; what they measure is not looked at here."""
+"""The benchmarks that goals are judged by still run; their results are not checked here."""
 
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+"""The config: files, merging, validation, defaults and schedules."""
+
 from pathlib import Path
 
 import pytest

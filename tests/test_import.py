@@ -1,4 +1,4 @@
-"""A cold start is light: what is heavy is imported when it is first needed."""
+"""A cold start is light: heavy packages are imported when they are first needed."""
 
 import re
 import resource
@@ -63,7 +63,7 @@ def test_listing_models_needs_no_torch() -> None:
 
 
 def test_a_missing_extra_is_installed_from_the_clone_that_whet_is_installed_from() -> None:
-    command = str(MissingExtra.of("it", "local")).split(": ")[-1]
+    command = str(MissingExtra.build("it", "local")).split(": ")[-1]
     found = re.fullmatch(r"pip install (?:-e '(.+)\[local\]'|'whet\[local\]')", command)
     assert found, command
     assert not found[1] or (Path(found[1]) / "pyproject.toml").is_file()

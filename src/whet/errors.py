@@ -42,7 +42,7 @@ class MissingExtra(ConfigError):
     """An optional dependency is not installed."""
 
     @classmethod
-    def of(cls, what: str, extra: str) -> "MissingExtra":
+    def build(cls, what: str, extra: str) -> "MissingExtra":
         """Build the error for a feature and the extra it needs."""
         clone = _find_clone()
         named = f"-e '{clone}[{extra}]'" if clone else f"'whet[{extra}]'"
@@ -72,7 +72,7 @@ def requires_extra(what: str, extra: str) -> Generator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise MissingExtra.of(f"{what} ({error})", extra) from error
+        raise MissingExtra.build(f"{what} ({error})", extra) from error
 
 
 class StoreError(WhetError):

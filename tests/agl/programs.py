@@ -1,4 +1,4 @@
-"""Programs that use the store by hand, for Agent Lightning and for whet.agl alike.
+"""Programs that call every method of the store, for Agent Lightning and for whet.agl alike.
 
     python tests/agl/programs.py agentlightning|whet.agl     # prints the answers as JSON
 

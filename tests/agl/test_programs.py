@@ -1,4 +1,4 @@
-"""Programs by hand get what Agent Lightning 0.3.0 answered, from every store of whet.agl."""
+"""Programs that call the store get the answers of Agent Lightning 0.3.0, from every store."""
 
 import json
 from collections.abc import AsyncGenerator

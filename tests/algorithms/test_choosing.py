@@ -1,4 +1,4 @@
-"""What a config may ask of an algorithm is checked before anything is started."""
+"""The config of an algorithm is checked before anything is started."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A token's advantage is what the teacher thinks of it, less what the sampler thought."""
+"""A token's advantage is the teacher's log-probability less the sampler's."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What estimators must keep to, whatever the rewards."""
+"""Properties of estimators that hold for any rewards."""
 
 from collections.abc import Sequence
 

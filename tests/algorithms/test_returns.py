@@ -1,4 +1,4 @@
-"""Rewards for turns, calls and agents, and what each answer earned by them."""
+"""Rewards of turns, calls and agents, and the return of each answer."""
 
 import anyio
 import pytest

@@ -48,7 +48,7 @@ def test_a_run_evaluates_stops_early_keeps_its_best_model_and_takes_more_steps(
     assert all(step.metrics.keys() >= {"eval/greedy", "step_seconds"} for step in result.steps)
     more = run(tmp_path, model, resume=True, steps=5)
     folder = RunFolder(more.run)
-    assert folder.config().steps == 5
+    assert folder.read_config().steps == 5
     assert more.steps[:2] == result.steps
     rewards = [step.metrics["eval/greedy"] for step in more.steps]
     best = rewards.index(max(rewards))
@@ -67,7 +67,7 @@ def test_a_run_evaluates_stops_early_keeps_its_best_model_and_takes_more_steps(
     assert report["model_step"] == best + 1
     with pytest.raises(ConfigError, match="steps already, found steps 1: leave it out, or give at"):
         run(tmp_path, model, resume=True, steps=1)
-    assert folder.config().steps == 5, "what is refused changes nothing"
+    assert folder.read_config().steps == 5, "what is refused changes nothing"
 
 
 def test_evaluations_during_training_need_held_out_tasks(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_run_starts_from_another_by_name_folder_checkpoint_or_model(
             after = safetensors.load_file(second.model / file.name)
             assert before.keys() == after.keys()
             assert all((before[name] == after[name]).all() for name in before)
-        config = second.config()
+        config = second.read_config()
         if weights == "lora":
             assert config.model == str(model)
             assert config.start == (checkpoint if what == "checkpoint" else first.model)

@@ -1,3 +1,5 @@
+"""Tasks from lists, files and mixes, and the rollouts that are made of them."""
+
 from collections import Counter
 from datetime import date
 from pathlib import Path

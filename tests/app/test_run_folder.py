@@ -1,3 +1,5 @@
+"""The folder of a run: its config, its name, its lock, and what a resumed run may change."""
+
 import json
 import os
 import stat
@@ -23,7 +25,7 @@ def test_the_resolved_config_is_saved_and_read_back(tmp_path: Path) -> None:
     folder = RunFolder.create(made, "demo")
 
     assert folder.path == tmp_path / "runs" / "a"
-    assert folder.config() == made
+    assert folder.read_config() == made
     saved = json.loads(folder.config_file.read_text())
     assert saved["steps"] == 7
     assert saved["adam"]["beta2"] == RunConfig().adam.beta2
@@ -33,7 +35,7 @@ def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
     one = RunFolder.create(RunConfig(dir=tmp_path), "demo")
     two = RunFolder.create(RunConfig(dir=tmp_path), "demo")
     assert one.path != two.path
-    assert [folder.config().name for folder in (one, two)] == [one.path.name, two.path.name]
+    assert [folder.read_config().name for folder in (one, two)] == [one.path.name, two.path.name]
 
 
 def test_a_run_is_not_started_over(tmp_path: Path) -> None:
@@ -51,9 +53,9 @@ def test_a_folder_that_a_kill_left_unfinished_is_not_a_run_and_does_not_block_on
     (half / ".config.json.partial").write_text("{")
 
     with pytest.raises(ConfigError, match="no run to resume"):
-        RunFolder.latest(tmp_path, "demo")
+        RunFolder.find_latest(tmp_path, "demo")
     folder = RunFolder.create(config(tmp_path), "demo")
-    assert len(folder.secret()) == 32
+    assert len(folder.read_secret()) == 32
 
 
 @pytest.mark.parametrize("place", ["file/under", "/proc/whet"])
@@ -68,15 +70,15 @@ def test_the_newest_run_of_the_kind_is_found_whatever_its_name(tmp_path: Path) -
         folder = RunFolder.create(config(tmp_path, name=name), kind)
         os.utime(folder.config_file, (1000 + age, 1000 + age))
 
-    assert RunFolder.latest(tmp_path, "demo").path.name == "new"
-    assert RunFolder.latest(tmp_path, "train").path.name == "other"
+    assert RunFolder.find_latest(tmp_path, "demo").path.name == "new"
+    assert RunFolder.find_latest(tmp_path, "train").path.name == "other"
     with pytest.raises(ConfigError, match="start one without --resume"):
-        RunFolder.latest(tmp_path, "hello")
+        RunFolder.find_latest(tmp_path, "hello")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run"):
-        RunFolder(tmp_path / "runs" / "x").config()
+        RunFolder(tmp_path / "runs" / "x").read_config()
 
 
 def test_a_resumed_run_keeps_what_it_learns(tmp_path: Path) -> None:
@@ -85,24 +87,24 @@ def test_a_resumed_run_keeps_what_it_learns(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps its config: 'seed' is 7 there, found 9"):
         folder.resume({"seed": "9"})
     folder.resume({"steps": "9"})
-    assert folder.config().steps == 9
+    assert folder.read_config().steps == 9
     with pytest.raises(ConfigError, match=r"'adam\.lr'"):
         folder.resume({"adam": {"lr": 0.5}})
-    assert folder.config() == config(tmp_path, steps=9, seed=7)
+    assert folder.read_config() == config(tmp_path, steps=9, seed=7)
 
 
 def test_a_resumed_run_may_take_another_port_or_device(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path, gateway={"port": 8000}), "demo")
     folder.resume({"gateway": {"port": "8001"}, "engine": {"device": "cpu"}})
-    assert folder.config().gateway.port == 8001
-    assert folder.config().engine.device == "cpu"
+    assert folder.read_config().gateway.port == 8001
+    assert folder.read_config().engine.device == "cpu"
 
 
 def test_a_resumed_run_may_read_rewards_otherwise(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path), "demo")
     folder.resume({"algorithm": {"logged_keys": ["reward"], "reward_keys": ["style"]}})
-    assert folder.config().algorithm.logged_keys == ("reward",)
-    assert folder.config().algorithm.reward_keys == ("style",)
+    assert folder.read_config().algorithm.logged_keys == ("reward",)
+    assert folder.read_config().algorithm.reward_keys == ("style",)
 
 
 def test_a_resumed_run_keeps_its_tasks(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_the_secret_is_the_owners_alone_and_outlives_a_restart(tmp_path: Path) -
     folder = RunFolder.create(config(tmp_path), "demo")
     key = folder.path / "gateway.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    assert RunFolder(folder.path).secret() == folder.secret()
+    assert RunFolder(folder.path).read_secret() == folder.read_secret()
 
 
 HOLD = """
@@ -165,7 +167,7 @@ async def test_a_run_that_another_process_began_at_once_is_not_deleted(tmp_path:
 def test_a_resumed_run_may_sample_elsewhere(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path, engine={"max_context": 512}), "demo")
     folder.resume({"engine": {"kind": "vllm", "urls": ["http://a"]}})
-    saved = folder.config().engine
+    saved = folder.read_config().engine
     assert (saved.kind, saved.max_context) == ("vllm", 512)
 
 
@@ -187,5 +189,5 @@ def test_a_run_with_a_key_of_another_version_is_refused_in_one_line(
     folder.config_file.write_text(json.dumps(saved))
     name = f"{section}.{key}" if section else key
     with pytest.raises(ConfigError, match=rf"config\.json': unknown config key '{name}'") as error:
-        folder.config()
+        folder.read_config()
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""`whet.Trainer` and `whet dev`: few samples without training, and what came of them."""
+"""`whet.Trainer` and `whet dev`: few samples without training, and their results."""
 
 import io
 import json

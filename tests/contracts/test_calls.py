@@ -1,4 +1,4 @@
-"""Calls, rewards, spans and trajectories: what every store promises of them."""
+"""Calls, rewards, spans and trajectories: what every store promises."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Listings and counts: what every store promises of them."""
+"""Listings and counts: what every store promises."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Resources: what every store promises of them."""
+"""Resources: what every store promises."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Sizes, pruning, dropping, export and import: what every store promises of them."""
+"""Sizes, pruning, dropping, export and import: what every store promises."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Training steps: what every store promises of them."""
+"""Training steps: what every store promises."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`whet eval` killed at any moment goes on where it was: no task runs again that has a result."""
+"""`whet eval` killed at any moment resumes: no task with a result runs again."""
 
 import json
 import subprocess

@@ -71,7 +71,7 @@ async def check(folder: RunFolder, diaries: Path) -> None:
 
 async def check_rollouts(store: SQLiteStore, folder: RunFolder) -> None:
     """All have ended, and each was trained in the step that was to train it, and in no other."""
-    config = folder.config()
+    config = folder.read_config()
     plan = plan_rollouts(TASKS, config)
     steps = await store.steps()
     assert [step.step for step in steps] == list(range(config.steps))
@@ -143,7 +143,7 @@ class Steps(StepLog):
 
 async def check_weights(store: SQLiteStore, folder: RunFolder) -> None:
     """Training a fresh model on what the store has gives the weights of the last checkpoint."""
-    config = folder.config()
+    config = folder.read_config()
     final = await store.steps()
 
     def trainer() -> tuple[LocalPolicy, LocalTrainer]:

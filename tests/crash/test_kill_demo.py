@@ -1,4 +1,4 @@
-"""`whet demo` killed at any moment, or stopped by Ctrl-C, goes on from its last step."""
+"""`whet demo` killed at any moment, or stopped by Ctrl-C, resumes from its last step."""
 
 import json
 import random
@@ -92,7 +92,7 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
     assert told["steps"] == STEPS
     assert told["rollouts"] == TRAINING
     assert told["unproven_rows"] == 0
-    tasks, test = DEMOS["arithmetic"].tasks(folder.config())
+    tasks, test = DEMOS["arithmetic"].tasks(folder.read_config())
     assert 2 * len(test) == held_out
     steps = anyio.run(audit, folder, tasks, test)
     assert sum(step.metrics["rows"] for step in steps) == told["rows"] > 0

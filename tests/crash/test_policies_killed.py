@@ -1,4 +1,4 @@
-"""Two adapters learn opposite tasks in one run, which is killed and goes on."""
+"""Two adapters learn opposite tasks in one run, which is killed and resumes."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ async def check_service(folder: RunFolder) -> None:
     from whet.trainers.tinker import TinkerTrainer
 
     for name in TRAINED:
-        trainer = TinkerTrainer(await TinkerPolicy.open(folder.config().for_policy(name)))
+        trainer = TinkerTrainer(await TinkerPolicy.open(folder.read_config().for_policy(name)))
         await replay(folder, name, trainer)
         alone = folder.path / "replayed" / name
         await trainer.export(alone)

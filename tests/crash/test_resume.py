@@ -1,4 +1,4 @@
-"""A run that was broken off anywhere goes on as if it had not been."""
+"""A run that was interrupted at any point resumes as if it had not been."""
 
 import os
 import signal

@@ -1,3 +1,5 @@
+"""The arithmetic problems of the demo: answers, wordings, splits and rewards."""
+
 import ast
 import json
 import math

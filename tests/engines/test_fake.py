@@ -1,3 +1,5 @@
+"""The fake engine: scripts, stop conditions and versions."""
+
 import subprocess
 import sys
 

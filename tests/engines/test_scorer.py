@@ -1,4 +1,4 @@
-"""What a scoring model thinks of tokens, beside a plain forward pass over each alone."""
+"""Scores of tokens, against a plain forward pass over each sequence alone."""
 
 from pathlib import Path
 from random import Random

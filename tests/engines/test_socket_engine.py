@@ -1,4 +1,4 @@
-"""The engine of another process beyond the contract."""
+"""The engine in another process: what the contract does not cover."""
 
 import socket
 from collections.abc import AsyncGenerator, Sequence

@@ -1,4 +1,4 @@
-"""The engine on verl's client: what it sends, and what it makes of what comes back."""
+"""The engine on verl's client: the requests it sends, and how it reads the replies."""
 
 from types import SimpleNamespace
 from typing import Any

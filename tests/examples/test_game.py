@@ -1,3 +1,5 @@
+"""The game of 20 Questions: its words, its rules and the agent that plays it."""
+
 import ast
 import sys
 from collections.abc import Sequence

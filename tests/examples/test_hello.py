@@ -1,3 +1,5 @@
+"""The example `hello`: the model learns its identity, on every trainer."""
+
 import json
 from collections.abc import Generator
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The example with a planner and a worker: two policies, one reward."""
+
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,4 @@
-"""What Claude Code and Codex send besides the fields of a plain request."""
+"""Fields of Claude Code and Codex beyond those of a plain request."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What a call leaves behind is freed with its last reference: no cycle has to be looked for."""
+"""A call is freed with its last reference, without a search for cycles."""
 
 import gc
 

@@ -1,3 +1,5 @@
+"""The base URL of an attempt, written without its ids."""
+
 import pytest
 
 from whet.io.attempt_url import build_attempt_url, shorten_attempt_urls

@@ -1,3 +1,5 @@
+"""Files that are written whole or not at all."""
+
 import signal
 import subprocess
 import sys

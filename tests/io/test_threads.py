@@ -1,3 +1,5 @@
+"""Callbacks and futures between threads and event loops."""
+
 import asyncio
 import os
 import signal

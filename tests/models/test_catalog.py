@@ -1,3 +1,5 @@
+"""Names of models: folders, the shipped model, GGUF files and downloads."""
+
 import os
 import subprocess
 import sys

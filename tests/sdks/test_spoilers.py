@@ -1,4 +1,4 @@
-"""What real SDKs do by default that spoils training is found by the runner, and said."""
+"""Defaults of real SDKs that harm training are found and reported by the runner."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""strands-vllm that asks a server itself: what its recorder tells by spans is trained."""
+"""strands-vllm that calls a server directly: the tokens in its spans are trained."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""The token of a served store: made once, and for its owner's eyes."""
+"""The token of a served store: made once, and readable by its owner only."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""What must be true of a finished run, however often it was killed on the way."""
+"""Checks that a finished run must pass, however often it was killed on the way."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ async def audit(
     folder: RunFolder, tasks: Sequence[JsonValue], held_out: Sequence[JsonValue]
 ) -> list[StepRecord]:
     """Check the store of a finished run against its plan; the steps it found."""
-    config = folder.config()
+    config = folder.read_config()
     plan = plan_rollouts(tasks, config)
     async with SQLiteStore(folder.store) as store:
         steps = await store.steps()

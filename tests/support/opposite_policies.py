@@ -131,7 +131,7 @@ async def check_records(folder: RunFolder) -> None:
 
 async def replay(folder: RunFolder, policy: str, trainer: TrainingBackend) -> None:
     """Train a policy alone, on its own calls, as the run did."""
-    config = folder.config().for_policy(policy)
+    config = folder.read_config().for_policy(policy)
     algorithm = build_algorithm(config)
     async with SQLiteStore(folder.store) as store:
         done: list[StepRecord] = []
@@ -152,7 +152,7 @@ async def replay(folder: RunFolder, policy: str, trainer: TrainingBackend) -> No
 
 async def replay_weights(folder: RunFolder, policy: str) -> str:
     """Digest of the weights that a run of this policy alone has, trained in this process."""
-    config = folder.config().for_policy(policy)
+    config = folder.read_config().for_policy(policy)
     assert config.trainer.kind == "local"
     weights = LocalPolicy(
         resolve_model(config.model), config.trainer, device="cpu", seed=config.seed

@@ -1,4 +1,4 @@
-"""Commands at work, watched by what they say."""
+"""Commands as processes, watched by their output."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What trackers wrote, read back by the libraries it was written for."""
+"""Readers of what trackers wrote, with the libraries it was written for."""
 
 import json
 import struct

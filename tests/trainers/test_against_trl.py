@@ -123,7 +123,7 @@ def ours(
         credits.append(Credit(trajectory, {trajectory.calls[0].generation_id(0): advantage}))
     rows = normalize(build_rows(credits).rows, loss, rollouts=len(credits))
     [tree] = pack(rows, 1000)
-    batch = Batch.of(tree)
+    batch = Batch.from_tree(tree)
 
     def flat(x_BT: Tensor) -> Tensor:
         order = [int(row.rollout[1:]) for row, _ in tree.rows]

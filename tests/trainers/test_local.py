@@ -1,3 +1,5 @@
+"""The local trainer: gradients, losses, checkpoints and memory."""
+
 import json
 import math
 import shutil
@@ -34,7 +36,7 @@ from whet.algorithms.grpo import GRPO
 from whet.config import AdamConfig, AdamStep, AlgorithmConfig, LocalEngineConfig, LossConfig
 from whet.engines.local.engine import LocalEngine
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError
-from whet.models.distribution import Shaping, log_probs
+from whet.models.distribution import Shaping, compute_log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.models.tree_attention import Branches
 from whet.trainers.local import LocalTrainer
@@ -210,7 +212,7 @@ def plain_loss(policy: LocalPolicy, rows: Sequence[Row], loss: LossConfig) -> Te
             target_T = torch.tensor(row.tokens[span.start : span.end])
 
             def chosen(logits_TV: Tensor) -> Tensor:
-                logp_TV = log_probs(logits_TV, Shaping.of(setting, "cpu"))  # noqa: B023
+                logp_TV = compute_log_probs(logits_TV, Shaping.from_settings(setting, "cpu"))  # noqa: B023
                 return logp_TV.gather(1, target_T[:, None])[:, 0]  # noqa: B023
 
             logp_T = chosen(logits_BTV[index, where])
@@ -226,7 +228,9 @@ def plain_loss(policy: LocalPolicy, rows: Sequence[Row], loss: LossConfig) -> Te
                 gap_T = chosen(before_BTV[index, where]) - logp_T
                 total = total + loss.kl * span.weight * (gap_T.exp() - gap_T - 1).sum()
             if loss.entropy:
-                logp_TV = log_probs(logits_BTV[index, where], Shaping.of(setting, "cpu"))
+                logp_TV = compute_log_probs(
+                    logits_BTV[index, where], Shaping.from_settings(setting, "cpu")
+                )
                 total = total + loss.entropy * span.weight * (logp_TV.exp() * logp_TV).sum()
     return total
 
@@ -356,7 +360,7 @@ def test_attention_over_branches_equals_attention_with_a_mask(
         "position_ids": torch.from_numpy(tree.depth)[None],
         "use_cache": False,
     }
-    masked = policy.body(**given, attention_mask=tree.mask(cpu)[None, None]).last_hidden_state
+    masked = policy.body(**given, attention_mask=tree.build_mask(cpu)[None, None]).last_hidden_state
     branched = policy.body(
         **given,
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),

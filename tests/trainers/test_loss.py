@@ -34,7 +34,7 @@ def batch_of(
         sampled_N=torch.full((n,), Q),
         advantage_N=torch.tensor(advantages),
         weight_N=torch.tensor(weights or [1.0] * n),
-        shaping=Shaping.of([(1, 1, 0)] * n, "cpu"),
+        shaping=Shaping.from_settings([(1, 1, 0)] * n, "cpu"),
     )
 
 

@@ -1,3 +1,5 @@
+"""Rows packed into trees of shared prefixes."""
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -23,7 +23,7 @@ from whet.trainers.local import LocalTrainer
 from whet.trainers.master_weights import OPTIMIZER, WEIGHTS, MasterWeights
 from whet.trainers.parallel.data_parallel import (
     DataParallelTrainer,
-    deal,
+    deal_rows,
     merge_metrics,
     reduce_gradient,
 )
@@ -79,9 +79,11 @@ class Opened:
         if isinstance(trainer, ShardedTrainer):
             return clone(trainer._part._shards)
         if isinstance(trainer, DataParallelTrainer):
-            weights, command = trainer._weights, RankCommand(name="reduce")
+            weights, command = trainer._weights, RankCommand(name="reduce_gradient")
             await trainer._run_in_thread(
-                lambda: trainer._ranks.run_same(command, lambda: reduce_gradient(weights, rank=0))
+                lambda: trainer._ranks.run_everywhere(
+                    command, lambda: reduce_gradient(weights, rank=0)
+                )
             )
         return clone(trainer._weights)
 
@@ -279,7 +281,7 @@ def test_without_a_gpu_any_number_of_processes_trains_on_the_cpu() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_rows_are_dealt_by_the_tokens_to_compute(parts: int) -> None:
     rows = make_rows(groups=16)
-    dealt = deal(rows, parts)
+    dealt = deal_rows(rows, parts)
     assert sorted(map(id, rows)) == sorted(id(row) for part in dealt for row in part)
     sizes = [sum(len(row.tokens) for row in part) for part in dealt]
     longest = max(len(row.tokens) for row in rows)
@@ -288,8 +290,8 @@ def test_rows_are_dealt_by_the_tokens_to_compute(parts: int) -> None:
 
 def test_fewer_rows_than_processes_leave_some_without_any() -> None:
     [row] = make_rows(groups=1, size=1)
-    assert sorted(map(len, deal([row], 4))) == [0, 0, 0, 1]
-    assert deal([], 2) == [[], []]
+    assert sorted(map(len, deal_rows([row], 4))) == [0, 0, 0, 1]
+    assert deal_rows([], 2) == [[], []]
 
 
 def test_metrics_of_parts_merge_to_those_of_all() -> None:

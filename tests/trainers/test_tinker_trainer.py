@@ -1,4 +1,4 @@
-"""What stays at a Tinker service, and what another process samples from."""
+"""The Tinker trainer: which checkpoints it keeps, and sampling from exported weights."""
 
 import shutil
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The overlapped loop: what is stale is bounded, what is done is done once, wherever it breaks."""
+"""The overlapped loop: staleness is bounded, and no work is done twice after a crash."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager

@@ -1,3 +1,5 @@
+"""The training loop: order of steps, metrics, checkpoints and resuming."""
+
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence

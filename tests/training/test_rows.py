@@ -1,3 +1,5 @@
+"""Rows: exactly what was sampled and served, with weights that sum to one."""
+
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 

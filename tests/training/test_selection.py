@@ -1,3 +1,5 @@
+"""Selection of the calls that are trained."""
+
 from pydantic import JsonValue
 
 from support.trajectories import Conversation, generation

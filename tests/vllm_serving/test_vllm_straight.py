@@ -1,4 +1,4 @@
-"""strands-vllm asks a real vLLM itself, and training learns from what its recorder tells."""
+"""strands-vllm calls a real vLLM directly, and its recorder's tokens are trained."""
 
 import os
 import subprocess

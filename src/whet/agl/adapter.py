@@ -19,7 +19,7 @@ AGENT_NAMES = ("agent.name", "gen_ai.agent.name", "recipient_agent_type", "execu
 
 
 class RewardMatchPolicy(StrEnum):
-    """Which call a reward is for."""
+    """Rule that assigns a reward to a call."""
 
     FIRST_SIBLING = "first_sibling"
     FIRST_OCCURRENCE = "first_occurrence"
@@ -49,9 +49,9 @@ class TraceToTripletBase(TraceAdapter):
 
 
 class TracerTraceToTriplet(TraceToTripletBase):
-    """Triplets of the calls among a tracer's spans, in the order they started.
+    """Converts a tracer's spans of calls to triplets, in the order the calls started.
 
-    A reward is for the last call that ended before it and has none yet.
+    A reward goes to the last call that ended before it and has none yet.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TracerTraceToTriplet(TraceToTripletBase):
         by_id = {span.span_id: span for span in source}
         calls: dict[str, Span] = {}
         for span in sorted(source, key=lambda span: span.start_time or 0.0):
-            if self._call_match.search(span.name) and self._is_wanted(span, by_id):
+            if self._call_match.search(span.name) and self._is_selected(span, by_id):
                 key = span.attributes.get("gen_ai.response.id") or span.span_id
                 calls.setdefault(str(key), span)  # SDKs may report a call twice
         found = list(calls.values())
@@ -93,7 +93,7 @@ class TracerTraceToTriplet(TraceToTripletBase):
             for span, reward in zip(found, rewards, strict=True)
         ]
 
-    def _is_wanted(self, span: Span, by_id: dict[str, Span]) -> bool:
+    def _is_selected(self, span: Span, by_id: dict[str, Span]) -> bool:
         ancestors = _find_ancestors(span, by_id)
         if self._exclude_rewarded and any(get_reward_value(a) is not None for a in ancestors):
             return False
@@ -107,7 +107,7 @@ class TracerTraceToTriplet(TraceToTripletBase):
 
 
 class LlmProxyTraceToTriplet(TraceToTripletBase):
-    """Triplets of all spans with token ids, ordered by sequence number and not by time."""
+    """Converts all spans with token ids to triplets, ordered by sequence number, not by time."""
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         calls = sorted(
@@ -137,7 +137,7 @@ class LlmProxyTraceToTriplet(TraceToTripletBase):
 def match_rewards(
     ends: Sequence[float], rewards: Sequence[tuple[float, float]], *, may_equal: bool
 ) -> list[float | None]:
-    """Return the reward of each call: each is for the last call before it without one."""
+    """Return the reward of each call: a reward goes to the last call before it that has none."""
     matched: list[float | None] = [None] * len(ends)
     for time, value in sorted(rewards, key=lambda reward: reward[0]):
         for number in reversed(range(len(ends))):
@@ -185,7 +185,7 @@ def _find_ancestors(span: Span, by_id: dict[str, Span]) -> list[Span]:
 
 
 def _find_agent(span: Span, by_id: dict[str, Span]) -> str | None:
-    """The agent of a span, by itself or the nearest ancestor that names one."""
+    """Return the agent that a span, or else its nearest ancestor with one, names."""
     for each in (span, *_find_ancestors(span, by_id)):
         for name in AGENT_NAMES:
             if name in each.attributes:
@@ -194,7 +194,7 @@ def _find_agent(span: Span, by_id: dict[str, Span]) -> str | None:
 
 
 class TraceToMessages(TraceAdapter):
-    """Chat messages of the calls among spans, in the format of OpenAI's fine-tuning files."""
+    """Converts spans of calls to chat messages, in the format of OpenAI's fine-tuning files."""
 
     def adapt(self, source: Sequence[Span], /) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -206,8 +206,10 @@ class TraceToMessages(TraceAdapter):
             ]
             tools = _read_list(attributes, "gen_ai.request.functions")
             if recorded:
-                messages = [_message(each) for each in recorded]
-                found.append({"messages": messages, "tools": [_tool(t) for t in tools] or None})
+                messages = [_format_message(each) for each in recorded]
+                found.append(
+                    {"messages": messages, "tools": [_format_tool(t) for t in tools] or None}
+                )
         return found
 
 
@@ -216,7 +218,7 @@ def _read_list(attributes: Attributes, prefix: str) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], found) if isinstance(found, list) else []
 
 
-def _message(recorded: dict[str, Any]) -> dict[str, Any]:
+def _format_message(recorded: dict[str, Any]) -> dict[str, Any]:
     message = {"role": recorded.get("role", "assistant"), "content": recorded.get("content", "")}
     if "tool_call_id" in recorded:
         message["tool_call_id"] = recorded["tool_call_id"]
@@ -232,7 +234,7 @@ def _message(recorded: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
+def _format_tool(function: dict[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters", {})
     return {
         "type": "function",

@@ -41,7 +41,7 @@ _OUTPUT = LightningSpanAttributes.OPERATION_OUTPUT.value
 
 
 class RewardDimension(BaseModel):
-    """A named number of a reward; the first of a reward is its primary one."""
+    """A named number of a reward; the first one is primary."""
 
     name: str
     value: float
@@ -57,7 +57,7 @@ def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanC
         RuntimeError: there is no tracer, unless `propagate` is false.
     """
     attributes = sanitize_attributes(flatten_attributes(annotation))
-    return _tracer(propagate).create_span(AGL_ANNOTATION, attributes)
+    return _find_tracer(propagate).create_span(AGL_ANNOTATION, attributes)
 
 
 def emit_reward(
@@ -67,18 +67,20 @@ def emit_reward(
     attributes: dict[str, Any] | None = None,
     propagate: bool = True,
 ) -> SpanCoreFields:
-    """Record a reward, or several by name with the primary one's name.
+    """Record a reward: a number, or several by name, of which `primary_key` names the main one.
 
     Raises:
         TypeError: the reward is not a number.
-        ValueError: one of several is not, or none is the primary one.
+        ValueError: one of several is not a number, or `primary_key` names none of them.
     """
     if isinstance(reward, dict):
         for key, value in reward.items():
             if not isinstance(value, (int, float)):
-                raise ValueError(f"a reward is a number; found {type(value)} for key {key}")
+                raise ValueError(f"invalid reward {key!r}: expected a number, found {type(value)}")
         if primary_key is None:
-            raise ValueError("a reward with several numbers needs its primary_key")
+            raise ValueError(
+                "a reward with several numbers needs a primary_key: pass the name of the main one"
+            )
         if primary_key not in reward:
             raise ValueError(f"primary_key {primary_key!r} is not among {list(reward)}")
         names = [primary_key, *(key for key in reward if key != primary_key)]
@@ -86,7 +88,7 @@ def emit_reward(
     elif isinstance(cast(object, reward), (int, float)):
         dimensions = [{"name": "primary", "value": float(reward)}]
     else:
-        raise TypeError(f"a reward is a number; found {type(reward)}")
+        raise TypeError(f"invalid reward: expected a number, found {type(reward)}")
     return emit_annotation({_REWARD: dimensions, **(attributes or {})}, propagate=propagate)
 
 
@@ -137,10 +139,10 @@ def _emit(
     name: str, recorded: Attributes, attributes: dict[str, Any] | None, propagate: bool
 ) -> SpanCoreFields:
     more = sanitize_attributes(flatten_attributes(attributes)) if attributes else {}
-    return _tracer(propagate).create_span(name, {**recorded, **more})
+    return _find_tracer(propagate).create_span(name, {**recorded, **more})
 
 
-def _tracer(propagate: bool) -> Tracer:
+def _find_tracer(propagate: bool) -> Tracer:
     if not propagate:
         return DummyTracer()
     tracer = get_active_tracer()
@@ -187,11 +189,13 @@ class OperationContext:
 
     def _set(self, key: str, value: Any) -> None:
         if self._span is None:
-            raise RuntimeError("the operation has not begun: use it as `with operation(...) as op`")
+            raise RuntimeError(
+                "the operation has not started: use it as `with operation(...) as op`"
+            )
         self._span.record_attributes(sanitize_attributes(flatten_attributes({key: value})))
 
     def _open(self, attributes: Attributes) -> AbstractContextManager[SpanRecordingContext]:
-        return _tracer(self._propagate).operation_context(AGL_OPERATION, attributes)
+        return _find_tracer(self._propagate).operation_context(AGL_OPERATION, attributes)
 
     def __call__(self, function: F) -> F:
         named = {LightningSpanAttributes.OPERATION_NAME.value: function.__name__}
@@ -201,7 +205,7 @@ class OperationContext:
         def record_input(span: SpanRecordingContext, args: Any, kwargs: Any) -> None:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            values = {key: _plain(value) for key, value in bound.arguments.items()}
+            values = {key: _convert_tuple(value) for key, value in bound.arguments.items()}
             span.record_attributes(sanitize_attributes(flatten_attributes({_INPUT: values})))
 
         def record_output(span: SpanRecordingContext, value: Any) -> None:
@@ -226,7 +230,7 @@ class OperationContext:
         return cast(F, call_async if inspect.iscoroutinefunction(function) else call)
 
 
-def _plain(value: Any) -> Any:
+def _convert_tuple(value: Any) -> Any:
     return list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
 
 
@@ -240,7 +244,7 @@ def operation(
     if fn is None:
         return context
     if not callable(fn):
-        raise ValueError("an operation has no span name of its own: pass name='...'")
+        raise ValueError("operation() takes a function, not a name: pass name='...'")
     return context(cast(Callable[..., Any], fn))
 
 
@@ -286,12 +290,12 @@ def find_final_reward(spans: Sequence[Any]) -> float | None:
 
 def get_message_value(span: Any) -> str | None:
     """Return the text of a message span."""
-    return _attributes(span).get(LightningSpanAttributes.MESSAGE_BODY.value)
+    return _read_attributes(span).get(LightningSpanAttributes.MESSAGE_BODY.value)
 
 
 def get_object_value(span: Any) -> Any:
     """Return the value of an object span."""
-    attributes = _attributes(span)
+    attributes = _read_attributes(span)
     text = attributes.get(LightningSpanAttributes.OBJECT_JSON.value)
     if text is not None:
         return json.loads(text)
@@ -313,7 +317,7 @@ def get_object_value(span: Any) -> Any:
             raise RuntimeError(f"unknown type {other!r} of an object span")
 
 
-def _attributes(span: Any) -> Attributes:
+def _read_attributes(span: Any) -> Attributes:
     return dict(span.attributes or {})
 
 

@@ -45,12 +45,12 @@ class ExecutionStrategy:
 
 
 class SharedMemoryExecutionStrategy(ExecutionStrategy):
-    """Everything in this process, the runners as tasks of one event loop."""
+    """Runs everything in this process; the runners are tasks of one event loop."""
 
     def __init__(self, n_runners: int = 1, graceful_delay: float = 5.0, **options: Any) -> None:
         """Agent Lightning's `options` for threads are accepted and ignored."""
         self.n_runners = n_runners
-        self._patience_s = graceful_delay
+        self._stop_timeout_s = graceful_delay
 
     def execute(
         self, algorithm: AlgorithmBundle, runner: RunnerBundle, store: LightningStore
@@ -64,25 +64,25 @@ class SharedMemoryExecutionStrategy(ExecutionStrategy):
         runners = [
             asyncio.ensure_future(runner(store, number, event)) for number in range(self.n_runners)
         ]
-        driving = asyncio.ensure_future(algorithm(store, event))
+        algorithm_task = asyncio.ensure_future(algorithm(store, event))
         try:
-            left = {driving, *runners}
-            while not driving.done():
+            left = {algorithm_task, *runners}
+            while not algorithm_task.done():
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()  # a runner that failed must not leave the algorithm waiting
         finally:
             event.set()
-            driving.cancel()
-            _, late = await asyncio.wait(runners, timeout=self._patience_s)
-            for task in (*late, driving):
+            algorithm_task.cancel()
+            _, late = await asyncio.wait(runners, timeout=self._stop_timeout_s)
+            for task in (*late, algorithm_task):
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
 
 
 class ClientServerExecutionStrategy(ExecutionStrategy):
-    """By role: `algorithm` serves the store, `runner` connects to it, `both` is one process.
+    """Runs by role: `algorithm` serves the store, `runner` connects to it, `both` is one process.
 
     The role is the argument or AGL_CURRENT_ROLE; host and port are AGL_SERVER_HOST and
     AGL_SERVER_PORT.
@@ -112,14 +112,14 @@ class ClientServerExecutionStrategy(ExecutionStrategy):
         self.n_runners = n_runners
         managed = os.environ.get("AGL_MANAGED_STORE", "1").lower() not in ("0", "false")
         self.managed_store = managed if managed_store is None else managed_store
-        self._patience_s = graceful_timeout
+        self._stop_timeout_s = graceful_timeout
 
     def execute(
         self, algorithm: AlgorithmBundle, runner: RunnerBundle, store: LightningStore
     ) -> None:
         if self.role == "both":
-            inside = SharedMemoryExecutionStrategy(self.n_runners, self._patience_s)
-            inside.execute(algorithm, runner, store)
+            in_process = SharedMemoryExecutionStrategy(self.n_runners, self._stop_timeout_s)
+            in_process.execute(algorithm, runner, store)
         elif self.role == "algorithm":
             asyncio.run(self._run_algorithm(algorithm, store))
         else:

@@ -118,7 +118,7 @@ class FunctionalLitAgent(LitAgent):
         super().__init__()
         self._function = function
         self._strip_proxy = strip_proxy
-        self._names = inspect.signature(function).parameters
+        self._parameters = inspect.signature(function).parameters
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,34 +130,36 @@ class FunctionalLitAgent(LitAgent):
     def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> RolloutRawResult:
         if self.is_async():
             raise RuntimeError(f"{self._function} is asynchronous: use rollout_async")
-        return self._function(task, **self._arguments(resources, rollout))
+        return self._function(task, **self._build_arguments(resources, rollout))
 
     async def rollout_async(
         self, task: Any, resources: NamedResources, rollout: Rollout
     ) -> RolloutRawResult:
         if not self.is_async():
             raise RuntimeError(f"{self._function} is synchronous: use rollout")
-        return await self._function(task, **self._arguments(resources, rollout))
+        return await self._function(task, **self._build_arguments(resources, rollout))
 
-    def _arguments(self, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
+    def _build_arguments(self, resources: NamedResources, rollout: Rollout) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
-        if "rollout" in self._names:
+        if "rollout" in self._parameters:
             arguments["rollout"] = rollout
-        if "llm" in self._names:
-            arguments["llm"] = self._strip(_find_first(resources, LLM), rollout)
-        if "prompt_template" in self._names:
-            arguments["prompt_template"] = _find_first(resources, PromptTemplate)
+        if "llm" in self._parameters:
+            arguments["llm"] = self._resolve_proxy(_find_resource(resources, LLM), rollout)
+        if "prompt_template" in self._parameters:
+            arguments["prompt_template"] = _find_resource(resources, PromptTemplate)
         return arguments
 
-    def _strip(self, llm: LLM, rollout: Rollout) -> LLM:
+    def _resolve_proxy(self, llm: LLM, rollout: Rollout) -> LLM:
         if not self._strip_proxy or not isinstance(llm, ProxyLLM):
             return llm
         if not isinstance(rollout, AttemptedRollout):
-            raise ValueError("a ProxyLLM needs the attempt of the rollout")
+            raise ValueError(
+                "a ProxyLLM needs a rollout with its attempt: pass an AttemptedRollout"
+            )
         return llm.with_attempted_rollout(rollout)
 
 
-def _find_first(resources: NamedResources, kind: type[R]) -> R:
+def _find_resource(resources: NamedResources, kind: type[R]) -> R:
     found = [resource for resource in resources.values() if isinstance(resource, kind)]
     if not found:
         raise ValueError(

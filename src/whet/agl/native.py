@@ -30,7 +30,7 @@ MAIN_LLM = "main_llm"
 def build_agent(
     agent: LitAgent, tracer: Tracer, hooks: tuple[Hook, ...], initial: NamedResources
 ) -> Callable[..., Any]:
-    """Return the agent as a function that whet runs: it gets the resources of `agl`."""
+    """Return the agent as a function that whet runs, and that gives it the resources of `agl`."""
 
     async def run_agent(
         task: Any, llm: Endpoint, rollout: WhetRollout, resources: Mapping[str, Any]
@@ -98,7 +98,7 @@ def _convert_resources(
     named: dict[str, ResourceUnion] = {MAIN_LLM: policy, **initial}
     for name, value in resources.items():
         match value:
-            case {"template": str(template)}:  # of an optimizer
+            case {"template": str(template)}:  # written by a prompt optimizer
                 named[name] = PromptTemplate(template=template, engine="f-string")
             case _:
                 pass

@@ -98,7 +98,7 @@ class LitAgentRunner(ParallelWorkerBase):
     async def iter(self, *, event: StopEvent | None = None) -> None:
         """Run rollouts as they come, until the event is set or the limit is reached."""
         store, done = self.get_store(), 0
-        beating = asyncio.create_task(self._beat(store))
+        heartbeats = asyncio.create_task(self._send_heartbeats(store))
         try:
             while self._max_rollouts is None or done < self._max_rollouts:
                 rollout = await self._dequeue(store, event)
@@ -108,7 +108,7 @@ class LitAgentRunner(ParallelWorkerBase):
                     await self._run(rollout)
                 done += 1
         finally:
-            beating.cancel()
+            heartbeats.cancel()
 
     async def step(
         self,
@@ -118,7 +118,7 @@ class LitAgentRunner(ParallelWorkerBase):
         mode: RolloutMode | None = None,
         event: StopEvent | None = None,
     ) -> Any:
-        """Run one task past the queue and return its rollout. Raises what the agent raises."""
+        """Run one task without the queue and return its rollout. Raises what the agent raises."""
         store = self.get_store()
         resources_id = None
         if resources is not None:
@@ -141,7 +141,7 @@ class LitAgentRunner(ParallelWorkerBase):
             pause = min(2 * pause, self._poll_interval)
         return None
 
-    async def _beat(self, store: LightningStore) -> None:
+    async def _send_heartbeats(self, store: LightningStore) -> None:
         while True:
             await store.update_worker(self.get_worker_id(), {})
             await asyncio.sleep(self._heartbeat_interval)
@@ -171,7 +171,7 @@ class LitAgentRunner(ParallelWorkerBase):
         except Exception:
             logger.exception("rollout=%s attempt=%s failed", *ids)
             raise
-        finally:  # also if canceled: the attempt has not succeeded then
+        finally:  # also when canceled, where the status is still "failed"
             await self._call_hooks("on_rollout_end", agent=agent, rollout=rollout, spans=spans)
             await store.update_attempt(*ids, status=status)
 
@@ -217,5 +217,5 @@ def record_result(trace: Trace, result: RolloutRawResult) -> None:
         if isinstance(each, SpanCoreFields):
             trace.add(Span.from_core_fields(each))
         else:
-            is_ours = isinstance(cast(object, each), Span)
-            trace.add(each if is_ours else Span.from_opentelemetry(each, "", "", 0))
+            is_converted = isinstance(cast(object, each), Span)
+            trace.add(each if is_converted else Span.from_opentelemetry(each, "", "", 0))

@@ -62,7 +62,7 @@ def unflatten_attributes(attributes: Attributes, prefix: str) -> Any:
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
-    return _as_lists(tree)
+    return _convert_lists(tree)
 
 
 def sanitize_attributes(attributes: Attributes) -> Attributes:
@@ -90,10 +90,10 @@ def _is_leaf(items: list[object]) -> bool:
     return len(kinds) == 1 and kinds <= {str, int, float, bool}
 
 
-def _as_lists(node: Any) -> Any:
+def _convert_lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
-    tree = {key: _as_lists(item) for key, item in cast(dict[str, Any], node).items()}
+    tree = {key: _convert_lists(item) for key, item in cast(dict[str, Any], node).items()}
     if tree and all(key.isdigit() for key in tree):
         return [tree[key] for key in sorted(tree, key=int)]
     return tree

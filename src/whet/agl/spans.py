@@ -127,8 +127,8 @@ class Span(BaseModel):
             parent_id=parent_id,
             start_time=start_time,
             end_time=end_time,
-            context=_context(trace_id, span_id),
-            parent=_context(trace_id, parent_id) if parent_id else None,
+            context=_build_context(trace_id, span_id),
+            parent=_build_context(trace_id, parent_id) if parent_id else None,
             name=name or AGL_VIRTUAL,
             resource=resource or OtelResource(attributes={}, schema_url=""),
             attributes=attributes,
@@ -194,5 +194,5 @@ class Span(BaseModel):
         return made
 
 
-def _context(trace_id: str, span_id: str) -> SpanContext:
+def _build_context(trace_id: str, span_id: str) -> SpanContext:
     return SpanContext(trace_id=trace_id, span_id=span_id, is_remote=False, trace_state={})

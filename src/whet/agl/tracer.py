@@ -266,7 +266,7 @@ class AgentOpsTracer(OtelTracer):
 
 
 class _TraceContext(AttemptContext):
-    """Lets our OpenTelemetry processor add its spans to a trace."""
+    """Context of an attempt that adds the spans of our OpenTelemetry processor to a trace."""
 
     def __init__(self, trace: Trace) -> None:
         from whet.types import Attempt, AttemptId, Endpoint, Rollout  # noqa: PLC0415 - rarely needed
@@ -291,5 +291,5 @@ def set_active_tracer(tracer: Tracer) -> None:
 
 
 def clear_active_tracer() -> None:
-    """Have no active tracer in this context."""
+    """Clear the active tracer of this context."""
     _active.set(None)

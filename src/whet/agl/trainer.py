@@ -133,7 +133,7 @@ class Trainer:
     ) -> Any:
         if not isinstance(cast(object, agent), LitAgent):
             raise ConfigError(
-                f"an agent is a LitAgent or a function with @rollout; found {type(agent).__name__}"
+                f"expected a LitAgent or a function with @rollout, found {type(agent).__name__}"
             )
         agent.set_trainer(self)
         if isinstance(algorithm, (VERL, APO)):
@@ -143,7 +143,7 @@ class Trainer:
         if self.initial_resources is not None:
             algorithm.set_initial_resources(self.initial_resources)
 
-        async def drive(store: LightningStore, event: threading.Event) -> None:
+        async def run_algorithm(store: LightningStore, event: threading.Event) -> None:
             algorithm.set_store(store)
             await self._seed_resources(algorithm, store)
             if algorithm.is_async():
@@ -151,20 +151,20 @@ class Trainer:
             else:
                 await asyncio.to_thread(algorithm.run, train, val)
 
-        async def work(store: LightningStore, worker_id: int, event: threading.Event) -> None:
+        async def run_runner(store: LightningStore, worker_id: int, event: threading.Event) -> None:
             runner = self._build_runner()
             with runner.run_context(
                 agent=agent, store=store, hooks=self.hooks, worker_id=worker_id
             ):
                 await runner.iter(event=event)
 
-        self.strategy.execute(drive, work, self.store)
+        self.strategy.execute(run_algorithm, run_runner, self.store)
         return None
 
     def _train(
         self, algorithm: VERL | APO, agent: LitAgent, train: list[Any], val: list[Any]
     ) -> Any:
-        """Run an algorithm that is whet's own."""
+        """Run VERL or APO, which whet implements itself."""
         if not train:
             raise ConfigError(f"{type(algorithm).__name__} needs a train_dataset with tasks")
         initial = self.initial_resources or {}
@@ -217,7 +217,7 @@ def build_component(spec: Spec, kind: type[T], name: str, **options: Any) -> T |
         arguments = dict(cast(dict[str, Any], spec))
         spec, options = arguments.pop("type", None), {**options, **arguments}
     if isinstance(spec, str):
-        spec = _import(spec, name)
+        spec = _import_component(spec, name)
     if callable(spec):
         made = spec(**options) if isinstance(spec, type) else spec()
         if isinstance(made, kind):
@@ -226,7 +226,7 @@ def build_component(spec: Spec, kind: type[T], name: str, **options: Any) -> T |
     raise ConfigError(f"invalid {name}: expected {kind.__name__}; found {spec!r:.80}")
 
 
-def _import(path: str, name: str) -> Any:
+def _import_component(path: str, name: str) -> Any:
     module, _, attribute = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -91,9 +91,9 @@ class AttemptedRollout(Rollout):
     attempt: Attempt
 
     @model_validator(mode="after")
-    def _is_its_own(self) -> "AttemptedRollout":
+    def _check_attempt(self) -> "AttemptedRollout":
         if self.attempt.rollout_id != self.rollout_id:
-            raise ValueError("the attempt is of another rollout")
+            raise ValueError("the attempt belongs to another rollout")
         return self
 
 
@@ -144,7 +144,7 @@ class PaginatedResult(BaseModel, Sequence[T], Generic[T]):
     def __getitem__(self, index: Any) -> Any:  # Any: an item, or a list of a slice
         return cast(Any, self.items)[index]
 
-    def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]  # of items, not of fields
+    def __iter__(self) -> Iterator[T]:  # pyright: ignore[reportIncompatibleMethodOverride]  # iterates over items, not fields
         return iter(self.items)
 
 
@@ -160,7 +160,7 @@ class Dataset(Protocol[T_co]):
 
 
 class Resource(BaseModel):
-    """A value that agents get."""
+    """A value that agents receive."""
 
     resource_type: Any
 
@@ -182,7 +182,7 @@ class LLM(Resource):
 class ProxyLLM(LLM):
     """Endpoint of a proxy that identifies rollouts by their URL."""
 
-    resource_type: Literal["proxy_llm"] = "proxy_llm"  # pyright: ignore[reportIncompatibleVariableOverride]  # as theirs
+    resource_type: Literal["proxy_llm"] = "proxy_llm"  # pyright: ignore[reportIncompatibleVariableOverride]  # as in Agent Lightning
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         """Return the base URL of an attempt, or without ids that of the proxy.
@@ -193,7 +193,7 @@ class ProxyLLM(LLM):
         if rollout_id is None and attempt_id is None:
             return self.endpoint
         if rollout_id is None or attempt_id is None:
-            raise ValueError("rollout_id and attempt_id must be strings or all be empty")
+            raise ValueError("expected both rollout_id and attempt_id, or neither")
         base = self.endpoint.removesuffix("/")
         root = base.removesuffix("/v1")
         suffix = "/v1" if root != base else ""
@@ -248,7 +248,7 @@ class ResourcesUpdate(BaseModel):
 
 
 class ParallelWorkerBase:
-    """The life of a component with workers: `init`, `init_worker`, `run`, and the ends of both."""
+    """Component with workers: `init`, `init_worker`, `run`, `teardown_worker` and `teardown`."""
 
     def __init__(self) -> None:
         self.worker_id: int | None = None

@@ -23,7 +23,7 @@ class Reinforce(Algorithm):
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         before = self._compute_running_mean(past)
 
-        def baselines(scores: Scores) -> Baselines:
+        def compute_baselines(scores: Scores) -> Baselines:
             everything = [score for group in scores for score in group]
             mean = fmean(everything) if before is None and everything else before or 0.0
             return [
@@ -31,7 +31,7 @@ class Reinforce(Algorithm):
                 for group in scores
             ]
 
-        return compare(groups, self.config, baselines)
+        return compare(groups, self.config, compute_baselines)
 
     def _compute_running_mean(self, past: Sequence[StepRecord]) -> float | None:
         mean = None

@@ -77,7 +77,7 @@ def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
     if config.credit == "attempt":
         returns = dict.fromkeys(trajectory.generation_ids(), Return(TurnKey(), whole))
         return Returns(trajectory, whole, {}, returns, _average_by_turn(returns))
-    return _turn_returns(trajectory, whole, [r for r in read if r.target], config.discount)
+    return _compute_turn_returns(trajectory, whole, [r for r in read if r.target], config.discount)
 
 
 def score(trajectory: Trajectory, config: AlgorithmConfig) -> float:
@@ -125,7 +125,7 @@ class _Node:
         )
 
 
-def _turn_returns(
+def _compute_turn_returns(
     trajectory: Trajectory, whole: float, rewards: Sequence[Reward], discount: float
 ) -> Returns:
     nodes = _build_forest(trajectory.calls)

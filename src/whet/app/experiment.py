@@ -320,7 +320,7 @@ async def open_trackers(folder: RunFolder, warn: Callable[[str], None]) -> Async
     Raises:
         ConfigError: a tracker cannot be started.
     """
-    config = folder.config()
+    config = folder.read_config()
     run = TrackedRun(folder.path.name, folder.path, config.model_dump(mode="json"))
 
     def build() -> dict[str, Tracker]:

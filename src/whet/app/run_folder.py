@@ -119,8 +119,8 @@ class RunFolder:
         return folder
 
     @classmethod
-    def latest(cls, directory: Path, kind: str) -> "RunFolder":
-        """The newest run of a kind. Raises ConfigError if none exists."""
+    def find_latest(cls, directory: Path, kind: str) -> "RunFolder":
+        """Find the newest run of a kind. Raises ConfigError if none exists."""
         runs = sorted((directory / "runs").glob("*/config.json"), key=lambda p: p.stat().st_mtime)
         for file in reversed(runs):
             folder = cls(file.parent)
@@ -134,7 +134,9 @@ class RunFolder:
     def to_resume(cls, config: RunConfig, kind: str) -> "RunFolder":
         """The run that a config names, or the newest of a kind. Raises ConfigError if none is."""
         return (
-            cls(config.dir / "runs" / config.name) if config.name else cls.latest(config.dir, kind)
+            cls(config.dir / "runs" / config.name)
+            if config.name
+            else cls.find_latest(config.dir, kind)
         )
 
     @classmethod
@@ -160,8 +162,8 @@ class RunFolder:
         if self._is_new:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def kind(self) -> str:
-        """Command that made the run: `train`, `dev`, `eval` and so on."""
+    def read_kind(self) -> str:
+        """Read which command made the run: `train`, `dev`, `eval` and so on."""
         return self._kind.read_text() if self._kind.is_file() else ""
 
     def save_log_ratios(self, step: int, found: Mapping[GenerationId, Sequence[float]]) -> None:
@@ -191,8 +193,8 @@ class RunFolder:
             return True
         return False
 
-    def config(self) -> RunConfig:
-        """The config the run was started with. Raises ConfigError if this is not a run."""
+    def read_config(self) -> RunConfig:
+        """Read the config the run was started with. Raises ConfigError if this is not a run."""
         try:
             return RunConfig.model_validate_json(self.config_file.read_text())
         except OSError as error:
@@ -206,7 +208,7 @@ class RunFolder:
         Raises:
             ConfigError: this is not a run, or a value differs from what it was started with.
         """
-        saved = self.config().model_dump(mode="json")
+        saved = self.read_config().model_dump(mode="json")
         changes = {key: value for key, value in values.items() if key not in ("dir", "name")}
         config = resolve(merge(_drop_other_kinds(saved, changes), changes))
         before = dict(list_leaves(saved))
@@ -227,7 +229,7 @@ class RunFolder:
     def resume(self, values: Mapping[str, JsonValue]) -> None:
         """Continue with `read_resumed_config`. Raises ConfigError as it does."""
         config = self.read_resumed_config(values)
-        if config != self.config():
+        if config != self.read_config():
             self.save_config(config)
 
     def keep_tasks(self, tasks: Sequence[JsonValue], held_out: Sequence[JsonValue]) -> None:
@@ -255,8 +257,8 @@ class RunFolder:
                     "give the same, or start a new run"
                 )
 
-    def secret(self) -> bytes:
-        """Secret of the run's API keys; the same after a restart."""
+    def read_secret(self) -> bytes:
+        """Read the secret of the run's API keys, which is the same after a restart."""
         return self._secret.read_bytes()
 
     @asynccontextmanager
@@ -310,7 +312,7 @@ class RunFolder:
     def write_report(self, report: dict[str, object]) -> None:
         """Save the final numbers, also as the card of the trained model."""
         _write_whole(self.report, json.dumps(report, indent=2).encode())
-        config = self.config()
+        config = self.read_config()
         for name in config.trained_policies:
             model, run = (self.model / name, self.model / name) if name else (self.model, self.path)
             if model.is_dir():

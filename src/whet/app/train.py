@@ -263,7 +263,7 @@ def check_trained(result: Result, command: str | None = None) -> None:
 @contextmanager
 def _serve_dashboard(folder: RunFolder, console: Console) -> Generator[None]:
     """Serve the runs of the folder's directory beside a run, and print the link."""
-    config = folder.config().dashboard
+    config = folder.read_config().dashboard
     if not config.serve:
         yield
         return
@@ -294,7 +294,7 @@ async def run_training(
         display.count_ended(1)
 
     folder.keep_tasks(tasks, held_out)
-    runner = folder.config().runner
+    runner = folder.read_config().runner
     async with AsyncExitStack() as stack:
         connected = None
         address = None
@@ -310,7 +310,7 @@ async def run_training(
                 context=context,
                 on_outcome=on_outcome,
                 on_ended=display.count_ended if connected or runner.ray else None,
-                plan=plan_rollouts(tasks, folder.config()),
+                plan=plan_rollouts(tasks, folder.read_config()),
                 progress=display.note,
             )
         )

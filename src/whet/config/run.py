@@ -385,31 +385,31 @@ def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
 
 def explain(error: ValidationError) -> str:
     """Return the first error that pydantic found, in one line that names the key."""
-    fault = error.errors()[0]
-    section, *rest = fault["loc"] or ("",)
+    first = error.errors()[0]
+    section, *rest = first["loc"] or ("",)
     if section in UNIONS and rest:  # pydantic puts the union's tag after the section
         kind, *rest = rest
-        if fault["type"] == "extra_forbidden" and len(rest) == 1:
+        if first["type"] == "extra_forbidden" and len(rest) == 1:
             return _explain_other_kind(str(section), str(kind), str(rest[0]))
     key = ".".join(str(part) for part in (section, *rest))
-    if fault["type"] == "union_tag_invalid":
+    if first["type"] == "union_tag_invalid":
         kinds = [_read_kind_name(member) for member in UNIONS[str(section)]]
-        found = fault["input"]["kind"]
+        found = first["input"]["kind"]
         return f"config key '{key}.kind': expected one of {', '.join(kinds)}, found {found!r}"
-    if fault["type"] == "union_tag_not_found":
-        return f"config key {key!r}: expected a section with keys, found {fault['input']!r}"
-    if fault["type"] == "extra_forbidden":
+    if first["type"] == "union_tag_not_found":
+        return f"config key {key!r}: expected a section with keys, found {first['input']!r}"
+    if first["type"] == "extra_forbidden":
         hint = explain_unknown(key, {each: repr(each) for each in _list_keys()})
         found = f"unknown config key {key!r}" + (f": {hint}" if hint else "")
         stop = "" if hint.endswith("?") else ";"
         return f"{found}{stop} `whet train --help-config` lists the keys"
-    if fault["type"] == "string_pattern_mismatch":
+    if first["type"] == "string_pattern_mismatch":
         expected = "letters, digits, '_', '.' and '-', the first a letter or digit"
-        return f"config key {key!r}: expected {expected}, found {fault['input']!r}"
-    if isinstance(fault["input"], dict):  # a whole section: its keys do not go together
-        why = fault["msg"].removeprefix("Value error, ")
+        return f"config key {key!r}: expected {expected}, found {first['input']!r}"
+    if isinstance(first["input"], dict):  # a whole section: its keys do not go together
+        why = first["msg"].removeprefix("Value error, ")
         return f"config section {key!r}: {why}" if key else why
-    return f"config key {key!r}: {fault['msg'].lower()}, found {fault['input']!r}"
+    return f"config key {key!r}: {first['msg'].lower()}, found {first['input']!r}"
 
 
 def _explain_other_kind(section: str, kind: str, key: str) -> str:

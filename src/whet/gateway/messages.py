@@ -290,7 +290,7 @@ _LONG_NUMBER = b"0" * 300
 
 
 def parse_json(text: str | bytes) -> JsonValue:
-    """Parse JSON text. Raises ValueError that reports the fault and its position."""
+    """Parse JSON text. Raises ValueError that reports the error and its position."""
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     value = cast(JsonValue, from_json(data, allow_inf_nan=False))
     # The parser turns numbers that are too large into infinities; look only where there may be one.

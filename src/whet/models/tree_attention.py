@@ -58,16 +58,18 @@ class Branches:
     max_keys: int
 
     @classmethod
-    def of(cls, runs: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device) -> "Branches":
-        """From the number of nodes each branch adds, and the nodes of the row it ends."""
+    def from_runs(
+        cls, runs: Sequence[tuple[int, NDArray[np.int64]]], device: torch.device
+    ) -> "Branches":
+        """Build from the number of nodes each branch adds, and the nodes of the row it ends."""
         queries, keys = [n for n, _ in runs], [len(nodes) for _, nodes in runs]
 
-        def ends(lengths: list[int]) -> Tensor:
+        def compute_ends(lengths: list[int]) -> Tensor:
             return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
 
         return cls(
-            query_ends=ends(queries),
-            key_ends=ends(keys),
+            query_ends=compute_ends(queries),
+            key_ends=compute_ends(keys),
             keys=torch.from_numpy(np.concatenate([nodes for _, nodes in runs])).to(device),
             # Rounded up to powers of two: the kernel is compiled once per value.
             max_queries=1 << (max(queries) - 1).bit_length(),
@@ -109,7 +111,7 @@ def _scatter_add(values_MW: Tensor, index_M: Tensor, rows: int) -> Tensor:
     return sums_LW.index_add_(0, index_M, values_MW.float())
 
 
-def flash(
+def attend_flash(
     query_LHD: Tensor, key_MHD: Tensor, value_MHD: Tensor, branches: Branches, scale: float | None
 ) -> Tensor:
     """Causal attention aligned at the end of each branch, for half precision on a GPU."""
@@ -136,7 +138,7 @@ def attend(
     attention_mask: Tensor | None,
     *,
     branches: Branches | None = None,
-    kernel: Kernel = flash,
+    kernel: Kernel = attend_flash,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -211,7 +213,7 @@ class RowProbe:
             runs = [(len(self._rows[0]), self._rows[0]), (self.BRANCH, self._rows[1])]
             settings = {
                 "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device),
-                "branches": Branches.of(runs, self._device),
+                "branches": Branches.from_runs(runs, self._device),
             }
         try:
             hidden_LD = self._run(self._ids_L, depth_L, **settings)

@@ -245,7 +245,7 @@ def build_arguments(
     if "prompt_template" in parameters:
         arguments["prompt_template"] = _find_template(resources)
     if "rollout" in parameters:
-        arguments["rollout"] = AttemptedRollout.of(attempt)
+        arguments["rollout"] = AttemptedRollout.from_attempt(attempt)
     return arguments
 
 

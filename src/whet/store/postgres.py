@@ -38,7 +38,7 @@ try:
     from psycopg import errors as pg
     from psycopg.pq import TransactionStatus
 except ImportError as error:
-    raise MissingExtra.of("the PostgreSQL store", "postgres") from error
+    raise MissingExtra.build("the PostgreSQL store", "postgres") from error
 
 T = TypeVar("T")
 

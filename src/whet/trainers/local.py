@@ -291,7 +291,7 @@ class MicroBatches:
             shape = {"branches": tree.build_branches(device)}
             mask_11LL = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         else:
-            shape, mask_11LL = {}, tree.mask(device)[None, None]
+            shape, mask_11LL = {}, tree.build_mask(device)[None, None]
         output = self._policy.body(
             input_ids=torch.from_numpy(tree.tokens).to(device)[None],
             attention_mask=mask_11LL,
@@ -307,7 +307,7 @@ class MicroBatches:
         """Score the sampled tokens of a tree."""
         hidden_LD = self.compute_hidden_states(tree)
         # Built while a GPU still computes the hidden states; the copy to it waits for them.
-        batch = Batch.of(tree).to(self._policy.device)
+        batch = Batch.from_tree(tree).to(self._policy.device)
         return self.score(hidden_LD, batch, entropy_grad=entropy_grad), batch
 
     def score(self, hidden_LD: Tensor, batch: Batch, *, entropy_grad: bool = False) -> PolicyScores:

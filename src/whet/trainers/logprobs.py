@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from whet.models.distribution import Shaping, log_probs
+from whet.models.distribution import Shaping, compute_log_probs
 from whet.models.layers import LMHead
 
 try:
@@ -69,49 +69,49 @@ class _Chunk:
     """The distributions of a chunk of tokens; large and short-lived."""
 
     def __init__(self, job: _ScoreJob, part: slice, logits_CV: Tensor) -> None:
-        self._shaping = job.shaping.part(part)
+        self._shaping = job.shaping.select(part)
         self._target_C1 = job.target_N[part, None]
-        logp_CV = log_probs(logits_CV, self._shaping, self._target_C1[:, 0])
+        logp_CV = compute_log_probs(logits_CV, self._shaping, self._target_C1[:, 0])
         self.logp_C = logp_CV.gather(1, self._target_C1)[:, 0]
         self._p_CV = logp_CV.exp()
         if self._shaping.truncates:  # 0 * -inf would be NaN
             logp_CV = logp_CV.masked_fill(logp_CV == -torch.inf, 0.0)
         self._logp_CV = logp_CV
 
-    def entropy(self) -> Tensor:
+    def compute_entropy(self) -> Tensor:
         return -cast(Tensor, torch.linalg.vecdot(self._p_CV, self._logp_CV))
 
-    def entropy_grad(self, grad_C1: Tensor) -> Tensor:
+    def compute_entropy_grad(self, grad_C1: Tensor) -> Tensor:
         """Gradient of the entropies with respect to the logits, times the incoming gradient."""
-        grad_CV = self._p_CV * (self._logp_CV + self.entropy()[:, None]) * -grad_C1
+        grad_CV = self._p_CV * (self._logp_CV + self.compute_entropy()[:, None]) * -grad_C1
         return grad_CV / self._shaping.divisor_N1
 
-    def logp_grad(self, grad_C1: Tensor) -> Tensor:
-        """The same of the log-probabilities. Overwrites the distributions: call it last."""
+    def compute_logp_grad(self, grad_C1: Tensor) -> Tensor:
+        """The same for the log-probabilities. Overwrites the distributions: call it last."""
         grad_CV = self._p_CV.mul_(-grad_C1).scatter_add_(1, self._target_C1, grad_C1)
         return grad_CV.div_(self._shaping.divisor_N1) if self._shaping.scales else grad_CV
 
 
 class _FusedChunk:
-    """The same by a fused kernel, for a GPU and without top-p or top-k: no second large tensor."""
+    """A chunk by a fused kernel without a second large tensor: on a GPU, without top-p or top-k."""
 
     def __init__(self, job: _ScoreJob, part: slice, logits_CV: Tensor) -> None:
         assert kernels is not None
         self._plain = partial(_Chunk, job, part, logits_CV)
         self._logits_CV = logits_CV
         self._target_C = job.target_N[part].contiguous()
-        self._divisor_C = job.shaping.part(part).divisor_N1[:, 0].contiguous()
+        self._divisor_C = job.shaping.select(part).divisor_N1[:, 0].contiguous()
         self.logp_C, self._entropy_C, self._log_sum_C = kernels.score(
             logits_CV, self._target_C, self._divisor_C
         )
 
-    def entropy(self) -> Tensor:
+    def compute_entropy(self) -> Tensor:
         return self._entropy_C
 
-    def entropy_grad(self, grad_C1: Tensor) -> Tensor:
-        return self._plain().entropy_grad(grad_C1)
+    def compute_entropy_grad(self, grad_C1: Tensor) -> Tensor:
+        return self._plain().compute_entropy_grad(grad_C1)
 
-    def logp_grad(self, grad_C1: Tensor) -> Tensor:
+    def compute_logp_grad(self, grad_C1: Tensor) -> Tensor:
         assert kernels is not None
         return kernels.logp_grad_(
             self._logits_CV,
@@ -148,14 +148,16 @@ class _Score(torch.autograd.Function):
                 logits_CV = job.head(hidden_CD)
             chunk = _build_chunk(job, part, logits_CV.detach())
             logp.append(chunk.logp_C)
-            entropy.append(chunk.entropy())
+            entropy.append(chunk.compute_entropy())
             if grads_now:
                 one_C1 = torch.ones_like(chunk.logp_C)[:, None]
                 if job.entropy_grad:
                     entropy_grads += torch.autograd.grad(
-                        logits_CV, hidden_CD, chunk.entropy_grad(one_C1), retain_graph=True
+                        logits_CV, hidden_CD, chunk.compute_entropy_grad(one_C1), retain_graph=True
                     )
-                logp_grads += torch.autograd.grad(logits_CV, hidden_CD, chunk.logp_grad(one_C1))
+                logp_grads += torch.autograd.grad(
+                    logits_CV, hidden_CD, chunk.compute_logp_grad(one_C1)
+                )
         ctx.job, ctx.trained = job, trained
         if grads_now:
             ctx.hidden_grads = (
@@ -194,8 +196,10 @@ def _recompute_grads(
         with torch.enable_grad():
             logits_CV = job.head(hidden_CD)
         chunk = _build_chunk(job, part, logits_CV.detach())
-        of_entropy_CV = chunk.entropy_grad(of_entropy_N1[part]) if job.entropy_grad else None
-        grad_CV = chunk.logp_grad(of_logp_N1[part])
+        of_entropy_CV = (
+            chunk.compute_entropy_grad(of_entropy_N1[part]) if job.entropy_grad else None
+        )
+        grad_CV = chunk.compute_logp_grad(of_logp_N1[part])
         if of_entropy_CV is not None:
             grad_CV += of_entropy_CV
         hidden_grad_CD, *weight_grads = torch.autograd.grad(

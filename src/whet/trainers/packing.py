@@ -97,16 +97,16 @@ class PrefixTree(Generic[R]):
             end[nodes] = size
         return end
 
-    def mask(self, device: torch.device) -> Tensor:
-        """Attention mask: whether each query (dim 0) sees each key (dim 1)."""
+    def build_mask(self, device: torch.device) -> Tensor:
+        """Build the attention mask: whether each query (dim 0) sees each key (dim 1)."""
         node_L = torch.arange(self.size, device=device)
         end_L = torch.from_numpy(self.end).to(device)
         return (node_L[None, :] <= node_L[:, None]) & (node_L[:, None] < end_L[None, :])
 
     def build_branches(self, device: torch.device) -> Branches:
-        """The same structure for variable-length attention, without a square mask."""
+        """Build the same structure for variable-length attention, without a square mask."""
         runs = [(n, nodes) for n, (_, nodes) in zip(self._added, self.rows, strict=True) if n]
-        return Branches.of(runs, device)
+        return Branches.from_runs(runs, device)
 
     def _select_added(self, values: Sequence[Nodes]) -> Nodes:
         """From one value per token of each row, those of the nodes the row added."""
@@ -179,21 +179,23 @@ class Batch:
     """Least and largest ratio of each token, instead of the loss's range for all."""
 
     @classmethod
-    def of(cls, tree: PrefixTree[Row]) -> "Batch":
-        """The sampled tokens of a tree, in host memory."""
+    def from_tree(cls, tree: PrefixTree[Row]) -> "Batch":
+        """Build from the sampled tokens of a tree, in host memory."""
         segments = [
             (i, nodes, row, s) for i, (row, nodes) in enumerate(tree.rows) for s in row.segments
         ]
         count_S = np.array([len(segment.logprobs) for *_, segment in segments])
         settings = [(segment.temperature, segment.top_p, segment.top_k) for *_, segment in segments]
 
-        def integers(values: Iterable[Iterable[int]]) -> Tensor:
+        def join_integers(values: Iterable[Iterable[int]]) -> Tensor:
             return torch.from_numpy(np.fromiter(chain.from_iterable(values), np.int64))
 
-        def floats(values: Iterable[Iterable[float]]) -> Tensor:
+        def join_floats(values: Iterable[Iterable[float]]) -> Tensor:
             return torch.from_numpy(np.fromiter(chain.from_iterable(values), np.float32))
 
-        def per_token(values: list[float], dtype: type[np.float32] | type[np.int64]) -> Tensor:
+        def repeat_per_token(
+            values: list[float], dtype: type[np.float32] | type[np.int64]
+        ) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values, dtype), count_S))
 
         # The token at position p is predicted by the node at p - 1.
@@ -201,15 +203,19 @@ class Batch:
         old = [segment.old_logprobs for *_, segment in segments]
         return cls(
             source_N=torch.from_numpy(np.concatenate(sources)),
-            target_N=integers(row.tokens[s.start : s.end] for _, _, row, s in segments),
-            row_N=per_token([index for index, *_ in segments], np.int64),
+            target_N=join_integers(row.tokens[s.start : s.end] for _, _, row, s in segments),
+            row_N=repeat_per_token([index for index, *_ in segments], np.int64),
             rows=len(tree.rows),
-            version_N=integers(segment.versions for *_, segment in segments),
-            sampled_N=floats(segment.logprobs for *_, segment in segments),
-            advantage_N=floats(segment.advantages for *_, segment in segments),
-            weight_N=per_token([segment.weight for *_, segment in segments], np.float32),
-            old_N=None if None in old else floats(values for values in old if values is not None),
-            shaping=Shaping.of(settings, "cpu").part(per_token([*range(len(segments))], np.int64)),
+            version_N=join_integers(segment.versions for *_, segment in segments),
+            sampled_N=join_floats(segment.logprobs for *_, segment in segments),
+            advantage_N=join_floats(segment.advantages for *_, segment in segments),
+            weight_N=repeat_per_token([segment.weight for *_, segment in segments], np.float32),
+            old_N=None
+            if None in old
+            else join_floats(values for values in old if values is not None),
+            shaping=Shaping.from_settings(settings, "cpu").select(
+                repeat_per_token([*range(len(segments))], np.int64)
+            ),
         )
 
     def to(self, device: torch.device) -> "Batch":

@@ -68,7 +68,7 @@ def normalize(rows: Sequence[Row], loss: LossConfig, *, rollouts: float) -> list
 
     total = sum(tokens.values())
 
-    def weight(row: Row) -> float:
+    def compute_weight(row: Row) -> float:
         match loss.normalize:
             case "token":
                 return 1 / total
@@ -79,7 +79,7 @@ def normalize(rows: Sequence[Row], loss: LossConfig, *, rollouts: float) -> list
                 return 1 / (rollouts * loss.tokens_per_rollout)
 
     return [
-        replace(row, segments=tuple(replace(s, weight=weight(row)) for s in row.segments))
+        replace(row, segments=tuple(replace(s, weight=compute_weight(row)) for s in row.segments))
         for row in rows
     ]
 

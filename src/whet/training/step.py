@@ -320,14 +320,19 @@ def compute_reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, flo
     known = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
     return {
         **known,
-        **{f"reward/{key}": _mean(_read_emitted(t, key) for t in trajectories) for key in keys},
+        **{
+            f"reward/{key}": _compute_mean(_read_emitted(t, key) for t in trajectories)
+            for key in keys
+        },
         "groups": len(batch.groups),
         "zero_signal_groups": len(batch.zero_signal) / len(batch.groups),
-        "equal_answer_groups": _mean(find_equal_answers(g) is not None for g in batch.groups),
+        "equal_answer_groups": _compute_mean(
+            find_equal_answers(g) is not None for g in batch.groups
+        ),
         "rollouts": len(batch.rollouts),
         "failed_rollouts": len(batch.rollouts) - len(succeeded),
         "rollouts_without_calls": len(without),
-        "truncated_rollouts": _mean(truncated),
+        "truncated_rollouts": _compute_mean(truncated),
         "calls": sum(len(trajectory.calls) for trajectory in trajectories),
         "sampled_tokens": sum(_count_sampled(trajectory) for trajectory in trajectories),
         **_compute_judge_metrics(trajectories),
@@ -355,9 +360,9 @@ def _compute_row_metrics(built: Rows, version: int) -> dict[str, float]:
         "constrained_generations": len(built.constrained),
         "row_tokens": sum(len(row.tokens) for row in built.rows),
         "merge_ratio": len(segments) / len(built.rows) if built.rows else 0.0,
-        "staleness": _mean(ages),
+        "staleness": _compute_mean(ages),
         "staleness_max": max(ages, default=0),
-        "off_policy_tokens": _mean(age > 0 for age in ages),
+        "off_policy_tokens": _compute_mean(age > 0 for age in ages),
     }
 
 
@@ -370,6 +375,6 @@ def _read_emitted(trajectory: Trajectory, key: str) -> float:
     return sum(r.value for r in trajectory.rewards if r.key == key)
 
 
-def _mean(values: Iterable[float]) -> float:
+def _compute_mean(values: Iterable[float]) -> float:
     known = list(values)
     return fmean(known) if known else 0.0

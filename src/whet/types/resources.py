@@ -63,7 +63,7 @@ class AttemptedRollout(Rollout):
     """1 for the first."""
 
     @classmethod
-    def of(cls, attempt: Attempt) -> Self:
+    def from_attempt(cls, attempt: Attempt) -> Self:
         """Build from an attempt."""
         rollout = attempt.rollout
         fields = {name: getattr(rollout, name) for name in Rollout.model_fields}

@@ -1,4 +1,4 @@
-"""What `whet doctor` says of templates, traffic and runs."""
+"""Reports of `whet doctor` on templates, traffic and runs."""
 
 import argparse
 import json

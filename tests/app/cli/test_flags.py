@@ -1,3 +1,5 @@
+"""Flags of commands: each sets one config key, and a bad one is an error in one line."""
+
 import pytest
 
 from whet.app.cli.config_flags import (

@@ -1,3 +1,5 @@
+"""The report of a run: its comparison, its accounting of tokens, and its layout."""
+
 import io
 import json
 import re

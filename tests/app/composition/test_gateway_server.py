@@ -1,3 +1,5 @@
+"""The gateway of a run: the file with its address, and rewards posted to it."""
+
 import os
 from pathlib import Path
 

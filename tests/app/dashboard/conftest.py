@@ -1,3 +1,5 @@
+"""Fixtures of the dashboard's tests: a recorded run, its dashboard, and a client."""
+
 from collections.abc import Generator
 from pathlib import Path
 from shutil import copytree

@@ -1,3 +1,5 @@
+"""Statistics of evaluations: pass@k, means, confidence intervals and counts of failures."""
+
 import math
 import random
 from io import StringIO

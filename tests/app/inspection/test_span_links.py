@@ -1,4 +1,4 @@
-"""Spans of model calls and the calls they are about, on what real SDKs have told."""
+"""Links from spans of model calls to the recorded calls, on spans of real SDKs."""
 
 import gzip
 import json

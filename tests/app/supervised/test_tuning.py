@@ -57,7 +57,7 @@ def test_dialogues_are_learned_and_the_model_is_a_start_for_training(tmp_path: P
     assert [step.version for step in result.steps] == [3, 6, 8]
     saved = json.loads((result.run / "report.json").read_text())
     assert saved["after"] == result.after
-    assert saved["steps"] == RunFolder(result.run).config().steps == 8
+    assert saved["steps"] == RunFolder(result.run).read_config().steps == 8
     preferred = whet.dpo(
         PAIRS, quiet=True, model=str(result.model), **settings(tmp_path, "liked", beta=0.2)
     )
@@ -198,4 +198,4 @@ def test_dialogues_longer_than_the_context_are_refused_or_left_out(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"dialogue 11: 9,.* tokens do not fit .*1 such"):
         whet.sft([*DIALOGUES, long], quiet=True, **given)
     result = whet.sft([*DIALOGUES, long], quiet=True, **settings(tmp_path, "short", skip_long=True))
-    assert RunFolder(result.run).config().steps == 8
+    assert RunFolder(result.run).read_config().steps == 8

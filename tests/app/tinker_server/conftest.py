@@ -1,3 +1,5 @@
+"""Fixtures of the Tinker server's tests: a server and clients of it."""
+
 import urllib.request
 from collections.abc import Generator
 from pathlib import Path

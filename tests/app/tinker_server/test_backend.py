@@ -1,4 +1,4 @@
-"""What the server of the `tinker` wire trains and samples with, without the wire."""
+"""The Tinker server's backend, which trains and samples, without HTTP."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Requests that no client makes: each is answered with one line, and the next one as ever."""
+"""Malformed requests: each gets an error of one line, and the server goes on."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""What is on disk, as the client lists and changes it."""
+"""Runs and checkpoints on disk, as the client lists and changes them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What cannot be had is refused at once, in the client's own kinds of error."""
+"""Unsupported requests fail at once, with the client's own kinds of error."""
 
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""The local engine: samples, log-probabilities, batches and shared prefixes."""
+
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Sampling under a grammar: the text always follows it, and the log-probabilities are honest."""
+"""Sampling under a grammar: the text follows it, and the log-probabilities are right."""
 
 import asyncio
 import json

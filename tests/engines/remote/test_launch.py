@@ -1,4 +1,4 @@
-"""A server that is started: its flags, its deaths, and its end with all its processes."""
+"""Started servers: their flags, their crashes, and their end with all processes."""
 
 import os
 import stat

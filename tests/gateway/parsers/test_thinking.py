@@ -1,4 +1,4 @@
-"""Thinking in every format: shown, streamed, sent back and recognised."""
+"""Thinking in every format: shown, streamed, sent back and recognized."""
 
 import pytest
 from anthropic.types import Message

@@ -1,4 +1,4 @@
-"""`APO(client)`: prompts by whet's beam search, with the arguments of Agent Lightning."""
+"""`APO(client)`: whet's beam search over prompts, with the arguments of Agent Lightning."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from whet.types import Endpoint
 
 
 class APO(Algorithm):
-    """Searches for a better prompt; `whet.APO` does the work, and its run's folder has the rest."""
+    """Searches for a better prompt with `whet.APO`, whose run folder has the details."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class APO(Algorithm):
         super().__init__()
         if apply_edit_model not in (None, gradient_model):
             raise NotImplementedError(
-                "APO: one model critiques and edits: leave out apply_edit_model"
+                "APO: the same model critiques and edits prompts: leave out apply_edit_model"
             )
         self._endpoint = Endpoint(
             base_url=str(async_openai_client.base_url).rstrip("/"),

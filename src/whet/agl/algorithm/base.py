@@ -1,4 +1,4 @@
-"""`Algorithm`: the base class, functions as algorithms, and the one that only enqueues."""
+"""`Algorithm`, the base class; functions as algorithms; `Baseline`, which only runs the tasks."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Algorithm:
-    """Override `run`, async or not; the store and the rest are set before it is called."""
+    """Base class of algorithms: override `run`, async or not; the setters are called before it."""
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
@@ -36,7 +36,7 @@ class Algorithm:
 
     def get_trainer(self) -> "Trainer":
         """Return the trainer. Raises ValueError."""
-        return _required(self._trainer, "trainer")
+        return _require(self._trainer, "trainer")
 
     def set_adapter(self, adapter: "TraceAdapter") -> None:
         """Set the adapter."""
@@ -44,7 +44,7 @@ class Algorithm:
 
     def get_adapter(self) -> "TraceAdapter":
         """Return the adapter. Raises ValueError."""
-        return _required(self._adapter, "adapter")
+        return _require(self._adapter, "adapter")
 
     def set_store(self, store: LightningStore) -> None:
         """Set the store."""
@@ -52,7 +52,7 @@ class Algorithm:
 
     def get_store(self) -> LightningStore:
         """Return the store. Raises ValueError."""
-        return _required(self._store, "store")
+        return _require(self._store, "store")
 
     def set_llm_proxy(self, llm_proxy: object) -> None:
         """Raise NotImplementedError for a proxy."""
@@ -73,11 +73,11 @@ class Algorithm:
     def run(
         self, train_dataset: Dataset[Any] | None = None, val_dataset: Dataset[Any] | None = None
     ) -> Awaitable[None] | None:
-        """Drive the run."""
-        raise NotImplementedError("an algorithm overrides run()")
+        """Run the algorithm."""
+        raise NotImplementedError("override run()")
 
 
-def _required(value: Any, name: str) -> Any:
+def _require(value: Any, name: str) -> Any:
     if value is None:
         raise ValueError(f"the algorithm has no {name}: pass it to Trainer(algorithm=...)")
     return value

@@ -43,7 +43,7 @@ MAPPED: dict[str, Setting] = {
     "trainer.save_freq": ("checkpoints", "every"),
     "trainer.max_actor_ckpt_to_keep": ("checkpoints", "keep"),
 }
-"""Keys with a counterpart, which get the value as it is."""
+"""Keys with a counterpart in whet's config, which gets their value as it is."""
 
 COMPUTED = (
     f"{ACTOR}.clip_ratio",
@@ -146,7 +146,7 @@ def _convert(keys: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in keys.items():
         if key in MAPPED:
             if value is not None and not (key.endswith("_freq") and value <= 0):
-                _set(settings, MAPPED[key], value)
+                _set_path(settings, MAPPED[key], value)
         elif key in COMPUTED:
             pass
         elif any(key == p or key.startswith((f"{p}.", f"{p}_")) for p in PLACEMENT):
@@ -171,13 +171,13 @@ def _convert_computed(keys: Mapping[str, Any], settings: dict[str, Any]) -> None
             f"VERL: algorithm.adv_estimator {estimator!r} has no counterpart in whet: expected "
             f"{', '.join(ESTIMATORS)}"
         )
-    _set(settings, ("algorithm", "name"), ESTIMATORS[estimator])
+    _set_path(settings, ("algorithm", "name"), ESTIMATORS[estimator])
     if estimator == "reinforce_plus_plus_baseline":
-        _set(settings, ("algorithm", "group_baseline"), True)
-    if estimator == "grpo":  # verl divides unless it is switched off
+        _set_path(settings, ("algorithm", "group_baseline"), True)
+    if estimator == "grpo":  # verl's default
         settings["algorithm"].setdefault("divide_by_std", True)
     if keys.get(f"{ACTOR}.use_kl_loss"):
-        _set(settings, ("loss", "kl"), keys.get(f"{ACTOR}.kl_loss_coef", 0.001))
+        _set_path(settings, ("loss", "kl"), keys.get(f"{ACTOR}.kl_loss_coef", 0.001))
     clip = keys.get(f"{ACTOR}.clip_ratio")
     if clip is not None:
         loss = settings.setdefault("loss", {})
@@ -185,14 +185,14 @@ def _convert_computed(keys: Mapping[str, Any], settings: dict[str, Any]) -> None
         loss.setdefault("clip_high", clip)
     lengths = [keys.get(f"data.max_{part}_length") for part in ("prompt", "response")]
     if None not in lengths:
-        _set(settings, ("engine", "max_context"), sum(cast(list[int], lengths)))
+        _set_path(settings, ("engine", "max_context"), sum(cast(list[int], lengths)))
     mini = keys.get(f"{ACTOR}.ppo_mini_batch_size")
     batch = keys.get("data.train_batch_size")
     if mini is not None and batch is not None:
-        _set(settings, ("loop", "mini_batches"), max(1, batch // mini))
+        _set_path(settings, ("loop", "mini_batches"), max(1, batch // mini))
     names = [_convert_logger(name) for name in _as_list(keys.get("trainer.logger", []))]
     if any(names):
-        _set(settings, ("tracking", "names"), ["jsonl", *(name for name in names if name)])
+        _set_path(settings, ("tracking", "names"), ["jsonl", *(name for name in names if name)])
 
 
 def _convert_logger(name: str) -> str | None:
@@ -212,7 +212,7 @@ def _count_steps(keys: Mapping[str, Any], tasks: int, batch: int) -> int:
     return min(steps, limit) if "trainer.total_epochs" in keys else limit
 
 
-def _set(settings: dict[str, Any], path: Setting, value: Any) -> None:
+def _set_path(settings: dict[str, Any], path: Setting, value: Any) -> None:
     *sections, last = path
     for section in sections:
         settings = settings.setdefault(section, {})

@@ -54,7 +54,7 @@ class LightningStoreStatistics(TypedDict, total=False):
 class LightningStore:
     """Queue of rollouts with their attempts, spans, resources and workers.
 
-    An unknown id is a ValueError where a method changes something, else None or an empty page.
+    For an unknown id, methods that change something raise ValueError, others return nothing.
     """
 
     @property
@@ -86,7 +86,7 @@ class LightningStore:
         metadata: Metadata | None = None,
         worker_id: str | None = None,
     ) -> AttemptedRollout:
-        """Add a rollout with its first attempt, past the queue."""
+        """Add a rollout with its first attempt, without the queue."""
         raise NotImplementedError
 
     async def enqueue_rollout(
@@ -133,7 +133,7 @@ class LightningStore:
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None
     ) -> AttemptedRollout:
-        """Add an attempt, whatever the limit of attempts. Raises ValueError."""
+        """Add an attempt, even beyond the limit of attempts. Raises ValueError."""
         raise NotImplementedError
 
     async def wait_for_rollouts(
@@ -274,13 +274,13 @@ class LightningStore:
     # ------------------------------------------------------------------- resources and workers
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
-        """Add resources, which are the latest then."""
+        """Add resources, which become the latest."""
         raise NotImplementedError
 
     async def update_resources(
         self, resources_id: str, resources: NamedResources
     ) -> ResourcesUpdate:
-        """Replace resources, or add them by an id of your own; they are the latest then."""
+        """Replace resources, or add them under an id of your choice; they become the latest."""
         raise NotImplementedError
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
@@ -307,7 +307,7 @@ class LightningStore:
     async def update_worker(
         self, worker_id: str, heartbeat_stats: Metadata | Unset = UNSET
     ) -> Worker:
-        """Record a heartbeat of a worker, which need not be known."""
+        """Record a heartbeat of a worker, and add the worker if it is new."""
         raise NotImplementedError
 
     async def get_worker_by_id(self, worker_id: str) -> Worker | None:

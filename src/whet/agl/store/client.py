@@ -87,7 +87,7 @@ class LightningStoreClient(LightningStore):
             StoreError: the server cannot be reached, or failed.
         """
         method = METHODS[name]
-        response = await self._post(PREFIX + name, method.dump(arguments))
+        response = await self._post(PREFIX + name, method.dump_arguments(arguments))
         if response.status == 200:
             return method.load_result(arguments, response.body)
         message = _read_error(response)

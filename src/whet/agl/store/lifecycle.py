@@ -38,7 +38,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class RolloutLifecycle(LightningStore):
-    """Queue, attempts, retries, time-outs and waits.
+    """Base class of stores: queue, attempts, retries, time-outs and waits.
 
     A lock guards every change; nothing is awaited while it is held, so that any number of event
     loops and threads may share a store.
@@ -55,20 +55,20 @@ class RolloutLifecycle(LightningStore):
         self._spans: dict[str, dict[tuple[str, str], Span]] = defaultdict(dict)
         self._sequence: dict[str, int] = defaultdict(int)
         self._resources: dict[str, ResourcesUpdate] = {}
-        self._latest = ""
+        self._latest_resources_id = ""
         """Id of the latest resources."""
         self._workers: dict[str, Worker] = {}
         self._queue = deque[str]()
-        self._waiting = set[str]()
+        self._queued_ids = set[str]()
         """Ids in the queue."""
-        self._running = dict[str, None]()
+        self._running_ids = dict[str, None]()
         """Ids of rollouts that may time out, in the order they began."""
         self._waiters: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     # ------------------------------------------------------------------- persistence
 
-    def _changed(self, record: BaseModel) -> None:
-        """Note that a record was added or changed; called with the lock held."""
+    def _record_change(self, record: BaseModel) -> None:
+        """Record that a record was added or changed; called with the lock held."""
 
     async def _flush(self) -> None:
         """Return once every change so far is durable."""
@@ -85,13 +85,13 @@ class RolloutLifecycle(LightningStore):
         worker_id: str | None = None,
     ) -> AttemptedRollout:
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             request = EnqueueRolloutRequest(
                 input=input, mode=mode, resources_id=resources_id, config=config, metadata=metadata
             )
             rollout = self._add_rollout(request, "preparing")
             attempt = self._add_attempt(rollout, worker_id)
-            result = attach(rollout, attempt)
+            result = attach_attempt(rollout, attempt)
         await self._flush()
         return result
 
@@ -99,7 +99,7 @@ class RolloutLifecycle(LightningStore):
         self, rollouts: Sequence[EnqueueRolloutRequest]
     ) -> Sequence[Rollout]:
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             added = [copy_record(self._add_rollout(request, "queuing")) for request in rollouts]
         await self._flush()
         return added
@@ -109,17 +109,17 @@ class RolloutLifecycle(LightningStore):
     ) -> Sequence[AttemptedRollout]:
         found: list[AttemptedRollout] = []
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             while self._queue and len(found) < limit:
                 id = self._queue.popleft()
-                self._waiting.discard(id)
+                self._queued_ids.discard(id)
                 rollout = self._rollouts[id]
-                if rollout.status in QUEUING:  # else its status was set meanwhile
+                if rollout.status in QUEUING:  # else its status was changed while it waited
                     attempt = self._add_attempt(rollout, worker_id, is_dequeue=True)
-                    found.append(attach(rollout, attempt))
+                    found.append(attach_attempt(rollout, attempt))
             if worker_id is not None:
                 if found:
-                    self._sync_worker(found[-1].attempt, is_dequeue=True)
+                    self._update_worker_status(found[-1].attempt, is_dequeue=True)
                 else:
                     self._mark_idle(worker_id)
         await self._flush()
@@ -129,10 +129,10 @@ class RolloutLifecycle(LightningStore):
         self, rollout_id: str, worker_id: str | None = None
     ) -> AttemptedRollout:
         with self._lock:
-            self._expire()
-            rollout = self._find(rollout_id)
+            self._expire_attempts()
+            rollout = self._find_rollout(rollout_id)
             attempt = self._add_attempt(rollout, worker_id)
-            result = attach(rollout, attempt)
+            result = attach_attempt(rollout, attempt)
         await self._flush()
         return result
 
@@ -147,20 +147,20 @@ class RolloutLifecycle(LightningStore):
             while True:
                 event.clear()
                 with self._lock:
-                    self._expire()
+                    self._expire_attempts()
                     known = [self._rollouts[id] for id in rollout_ids if id in self._rollouts]
                     finished = [copy_record(r) for r in known if r.status in FINISHED]
                 left = None if deadline is None else deadline - time.monotonic()
                 if len(finished) == len(known) or (left is not None and left <= 0):
                     return finished
-                await self._sleep(event, left)
+                await self._wait_for_change(event, left)
         finally:
             with self._lock:
                 del self._waiters[event]
 
-    async def _sleep(self, event: asyncio.Event, left: float | None) -> None:
+    async def _wait_for_change(self, event: asyncio.Event, left: float | None) -> None:
         """Wait for a change, or until the next scan for time-outs is due."""
-        pause = max(self._debounce, 0.05) if self._running else None
+        pause = max(self._debounce, 0.05) if self._running_ids else None
         times = [each for each in (left, pause) if each is not None]
         with suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), min(times, default=None))
@@ -183,14 +183,14 @@ class RolloutLifecycle(LightningStore):
             "metadata": metadata,
         }
         with self._lock:
-            self._expire()
-            rollout = self._find(rollout_id)
-            _check(rollout, {**values, "status": status})
+            self._expire_attempts()
+            rollout = self._find_rollout(rollout_id)
+            _validate(rollout, {**values, "status": status})
             for name, value in values.items():
                 if not isinstance(value, Unset):
                     setattr(rollout, name, value)
             if isinstance(status, Unset):
-                self._changed(rollout)
+                self._record_change(rollout)
             else:
                 self._set_status(rollout, status)
             result = copy_record(rollout)
@@ -207,8 +207,8 @@ class RolloutLifecycle(LightningStore):
         metadata: Metadata | Unset | None = UNSET,
     ) -> Attempt:
         with self._lock:
-            self._expire()
-            rollout = self._find(rollout_id)
+            self._expire_attempts()
+            rollout = self._find_rollout(rollout_id)
             attempt = self._find_attempt(rollout_id, attempt_id)
             values = {
                 "status": status,
@@ -216,15 +216,17 @@ class RolloutLifecycle(LightningStore):
                 "last_heartbeat_time": last_heartbeat_time,
                 "metadata": metadata,
             }
-            _check(attempt, values)
+            _validate(attempt, values)
             for name, value in values.items():
                 if not isinstance(value, Unset):
                     setattr(attempt, name, value)
-            self._apply_attempt(rollout, attempt, is_status=not isinstance(status, Unset))
+            self._apply_attempt_change(
+                rollout, attempt, has_new_status=not isinstance(status, Unset)
+            )
             if attempt.worker_id and not (
                 isinstance(status, Unset) and isinstance(worker_id, Unset)
             ):
-                self._sync_worker(attempt)
+                self._update_worker_status(attempt)
             result = copy_record(attempt)
         await self._flush()
         return result
@@ -237,7 +239,7 @@ class RolloutLifecycle(LightningStore):
             rollout_id=f"ro-{secrets.token_hex(6)}",
             input=request.input,
             mode=request.mode,
-            resources_id=request.resources_id or self._latest or None,
+            resources_id=request.resources_id or self._latest_resources_id or None,
             start_time=time.time(),
             status=status,
             config=config.model_copy(deep=True) if config else RolloutConfig(),
@@ -259,19 +261,23 @@ class RolloutLifecycle(LightningStore):
             worker_id=worker_id,
         )
         attempts.append(attempt)
-        self._changed(attempt)
+        self._record_change(attempt)
         self._set_status(rollout, "preparing")
-        if worker_id is not None and not is_dequeue:  # a worker works on the last it dequeued
-            self._sync_worker(attempt)
+        if (
+            worker_id is not None and not is_dequeue
+        ):  # dequeuing sets the worker's status once, for the last rollout
+            self._update_worker_status(attempt)
         return attempt
 
-    def _apply_attempt(self, rollout: Rollout, attempt: Attempt, *, is_status: bool) -> None:
-        """Let a changed attempt take effect on its rollout, if it is the latest."""
-        if is_status and attempt.status in ("failed", "succeeded"):
+    def _apply_attempt_change(
+        self, rollout: Rollout, attempt: Attempt, *, has_new_status: bool
+    ) -> None:
+        """Record a changed attempt, and update the rollout if it is its latest one."""
+        if has_new_status and attempt.status in ("failed", "succeeded"):
             attempt.end_time = time.time()
-        self._changed(attempt)
+        self._record_change(attempt)
         if attempt is self._attempts[rollout.rollout_id][-1]:
-            status = _rollout_status(attempt, rollout.config)
+            status = _derive_rollout_status(attempt, rollout.config)
             if status != rollout.status:
                 self._set_status(rollout, status)
 
@@ -281,18 +287,18 @@ class RolloutLifecycle(LightningStore):
         if status in FINISHED:
             rollout.end_time = time.time()
         if status in RUNNING:
-            self._running[id] = None
+            self._running_ids[id] = None
         else:
-            self._running.pop(id, None)
-        if status in QUEUING and id not in self._waiting:
-            self._waiting.add(id)
+            self._running_ids.pop(id, None)
+        if status in QUEUING and id not in self._queued_ids:
+            self._queued_ids.add(id)
             self._queue.append(id)
-        self._changed(rollout)
+        self._record_change(rollout)
         if status in FINISHED:
             for event, loop in self._waiters.items():
                 call_in_loop(loop, event.set)
 
-    def _sync_worker(self, attempt: Attempt, *, is_dequeue: bool = False) -> None:
+    def _update_worker_status(self, attempt: Attempt, *, is_dequeue: bool = False) -> None:
         assert attempt.worker_id is not None
         worker = self._workers.setdefault(attempt.worker_id, Worker(worker_id=attempt.worker_id))
         now = time.time()
@@ -306,32 +312,32 @@ class RolloutLifecycle(LightningStore):
             ended = attempt.status in ("succeeded", "failed")
             worker.status, worker.last_idle_time = "idle" if ended else "unknown", now
             worker.current_rollout_id = worker.current_attempt_id = None
-        self._changed(worker)
+        self._record_change(worker)
 
     def _mark_idle(self, worker_id: str) -> None:
         worker = self._workers.setdefault(worker_id, Worker(worker_id=worker_id))
         worker.last_dequeue_time = time.time()
         if worker.status != "idle":
             worker.status, worker.last_idle_time = "idle", worker.last_dequeue_time
-        self._changed(worker)
+        self._record_change(worker)
 
-    def _expire(self) -> None:
+    def _expire_attempts(self) -> None:
         """End attempts that are past their limits, at most once in the debounce time."""
         now = time.time()
         if now - self._scanned < self._debounce:
             return
         self._scanned = now
-        for id in list(self._running):
+        for id in list(self._running_ids):
             rollout = self._rollouts[id]
             attempt = self._attempts[id][-1] if self._attempts[id] else None
-            status = attempt and _overdue(attempt, rollout.config, now)
+            status = attempt and _find_overdue_status(attempt, rollout.config, now)
             if attempt and status:
                 attempt.status = status
-                self._apply_attempt(rollout, attempt, is_status=True)
+                self._apply_attempt_change(rollout, attempt, has_new_status=True)
                 if attempt.worker_id:
-                    self._sync_worker(attempt)
+                    self._update_worker_status(attempt)
 
-    def _find(self, rollout_id: str) -> Rollout:
+    def _find_rollout(self, rollout_id: str) -> Rollout:
         if rollout_id not in self._rollouts:
             raise ValueError(f"Rollout {rollout_id} not found")
         return self._rollouts[rollout_id]
@@ -353,21 +359,21 @@ def copy_record(record: M) -> M:
     return record.model_copy()
 
 
-def attach(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:
-    """Return copies of a rollout and an attempt of it as one."""
+def attach_attempt(rollout: Rollout, attempt: Attempt) -> AttemptedRollout:
+    """Return a copy of a rollout with a copy of one of its attempts."""
     return AttemptedRollout.model_construct(**rollout.__dict__, attempt=copy_record(attempt))
 
 
-def _check(record: BaseModel, values: Mapping[str, object]) -> None:
-    """Raise pydantic's ValidationError, a ValueError, for a value that a field does not take."""
+def _validate(record: BaseModel, values: Mapping[str, object]) -> None:
+    """Check values of fields. Raises pydantic's ValidationError, which is a ValueError."""
     probe = record.model_copy()
     for name, value in values.items():
         if not isinstance(value, Unset):
             type(record).__pydantic_validator__.validate_assignment(probe, name, value)
 
 
-def _rollout_status(attempt: Attempt, config: RolloutConfig) -> RolloutStatus:
-    """The status of a rollout by its latest attempt."""
+def _derive_rollout_status(attempt: Attempt, config: RolloutConfig) -> RolloutStatus:
+    """Return the status of a rollout, which follows from its latest attempt."""
     status = attempt.status
     if status in ("preparing", "running", "succeeded"):
         return status
@@ -375,11 +381,16 @@ def _rollout_status(attempt: Attempt, config: RolloutConfig) -> RolloutStatus:
     return "requeuing" if is_retried else "failed"
 
 
-def _overdue(attempt: Attempt, config: RolloutConfig, now: float) -> AttemptStatus | None:
-    """The status of an attempt that is past a limit of its rollout."""
+def _find_overdue_status(
+    attempt: Attempt, config: RolloutConfig, now: float
+) -> AttemptStatus | None:
+    """Return the new status of an attempt that is past a limit of its rollout, else None."""
     if config.timeout_seconds is not None and now - attempt.start_time > config.timeout_seconds:
         return "timeout"
-    heard = attempt.last_heartbeat_time or attempt.start_time
-    if config.unresponsive_seconds is not None and now - heard > config.unresponsive_seconds:
+    last_heartbeat = attempt.last_heartbeat_time or attempt.start_time
+    if (
+        config.unresponsive_seconds is not None
+        and now - last_heartbeat > config.unresponsive_seconds
+    ):
         return "unresponsive"
     return None

@@ -13,7 +13,7 @@ from whet.agl.store.base import (
     Logic,
     Order,
 )
-from whet.agl.store.lifecycle import RolloutLifecycle, attach, copy_record
+from whet.agl.store.lifecycle import RolloutLifecycle, attach_attempt, copy_record
 from whet.agl.store.queries import build_conditions, select_page
 from whet.agl.types import (
     UNSET,
@@ -80,14 +80,14 @@ class InMemoryLightningStore(RolloutLifecycle):
         added: list[Span] = []
         with self._lock:
             for span in spans:  # all or none
-                self._find(span.rollout_id)
+                self._find_rollout(span.rollout_id)
                 self._find_attempt(span.rollout_id, span.attempt_id)
             for span in spans:
                 id, key = span.rollout_id, (span.attempt_id, span.span_id)
                 self._sequence[id] = max(self._sequence[id], span.sequence_id)
                 if key not in self._spans[id]:
                     self._spans[id][key] = span
-                    self._changed(span)
+                    self._record_change(span)
                     self._record_heartbeat(id, span.attempt_id)
                     added.append(span)
         await self._flush()
@@ -99,7 +99,7 @@ class InMemoryLightningStore(RolloutLifecycle):
         attempt.last_heartbeat_time = time.time()
         if attempt.status in ("preparing", "unresponsive"):
             attempt.status = "running"
-        self._changed(attempt)
+        self._record_change(attempt)
         is_latest = attempt is self._attempts[rollout_id][-1]
         if is_latest and rollout.status in ("preparing", "requeuing"):
             self._set_status(rollout, "running")
@@ -149,11 +149,11 @@ class InMemoryLightningStore(RolloutLifecycle):
         )
         ids = [rollout_id] if isinstance(rollout_id, str) else rollout_id
         with self._lock:
-            self._expire()
-            spans = [span for id in ids for span in self._attempt_spans(id, attempt_id)]
+            self._expire_attempts()
+            spans = [span for id in ids for span in self._select_spans(id, attempt_id)]
         return select_page(spans, conditions, filter_logic, sort_by, sort_order, limit, offset)
 
-    def _attempt_spans(self, rollout_id: str, attempt_id: str | None) -> list[Span]:
+    def _select_spans(self, rollout_id: str, attempt_id: str | None) -> list[Span]:
         spans = list(self._spans.get(rollout_id, {}).values())
         if attempt_id is None:
             return spans
@@ -194,12 +194,12 @@ class InMemoryLightningStore(RolloutLifecycle):
             contains={"rollout_id": rollout_id_contains},
         )
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             rollouts = self._rollouts.values()
             page = select_page(
                 rollouts, conditions, filter_logic, sort_by, sort_order, limit, offset
             )
-            items = [self._with_latest(rollout) for rollout in page.items]
+            items = [self._attach_latest(rollout) for rollout in page.items]
         return PaginatedResult[AttemptedRollout | Rollout].model_construct(
             items=items, limit=limit, offset=offset, total=page.total
         )
@@ -214,25 +214,25 @@ class InMemoryLightningStore(RolloutLifecycle):
         offset: int = 0,
     ) -> PaginatedResult[Attempt]:
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             attempts = [copy_record(a) for a in self._attempts.get(rollout_id, [])]
         return select_page(attempts, [], "and", sort_by, sort_order, limit, offset)
 
     async def get_rollout_by_id(self, rollout_id: str) -> AttemptedRollout | Rollout | None:
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             rollout = self._rollouts.get(rollout_id)
-            return rollout and self._with_latest(rollout)
+            return rollout and self._attach_latest(rollout)
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             attempts = self._attempts.get(rollout_id)
             return copy_record(attempts[-1]) if attempts else None
 
-    def _with_latest(self, rollout: Rollout) -> AttemptedRollout | Rollout:
+    def _attach_latest(self, rollout: Rollout) -> AttemptedRollout | Rollout:
         attempts = self._attempts.get(rollout.rollout_id)
-        return attach(rollout, attempts[-1]) if attempts else copy_record(rollout)
+        return attach_attempt(rollout, attempts[-1]) if attempts else copy_record(rollout)
 
     # ------------------------------------------------------------------- resources and workers
 
@@ -252,8 +252,8 @@ class InMemoryLightningStore(RolloutLifecycle):
                 resources=resources,
             )
             self._resources[resources_id] = update
-            self._latest = resources_id
-            self._changed(update)
+            self._latest_resources_id = resources_id
+            self._record_change(update)
         await self._flush()
         return copy_record(update)
 
@@ -263,7 +263,7 @@ class InMemoryLightningStore(RolloutLifecycle):
             return copy_record(found) if found else None
 
     async def get_latest_resources(self) -> ResourcesUpdate | None:
-        return await self.get_resources_by_id(self._latest)
+        return await self.get_resources_by_id(self._latest_resources_id)
 
     async def query_resources(
         self,
@@ -290,7 +290,7 @@ class InMemoryLightningStore(RolloutLifecycle):
             worker.last_heartbeat_time = time.time()
             if not isinstance(heartbeat_stats, Unset):
                 worker.heartbeat_stats = dict(heartbeat_stats)
-            self._changed(worker)
+            self._record_change(worker)
             result = copy_record(worker)
         await self._flush()
         return result
@@ -315,7 +315,7 @@ class InMemoryLightningStore(RolloutLifecycle):
             within={"status": status_in}, contains={"worker_id": worker_id_contains}
         )
         with self._lock:
-            self._expire()
+            self._expire_attempts()
             workers = [copy_record(worker) for worker in self._workers.values()]
         return select_page(workers, conditions, filter_logic, sort_by, sort_order, limit, offset)
 

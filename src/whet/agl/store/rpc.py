@@ -16,11 +16,11 @@ NOT_REMOTE = {
     *("add_otel_span", "add_span", "enqueue_rollout", "dequeue_rollout"),
     *("get_next_span_sequence_id", "otlp_traces_endpoint", "capabilities"),
 }
-"""Methods of the base class, which call the others."""
+"""Methods that the base class implements by calling the others."""
 
 ADDS_SPANS = "add_many_spans"
-"""It returns the spans it was given, whose token ids are long: only places are sent."""
-PLACES = TypeAdapter(list[int])
+"""Method that returns spans of its arguments. They are large: the reply has only positions."""
+POSITIONS = TypeAdapter(list[int])
 
 
 class Method(NamedTuple):
@@ -28,44 +28,44 @@ class Method(NamedTuple):
 
     name: str
     arguments: type[BaseModel]
-    result: TypeAdapter[Any]  # Any: of each method its own
+    result: TypeAdapter[Any]  # Any: each method has its own
 
-    def dump(self, values: dict[str, object]) -> bytes:
+    def dump_arguments(self, values: dict[str, object]) -> bytes:
         """Return arguments as JSON, without those that are unset. Raises ValueError."""
         passed = {name: v for name, v in values.items() if not isinstance(v, Unset)}
         return self.arguments(**passed).model_dump_json(include=set(passed)).encode()
 
     def dump_result(self, values: dict[str, Any], result: Any) -> bytes:
-        """Return a result as JSON; of spans that were added only their places in the arguments."""
+        """Return a result as JSON; for added spans, only their positions in the arguments."""
         if self.name == ADDS_SPANS:
-            return PLACES.dump_json(_find_places(values["spans"], result))
+            return POSITIONS.dump_json(_find_positions(values["spans"], result))
         return self.result.dump_json(result)
 
     def load_result(self, values: dict[str, Any], body: bytes) -> Any:
         """Return the result of a call from JSON. Raises pydantic's ValidationError."""
         if self.name != ADDS_SPANS:
             return self.result.validate_json(body)
-        return [values["spans"][place] for place in PLACES.validate_json(body)]
+        return [values["spans"][position] for position in POSITIONS.validate_json(body)]
 
-    def load(self, body: bytes) -> dict[str, Any]:
+    def load_arguments(self, body: bytes) -> dict[str, Any]:
         """Return the arguments of a call from JSON. Raises pydantic's ValidationError."""
         read = self.arguments.model_validate_json(body or b"{}")
         return {name: getattr(read, name) for name in read.model_fields_set}
 
 
-def _find_places(sent: Sequence[Span], result: Sequence[Span]) -> list[int]:
+def _find_positions(sent: Sequence[Span], result: Sequence[Span]) -> list[int]:
     """Places of the spans that were added; of several with one id the first one was."""
     added = {(span.rollout_id, span.attempt_id, span.span_id) for span in result}
-    places: list[int] = []
-    for place, span in enumerate(sent):
+    positions: list[int] = []
+    for position, span in enumerate(sent):
         key = span.rollout_id, span.attempt_id, span.span_id
         if key in added:
             added.discard(key)
-            places.append(place)
-    return places
+            positions.append(position)
+    return positions
 
 
-def _build(name: str) -> Method:
+def _build_method(name: str) -> Method:
     function = getattr(LightningStore, name)
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
@@ -73,15 +73,15 @@ def _build(name: str) -> Method:
         if parameter.name == "self":
             continue
         is_required = parameter.default is parameter.empty
-        hint = _without_unset(hints[parameter.name])
+        hint = _remove_unset(hints[parameter.name])
         fields[parameter.name] = (hint, ... if is_required else None)
     config = ConfigDict(extra="forbid")
     arguments = create_model(f"Arguments_{name}", __config__=config, **fields)
     return Method(name, arguments, TypeAdapter(hints["return"]))
 
 
-def _without_unset(hint: Any) -> Any:
-    """The type of an argument on the wire, where one that is unset is absent."""
+def _remove_unset(hint: Any) -> Any:
+    """Return the type of an argument on the wire, where an unset argument is left out."""
     members = getattr(hint, "__args__", ())
     if Unset not in members:
         return hint
@@ -90,7 +90,7 @@ def _without_unset(hint: Any) -> Any:
 
 
 METHODS = {
-    name: _build(name)
+    name: _build_method(name)
     for name, value in vars(LightningStore).items()
     if inspect.iscoroutinefunction(value) and name not in NOT_REMOTE
 }

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_WAIT_S = 20.0
-"""A wait in one request; clients ask again."""
+"""Longest wait within one request; clients repeat the request."""
 
 
 class LightningStoreServer(LightningStore):
-    """A store that clients reach at `endpoint` between `start` and `stop`; here it is the store."""
+    """Serves a store at `endpoint` between `start` and `stop`; its own methods are the store's."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class LightningStoreServer(LightningStore):
             await self.stop()
 
     def __getattribute__(self, name: str) -> object:
-        # Every method of a store is that of the store that is served.
+        # A store method that is called on the server is that of the store it serves.
         if name in METHODS:
             return getattr(object.__getattribute__(self, "_store"), name)
         return object.__getattribute__(self, name)
@@ -111,7 +111,7 @@ def build_app(store: LightningStore, token: str) -> Starlette:
         method = METHODS.get(request.path_params["name"])
         if method is None:
             raise RefusedRequest(404, f"unknown method {request.path_params['name']!r}")
-        arguments = method.load(await _read_body(request))
+        arguments = method.load_arguments(await _read_body(request))
         if method.name == "wait_for_rollouts":
             timeout = arguments.get("timeout")
             arguments["timeout"] = MAX_WAIT_S if timeout is None else min(timeout, MAX_WAIT_S)
@@ -124,7 +124,7 @@ def build_app(store: LightningStore, token: str) -> Starlette:
             Route(PREFIX + "{name}", call, methods=["POST"]),
         ],
         exception_handlers=dict.fromkeys(
-            (ValueError, WhetError, HTTPException, ClientDisconnect), _refuse
+            (ValueError, WhetError, HTTPException, ClientDisconnect), _report_error
         ),
     )
 
@@ -133,11 +133,11 @@ async def _report_health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _report_error(request: Request, error: Exception) -> Response:
     match error:
         case RefusedRequest():
             status = error.status
-        case HTTPException():  # of routes
+        case HTTPException():  # raised by starlette's routes
             status = error.status_code
         case ValueError() | ClientDisconnect():  # pydantic's errors are ValueErrors
             status = 400

@@ -70,7 +70,9 @@ class SqliteLightningStore(InMemoryLightningStore):
             self._db.execute(SCHEMA)
             self._load()
         self._closed = False
-        self._thread = threading.Thread(target=self._write, name="whet-agl-store", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_batches, name="whet-agl-store", daemon=True
+        )
         self._thread.start()
 
     async def close(self) -> None:
@@ -81,10 +83,10 @@ class SqliteLightningStore(InMemoryLightningStore):
             await asyncio.to_thread(self._thread.join)
             self._db.close()
 
-    def _changed(self, record: BaseModel) -> None:
+    def _record_change(self, record: BaseModel) -> None:
         kind = KINDS[type(record)]
         position = self._position = self._position + 1
-        self._pending.append(_Change(kind, _key(record), position, record.model_dump_json()))
+        self._pending.append(_Change(kind, _build_key(record), position, record.model_dump_json()))
 
     async def _flush(self) -> None:
         with self._lock:
@@ -97,8 +99,8 @@ class SqliteLightningStore(InMemoryLightningStore):
             self._batches.put(_Batch(changes, done))
         await done
 
-    def _write(self) -> None:
-        """Commit batches, all that are waiting in one transaction, until the end."""
+    def _write_batches(self) -> None:
+        """Commit batches until the store closes: all that are waiting, in one transaction."""
         is_open = True
         while is_open:
             batches = [self._batches.get()]
@@ -124,14 +126,14 @@ class SqliteLightningStore(InMemoryLightningStore):
 
     def _load(self) -> None:
         rows = self._db.execute("SELECT kind, position, value FROM records ORDER BY rowid")
-        places: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for kind, position, value in rows:
             self._position = max(self._position, position)
             match kind:
                 case "rollout":
                     rollout = Rollout.model_validate_json(value)
                     self._rollouts[rollout.rollout_id] = rollout
-                    places[rollout.rollout_id] = position
+                    positions[rollout.rollout_id] = position
                 case "attempt":
                     attempt = Attempt.model_validate_json(value)
                     self._attempts[attempt.rollout_id].append(attempt)
@@ -144,13 +146,13 @@ class SqliteLightningStore(InMemoryLightningStore):
                     worker = Worker.model_validate_json(value)
                     self._workers[worker.worker_id] = worker
         latest = max(self._resources.values(), key=lambda each: each.update_time, default=None)
-        self._latest = latest.resources_id if latest else ""
-        for id in sorted(places, key=lambda id: places[id]):
+        self._latest_resources_id = latest.resources_id if latest else ""
+        for id in sorted(positions, key=lambda id: positions[id]):
             if self._rollouts[id].status in QUEUING:
                 self._queue.append(id)
-                self._waiting.add(id)
+                self._queued_ids.add(id)
             elif self._rollouts[id].status in RUNNING:
-                self._running[id] = None
+                self._running_ids[id] = None
 
     def _load_span(self, span: Span) -> None:
         id = span.rollout_id
@@ -158,7 +160,7 @@ class SqliteLightningStore(InMemoryLightningStore):
         self._sequence[id] = max(self._sequence[id], span.sequence_id)
 
 
-def _key(record: BaseModel) -> str:
+def _build_key(record: BaseModel) -> str:
     match record:
         case Span():
             return f"{record.rollout_id}/{record.attempt_id}/{record.span_id}"
@@ -171,4 +173,4 @@ def _key(record: BaseModel) -> str:
         case Worker():
             return record.worker_id
         case _:
-            raise TypeError(f"no record: {type(record).__name__}")
+            raise TypeError(f"expected a record of the store, found {type(record).__name__}")

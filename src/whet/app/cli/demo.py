@@ -129,7 +129,7 @@ def run_demo(args: argparse.Namespace) -> int:
     console = open_console(quiet=args.quiet, stderr=args.json)
     folder = _open_folder(args, demo, flags, console)
     try:
-        config = folder.config()
+        config = folder.read_config()
         tasks, held_out = demo.tasks(config)
         result = run_and_report(_load_agent(demo), tasks, held_out, folder, console)
         if result.problem is None:

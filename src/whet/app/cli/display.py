@@ -229,7 +229,7 @@ class NotebookCurve:
 
 def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     """Print what a run trains, and where it is."""
-    config = folder.config()
+    config = folder.read_config()
     sizes = f"{config.steps} steps of {config.tasks_per_step} x {config.group_size} rollouts"
     trained = ", ".join(filter(None, config.trained_policies))
     policies = f", policies {trained}," if trained else ""
@@ -250,7 +250,7 @@ def print_next(console: Console, folder: RunFolder, *, has_failures: bool = Fals
     if has_failures:
         more = f"`whet show {folder.path} --failed` for errors"
     if folder.model.exists():
-        first, *_ = folder.config().trained_policies
+        first, *_ = folder.read_config().trained_policies
         trained = folder.model / first if first else folder.path
         places += f"   model: {folder.model}"
         more += f", `whet eval ... --model {trained}` to compare it"

@@ -97,7 +97,7 @@ def _find_run(name: str) -> RunFolder:
 
 
 async def _check_run(folder: RunFolder, store: str | None) -> dict[str, JsonValue]:
-    selection = folder.config().selection
+    selection = folder.read_config().selection
     async with folder.open_records(store) as records:
         return await build_exactness_report(records, selection)
 

@@ -57,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
             try:
                 add_arguments = vars(importlib.import_module(module))["add_arguments"]
             except ModuleNotFoundError as error:
-                raise MissingExtra.of(f"`{self.prog}` ({error})", self._extra) from error
+                raise MissingExtra.build(f"`{self.prog}` ({error})", self._extra) from error
             add_arguments(self)
 
     def group(self, title: str) -> ArgumentGroup:

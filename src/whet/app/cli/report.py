@@ -127,4 +127,4 @@ def build_picture(result: Result) -> "Figure":
 def _read_model(run: Path) -> str:
     """The model that a run trains; empty if its folder has no config."""
     folder = RunFolder(run)
-    return folder.config().model if folder.config_file.is_file() else ""
+    return folder.read_config().model if folder.config_file.is_file() else ""

@@ -154,7 +154,7 @@ async def _run(
         if outcome.failure is not None:
             note(f"{attempt.id} failed: {outcome.failure.message}")
 
-    parts: dict[str, object] = {**inputs, "config": folder.config(), "folder": folder.path}
+    parts: dict[str, object] = {**inputs, "config": folder.read_config(), "folder": folder.path}
     async with AsyncExitStack() as stack:
         store, address = None, None
         if store_url is not None:
@@ -183,7 +183,7 @@ async def _run(
 async def _announce(store: Store, folder: "RunFolder") -> None:
     from whet.app.composition.weight_sync import announce_model  # noqa: PLC0415 - only if needed
 
-    await announce_model(store, folder.config())
+    await announce_model(store, folder.read_config())
 
 
 async def _find_gateway(store: Store, address: StoreAddress) -> Endpoint:

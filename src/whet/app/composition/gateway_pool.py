@@ -116,7 +116,7 @@ async def serve_in_processes(
     """Serve the sampler of a run by gateways in processes, as `open_gateway_pool` yields them."""
     server = EngineServer(sampler.engine, prepare)
     settings = GatewaySettings(
-        config=folder.config(),
+        config=folder.read_config(),
         model=model,
         context_length=sampler.context_length,
         secret=secret.hex(),

@@ -199,7 +199,7 @@ async def open_followers(
 ) -> AsyncGenerator[tuple[dict[str, Sampler], Prepare]]:
     """Sample from what the trainer publishes; every policy that an attempt is pinned to is loaded
     before its first call."""
-    config = folder.config()
+    config = folder.read_config()
     published = {
         name: read_policy(await store.latest(name_policy_resource(name)))
         for name in config.policies or ("",)

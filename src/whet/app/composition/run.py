@@ -110,7 +110,7 @@ async def open_run(
     runners are other processes of that store. `algorithm` replaces the one of the config. With the
     `plan` of a training loop, steps whose checkpoint is missing are repeated.
     """
-    config = folder.config()
+    config = folder.read_config()
     model = resolve_model(config.model, progress=progress)
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.lock())  # first: the folder of another process is not deleted
@@ -140,7 +140,7 @@ async def open_run(
         await run.trainer.publish()
         if agent is not None:
             shared = learner.policy if publication is None else None
-            secret = _describe_store(folder, "").secret if config.runner.ray else folder.secret()
+            secret = _get_address(folder, "").secret if config.runner.ray else folder.read_secret()
             serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
             running = _run_agent(
@@ -275,7 +275,7 @@ async def _serve_policy(
 
     The gateway is in this process, or in others that use the engine of this one.
     """
-    config = folder.config()
+    config = folder.read_config()
     async with AsyncExitStack() as stack:
         prepare = None
         if shared is None:
@@ -338,8 +338,8 @@ def _run_agent(
     progress: Progress,
 ) -> AbstractAsyncContextManager[None]:
     """Run the agent in this process, or on the Ray cluster of the config."""
-    config = folder.config().runner
-    if others := describe_processes(agent, folder.config()):
+    config = folder.read_config().runner
+    if others := describe_processes(agent, folder.read_config()):
         progress(others)
     if config.ray is not None:
         return _run_on_ray(agent, folder, store, gateway, progress)
@@ -350,7 +350,7 @@ def _run_agent(
         endpoints,
         on_outcome,
         hooks=context.hooks,
-        explain_unread=partial(explain_unread, read_algorithms(folder.config())),
+        explain_unread=partial(explain_unread, read_algorithms(folder.read_config())),
         on_warning=progress,
     )
 
@@ -371,7 +371,7 @@ async def _run_on_ray(
 ) -> AsyncGenerator[None]:
     """Serve the run's own store to runners on a Ray cluster, and run the agent there."""
     assert isinstance(store, SQLStore)
-    config, place = folder.config(), _describe_store(folder, "")
+    config, place = folder.read_config(), _get_address(folder, "")
     server = StoreServer(store, token=place.token, host=config.gateway.host)
     try:
         async with run_agents_on_ray(
@@ -387,6 +387,6 @@ async def _run_on_ray(
         await to_thread.run_sync(server.close)
 
 
-def _describe_store(folder: RunFolder, url: str) -> StoreAddress:
+def _get_address(folder: RunFolder, url: str) -> StoreAddress:
     """The run in its own store as other processes see it; runners derive their keys from this."""
-    return StoreAddress(url, DEFAULT_RUN, folder.secret().hex())
+    return StoreAddress(url, DEFAULT_RUN, folder.read_secret().hex())

@@ -143,7 +143,7 @@ def _find_served(
     [model] = read_models([source], None, progress, directory=directory)
     assert not isinstance(model, EndpointModel)
     run = find_run(Path(model.source).expanduser())
-    return model, run.secret() if run else secrets.token_bytes(32)
+    return model, run.read_secret() if run else secrets.token_bytes(32)
 
 
 @asynccontextmanager

@@ -98,7 +98,7 @@ class DashboardApp:
             "/doctor": lambda run, request: read_doctor(run, self._attempts.vocabularies),
         }
         routes = [
-            Route(f"/api/runs/{{run}}{path}", _guard(functools.partial(self._page, page)))
+            Route(f"/api/runs/{{run}}{path}", _guard(functools.partial(self._serve_page, page)))
             for path, page in pages.items()
         ]
         files = [Route(f"/{name}", _serve_file(name)) for name in FILES]
@@ -108,8 +108,8 @@ class DashboardApp:
                 *files,
                 Route(SESSION_PATH, _guard(self._open_session), methods=["POST"]),
                 Route(CODE_PATH, _guard(self._issue_code), methods=["POST"]),
-                Route("/api/runs", _guard(self._runs)),
-                Route("/api/runs/{run}/events", _guard(self._events)),
+                Route("/api/runs", _guard(self._list_runs)),
+                Route("/api/runs/{run}/events", _guard(self._serve_events)),
                 *routes,
             ],
             middleware=[
@@ -119,11 +119,11 @@ class DashboardApp:
             exception_handlers={404: _refuse_path},
         )
 
-    async def _page(self, page: Page, request: Request) -> Response:
+    async def _serve_page(self, page: Page, request: Request) -> Response:
         run = await self._catalog.open(request.path_params["run"])
         return respond(await page(run, request))
 
-    async def _runs(self, request: Request) -> Response:
+    async def _list_runs(self, request: Request) -> Response:
         return respond(await overview.list_run_cards(self._catalog))
 
     async def _open_session(self, request: Request) -> Response:
@@ -153,7 +153,7 @@ class DashboardApp:
             return refuse(401, "the token is missing or wrong: send 'Authorization: Bearer TOKEN'")
         return respond({"code": self._sessions.issue_code()})
 
-    async def _events(self, request: Request) -> Response:
+    async def _serve_events(self, request: Request) -> Response:
         run = await self._catalog.open(request.path_params["run"])
         await run.store.browse(browse.read_pulse)  # an unreadable store is an error, not a stream
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -202,9 +202,9 @@ def _parse_query(model: type[Query], request: Request) -> Query:
     try:
         return model.model_validate(dict(request.query_params))
     except ValidationError as error:
-        fault = error.errors()[0]
-        name = ".".join(map(str, fault["loc"]))
-        raise InvalidQuery(f"parameter {name!r}: {fault['msg'].lower()}") from error
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InvalidQuery(f"parameter {name!r}: {first['msg'].lower()}") from error
 
 
 def _read_id(request: Request) -> str:

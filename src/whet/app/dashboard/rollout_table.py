@@ -107,9 +107,9 @@ def _parse(query: dict[str, Any]) -> RolloutQuery:
     try:
         return RolloutQuery.model_validate(query)
     except ValidationError as error:
-        fault = error.errors()[0]
-        flag = str(fault["loc"][0]).replace("_", "-")
-        raise ConfigError(f"invalid --{flag}: {fault['msg'].lower()}") from error
+        first = error.errors()[0]
+        flag = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"invalid --{flag}: {first['msg'].lower()}") from error
 
 
 async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit: int) -> Listing:

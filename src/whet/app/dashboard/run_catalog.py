@@ -32,7 +32,7 @@ class OpenedRun(NamedTuple):
 def read_config(run: OpenedRun) -> RunConfig:
     """Return the config of a run; the default one where it is not on this machine."""
     try:
-        return run.folder.config() if run.folder else RunConfig(model="")
+        return run.folder.read_config() if run.folder else RunConfig(model="")
     except ConfigError:
         return RunConfig(model="")
 

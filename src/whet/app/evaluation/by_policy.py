@@ -42,7 +42,7 @@ class PolicyResult:
                 "calls": use.calls if use else None,
                 "sampled_tokens": use.sampled_tokens if use else None,
             }
-            for name, numbers in self.comparison.numbers().items()
+            for name, numbers in self.comparison.summarize_models().items()
             for use in [self.uses.get(name)]
         }
 

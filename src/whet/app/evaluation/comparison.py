@@ -47,10 +47,11 @@ class Comparison:
     def as_json(self) -> dict[str, object]:
         """All numbers and failures, by model."""
         return {
-            name: {**found, **self._count_failures(name)} for name, found in self.numbers().items()
+            name: {**found, **self._count_failures(name)}
+            for name, found in self.summarize_models().items()
         }
 
-    def numbers(self) -> dict[str, dict[str, object]]:
+    def summarize_models(self) -> dict[str, dict[str, object]]:
         """Measures and gains, by model."""
         return {name: self._summarize_model(name) for name in self.scores}
 

@@ -238,13 +238,13 @@ async def _evaluate_models(
 ) -> Evaluation:
     began = time.monotonic()
     folder, models, policies = prepared.folder, prepared.models, prepared.policies
-    config = folder.config().model_copy(update={"policies": policies})
+    config = folder.read_config().model_copy(update={"policies": policies})
     scores: dict[str, Scores] = {}
     uses: dict[str, Mapping[str, PolicyUse]] = {}
     with folder.lock(), ExitStack() as stack:
         stack.callback(folder.discard_if_new)
         lines = _Results(results, folder.path.name)
-        async with _serve_judge(folder.config(), display) as judge:
+        async with _serve_judge(folder.read_config(), display) as judge:
             evaluator = _ModelEvaluator(agent, tasks, prepared, config, lines, display, judge)
             for model in models:
                 scores[model.name], uses[model.name] = await evaluator.evaluate(model)
@@ -309,7 +309,7 @@ class _ModelEvaluator:
     @asynccontextmanager
     async def _serve(self, model: Model, store: SQLiteStore) -> AsyncGenerator[Gateway]:
         config, judge, folder = self.config, self.judge, self.prepared.folder
-        secret = folder.secret()
+        secret = folder.read_secret()
         if not isinstance(model, EndpointModel):
             place = folder.path / "serve" / model.name
             with requires_extra("a model on this machine", "local"):

@@ -200,12 +200,12 @@ def _is_start(source: str) -> bool:
 
 def _is_checkpoint(path: Path, run: RunFolder) -> bool:
     """Whether a folder is a checkpoint of a run, or that of one of several policies."""
-    whole = path.parent if path.name in run.config().policies else path
+    whole = path.parent if path.name in run.read_config().policies else path
     return whole.parent == run.checkpoints
 
 
 def _explain_several(path: Path, run: RunFolder) -> ConfigError:
-    names = run.config().trained_policies
+    names = run.read_config().trained_policies
     return ConfigError(
         f"{str(path)!r} has several policies: name one of them, such as {str(path / names[0])!r}"
     )
@@ -219,12 +219,12 @@ def _find_all(
     run = find_run(path)
     if run is None or not _has_several(path, run):
         return _find(name, source, progress)
-    several, place = run.config().policies, path
+    several, place = run.read_config().policies, path
     if path == run.path:  # the trained policies, or those of the newest checkpoint while it runs
         place = run.model if run.model.is_dir() else _find_newest_checkpoint(source, run)
     models: dict[str, LocalModel] = {}
     for policy, section in several.items():
-        own = run.config().for_policy(policy)
+        own = run.read_config().for_policy(policy)
         weights = str(own.start or own.model) if section.frozen else str(place / policy)
         models[policy] = _find(policy, weights, progress)
     step = "" if place == run.model or path == run.path else f"-{place.name}"
@@ -234,7 +234,7 @@ def _find_all(
 def _has_several(path: Path, run: RunFolder) -> bool:
     """Whether a folder has all the policies of a run of several."""
     places = (run.path, run.model, *_list_checkpoints(run))
-    return bool(run.config().policies) and path in places
+    return bool(run.read_config().policies) and path in places
 
 
 def _find_newest_checkpoint(source: str, run: RunFolder) -> Path:
@@ -254,7 +254,7 @@ def _read_trainer(path: Path, run: RunFolder | None) -> LocalTrainerConfig | Non
 
 def _read_config(path: Path, run: RunFolder) -> RunConfig:
     """Return the config of a model or checkpoint of a run, or of its policy if it has one."""
-    config = run.config()
+    config = run.read_config()
     return config.for_policy(path.name) if path.name in config.policies else config
 
 

@@ -78,7 +78,7 @@ async def _run(
 
 def _plan_rollouts(tasks: Sequence[JsonValue], folder: RunFolder) -> list[Rollout]:
     """One rollout for each task, in order, without retries: failures are to be seen."""
-    config = folder.config()
+    config = folder.read_config()
     [example] = plan_rollouts(tasks[:1], config.model_copy(update={"group_size": 1}))(0)
     return [
         example.model_copy(

@@ -81,11 +81,11 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
         state = "running"
     elif report:
         state = "failed" if report.get("problem") else "done"
-    elif folder.kind() == DEV_KIND:
+    elif folder.read_kind() == DEV_KIND:
         state = "done"  # it is not resumed
     return RunSummary(
         name=folder.path.name,
-        kind=folder.kind(),
+        kind=folder.read_kind(),
         model=": ".join(filter(None, (config.get("model"), ", ".join(config.get("policies", ()))))),
         state=state,
         steps=int(report.get("steps") or 0),

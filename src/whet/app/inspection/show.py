@@ -144,12 +144,12 @@ class Shown:
     step: StepRecord | None = None
     """The step whose rollouts are listed; None if attempts are shown whole."""
 
-    def advantage(self, view: AttemptView) -> float | None:
+    def compute_advantage(self, view: AttemptView) -> float | None:
         """Mean advantage of an attempt's generations; None without credit."""
         found = [self.advantages[id] for id in view.generation_ids if id in self.advantages]
         return fmean(found) if found else None
 
-    def policies(self, view: AttemptView) -> list[str]:
+    def describe_policies(self, view: AttemptView) -> list[str]:
         """The policies that an attempt called, in a run of several, with their mean advantages."""
         found: dict[str, list[float]] = {}
         for call in view.calls:
@@ -164,7 +164,8 @@ class Shown:
             "step": self.step and self.step.step + 1,
             "versions": read_versions(self.step.metrics) if self.step else {},
             "attempts": [
-                view.as_json() | {"rollout": view.rollout.id, "advantage": self.advantage(view)}
+                view.as_json()
+                | {"rollout": view.rollout.id, "advantage": self.compute_advantage(view)}
                 for view in self.views
             ],
         }
@@ -236,7 +237,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         console.print("no such rollouts")
     if shown.step is None:
         return
-    config = folder.config()
+    config = folder.read_config()
     line = f"run {folder.path}: {config.model}, step {shown.step.step + 1}"
     if versions := read_versions(shown.step.metrics):
         numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -248,7 +249,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
     if config.policies:
         table.add_column("policies", no_wrap=True)
     for view in shown.views:
-        record, advantage = view.record, shown.advantage(view)
+        record, advantage = view.record, shown.compute_advantage(view)
         forks = sum(call.origin.fork is not None for call in view.calls)
         table.add_row(
             view.rollout.id,
@@ -258,7 +259,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
             str(forks),
             str(view.sampled_tokens),
             f"{view.seconds:.1f}",
-            *([", ".join(shown.policies(view))] if config.policies else []),
+            *([", ".join(shown.describe_policies(view))] if config.policies else []),
         )
     failures = [view.record.failure for view in shown.views]
     print_rows(console, table, [failure.message if failure else "" for failure in failures])

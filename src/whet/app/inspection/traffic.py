@@ -89,7 +89,7 @@ def _read_reply(reply: JsonValue) -> _Reply | None:
     try:
         if isinstance(reply, dict):
             whole = _Whole.model_validate(reply).choices[0].message
-            return _Reply(whole.canonical(), cast(Any, reply)["choices"][0]["message"])
+            return _Reply(whole.to_canonical(), cast(Any, reply)["choices"][0]["message"])
         deltas = [c.delta for chunk in _CHUNKS.validate_python(reply) for c in chunk.choices]
     except (ValidationError, IndexError):
         return None
@@ -101,7 +101,7 @@ def _read_reply(reply: JsonValue) -> _Reply | None:
     for part in (part for delta in deltas for part in delta.tool_calls or []):
         calls[part.index] = calls.get(part.index, _WireCall()) + part
     message.tool_calls = list(calls.values())
-    return _Reply(message.canonical(), {"role": "assistant", "content": message.content})
+    return _Reply(message.to_canonical(), {"role": "assistant", "content": message.content})
 
 
 class _WireFunction(BaseModel):
@@ -135,7 +135,7 @@ class _Wire(BaseModel):
         """Return the thinking, which servers send under one name or both."""
         return self.reasoning or self.reasoning_content or ""
 
-    def canonical(self) -> Message:
+    def to_canonical(self) -> Message:
         calls = self.tool_calls or []
         return Message(
             "assistant",

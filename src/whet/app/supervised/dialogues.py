@@ -264,9 +264,9 @@ def _read_tools(value: Object, name: str) -> tuple[JsonValue, ...]:
 
 
 def _explain(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    where = "".join(f".{part}" for part in fault["loc"])
-    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {fault['input']!r:.60}"
+    first = error.errors()[0]
+    where = "".join(f".{part}" for part in first["loc"])
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, found {first['input']!r:.60}"
 
 
 def _as_object(value: JsonValue, where: str) -> Object:

@@ -215,7 +215,7 @@ def _with_model(values: Mapping[str, JsonValue], source: Source) -> dict[str, Js
     """The settings with the model of the run that examples are from, unless they name another."""
     if source.from_run is None:
         return dict(values)
-    config = RunFolder.find(source.from_run, resolve(values).dir).config()
+    config = RunFolder.find(source.from_run, resolve(values).dir).read_config()
     return {"model": config.model} | dict(values)
 
 
@@ -231,7 +231,7 @@ def _find_run(
 
 def _check_vocabulary(source: str | Path, config: RunConfig, model: Path) -> None:
     """Refuse rollouts of another tokenizer: their tokens are trained as they were sampled."""
-    sampled = RunFolder.find(source, config.dir).config().model
+    sampled = RunFolder.find(source, config.dir).read_config().model
     if sampled != config.model and read_vocabulary(resolve_model(sampled)) != read_vocabulary(
         model
     ):
@@ -284,14 +284,14 @@ async def _read_rollouts(
 def _fit_context(
     examples: list[SupervisedExample], limit: int, config: RunConfig, console: Console
 ) -> list[SupervisedExample]:
-    def length(example: SupervisedExample) -> int:
+    def count_tokens(example: SupervisedExample) -> int:
         return max(len(row.tokens) for row in (*example.rows, *example.rejected))
 
-    long = [example for example in examples if length(example) > limit]
+    long = [example for example in examples if count_tokens(example) > limit]
     if long and not config.supervised.skip_long:
         raise ConfigError(
-            f"{long[0].name}: {length(long[0]):,} tokens do not fit into the model's context of "
-            f"{limit:,} ({len(long)} such examples): shorten them, or set "
+            f"{long[0].name}: {count_tokens(long[0]):,} tokens do not fit into the model's context "
+            f"of {limit:,} ({len(long)} such examples): shorten them, or set "
             "--supervised.skip-long true"
         )
     if len(long) == len(examples):
@@ -301,7 +301,7 @@ def _fit_context(
         )
     if long:
         console.print(f"left out {len(long)} examples of more than {limit:,} tokens")
-    return [example for example in examples if length(example) <= limit]
+    return [example for example in examples if count_tokens(example) <= limit]
 
 
 def _digest(examples: Sequence[SupervisedExample]) -> list[JsonValue]:
@@ -324,7 +324,7 @@ async def _train(
     console: Console,
 ) -> FineTuning:
     began = time.monotonic()
-    config = folder.config()
+    config = folder.read_config()
     with folder.lock():
         model = resolve_model(config.model)
         async with (
@@ -371,7 +371,7 @@ async def _build_objective(
         with atomic_file(file) as partial:
             partial.write_text(json.dumps(reference))
     saved: Reference = json.loads(file.read_text())
-    return Preference(scorer, folder.config().supervised.beta, saved)
+    return Preference(scorer, folder.read_config().supervised.beta, saved)
 
 
 def _delete_others(checkpoints: Path, keep: str) -> None:

@@ -54,7 +54,7 @@ def build_server(models: Sequence[ServedModel], storage: Storage, log: Log, key:
         },
     )
 
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve_if_authorized(scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]  # what is routed; `request.url` may depend on the Host header
         is_open = path == HEALTH or path.startswith(FILES)
         if is_open or is_authorized(Request(scope), key):
@@ -62,7 +62,7 @@ def build_server(models: Sequence[ServedModel], storage: Storage, log: Log, key:
         refusal = JSONResponse({"detail": "invalid API key: set TINKER_API_KEY"}, 401)
         return await refusal(scope, receive, send)
 
-    return guarded
+    return serve_if_authorized
 
 
 def _build_handler(status: int) -> Callable[[Request, Exception], Response]:

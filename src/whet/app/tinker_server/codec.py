@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
 from whet.app.tinker_server.backend import Sampled
-from whet.app.tinker_server.schemas import LARGEST_BODY, too_large
+from whet.app.tinker_server.schemas import LARGEST_BODY, build_too_large
 from whet.engines.scorer import TokenScores
 from whet.errors import RequestError
 from whet.trainers.tinker_datums import Datum, DatumResult, Floats
@@ -47,7 +47,7 @@ def _decompress(body: bytes, encoding: str) -> bytes:
         return body
     # The decompressor allocates what the frame declares before it applies its limit.
     if zstandard.frame_content_size(body) > LARGEST_BODY:
-        raise too_large()
+        raise build_too_large()
     return zstandard.ZstdDecompressor().decompress(body, max_output_size=LARGEST_BODY)
 
 

@@ -49,10 +49,10 @@ class Futures:
         task = asyncio.get_running_loop().create_task(_run_work(work))
         future = self._futures[id] = _Future(task, cancellable)
 
-        def done(task: asyncio.Task[Reply]) -> None:
+        def set_expiry(task: asyncio.Task[Reply]) -> None:
             future.expires_at = time.monotonic() + UNRETRIEVED_TTL_S
 
-        task.add_done_callback(done)
+        task.add_done_callback(set_expiry)
 
     async def wait(self, id: str, seconds: float) -> Reply | None:
         """Return the result, or None after `seconds`. Raises NotFound."""

@@ -97,7 +97,7 @@ class AdamParams(Body):
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     grad_clip_norm: Annotated[float, Field(allow_inf_nan=False)] = 0.0
 
-    def adam(self) -> AdamStep:
+    def to_adam(self) -> AdamStep:
         """Convert to our config, whose own limits are narrower."""
         clip = self.grad_clip_norm if self.grad_clip_norm > 0 else NO_CLIPPING
         return AdamStep().model_copy(
@@ -214,12 +214,12 @@ class Lifetime(Body):
 
 
 async def read_json(request: Request, kind: type[B]) -> B:
-    """Read and validate a JSON body. Raises RequestError with the first fault."""
+    """Read and validate a JSON body. Raises RequestError with the first error."""
     return parse(await read_body(request), kind)
 
 
 def parse(body: bytes, kind: type[B]) -> B:
-    """Validate a JSON body. Raises RequestError with the first fault."""
+    """Validate a JSON body. Raises RequestError with the first error."""
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -230,7 +230,7 @@ async def read_body(request: Request) -> bytes:
     """Read a body. Raises RequestError if it is too large, too slow or truncated."""
     declared = request.headers.get("content-length", "0")
     if len(declared) > 18 or int(declared) > LARGEST_BODY:
-        raise too_large()
+        raise build_too_large()
     parts: list[bytes] = []
     size = 0
     try:
@@ -239,7 +239,7 @@ async def read_body(request: Request) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > LARGEST_BODY:
-                    raise too_large()
+                    raise build_too_large()
     except TimeoutError as error:
         raise RequestError(f"the body was not complete after {BODY_TIMEOUT_S:.0f} s") from error
     except ClientDisconnect as error:
@@ -247,13 +247,13 @@ async def read_body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def too_large() -> TooLarge:
+def build_too_large() -> TooLarge:
     """Build the error for a body beyond the limit, compressed or not."""
     return TooLarge(f"the body is larger than {LARGEST_BODY // 2**20} MiB")
 
 
 def _explain(error: ValidationError) -> str:
-    fault: dict[str, Any] = dict(error.errors()[0])
-    if fault["type"] == "json_invalid":
-        return f"the body is not JSON: {fault['msg']}"
+    first: dict[str, Any] = dict(error.errors()[0])
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['msg']}"
     return explain(error).replace("config key", "field", 1).replace("config section", "field", 1)

@@ -118,7 +118,7 @@ class _Training:
     async def _update(self, run: TrainingRun, body: OptimStep) -> Reply:
         if body.adam_params is None:
             raise RequestError("this server supports AdamW only: set AdamParams")
-        metrics = await self._get_runs(run).optim_step(run.id, body.adam_params.adam())
+        metrics = await self._get_runs(run).optim_step(run.id, body.adam_params.to_adam())
         return {"metrics": {**metrics}, "type": "optim_step"}
 
     async def save(self, request: Request) -> Response:

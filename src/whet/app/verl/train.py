@@ -103,7 +103,7 @@ async def _run(
     console: Console,
     store_url: str | None,
 ) -> dict[str, JsonValue]:
-    config = folder.config()
+    config = folder.read_config()
     note = partial(console.print, highlight=False)
     store: Store
     async with AsyncExitStack() as stack:
@@ -260,7 +260,7 @@ async def _run_verl(config: RunConfig, settings: Path, again: str) -> None:
 @asynccontextmanager
 async def _serve_store(store: SQLStore, folder: RunFolder) -> AsyncGenerator[StoreAddress]:
     key = token.make_token(folder.path).value
-    server = StoreServer(store, token=key, host=folder.config().gateway.host)
+    server = StoreServer(store, token=key, host=folder.read_config().gateway.host)
     try:
         yield StoreAddress(server.url, DEFAULT_RUN, key)
     finally:

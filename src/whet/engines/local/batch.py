@@ -331,7 +331,7 @@ class RunningBatch(Generic[R]):
     def build_shaping(self, device: torch.device) -> Shaping:
         """Temperature, top-p and top-k of each row."""
         if self._shaping is None:
-            self._shaping = Shaping.of(self._rows["shaping"], device)
+            self._shaping = Shaping.from_settings(self._rows["shaping"], device)
         return self._shaping
 
     def record(

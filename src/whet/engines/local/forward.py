@@ -76,14 +76,14 @@ class BatchLayout(NamedTuple):
     """Position of the pool at which each row begins."""
 
     @classmethod
-    def of_prefill(
+    def build_prefill(
         cls,
         cache: KVCache,
         rows: Sequence[int],
         new_ids: Sequence[Sequence[int]],
         shape: Sequence[int],
     ) -> "BatchLayout":
-        """New tokens of some rows; padding is written to the padding position."""
+        """Lay out new tokens of some rows; padding is written to the padding position."""
         ids_BT, position_BT = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         index_BT = np.full(shape, cache.padding_position, np.int64)
         base_B = np.full(shape[0], cache.padding_position, np.int64)
@@ -96,8 +96,8 @@ class BatchLayout(NamedTuple):
         return cls(ids_BT, position_BT, index_BT, base_B)
 
     @classmethod
-    def of_step(cls, cache: KVCache, token_B: Ids, rows: int) -> "BatchLayout":
-        """One token for each active row, padded to a number of rows."""
+    def build_step(cls, cache: KVCache, token_B: Ids, rows: int) -> "BatchLayout":
+        """Lay out one token for each active row, padded to a number of rows."""
         active = len(token_B)
         ids_BT, position_BT = np.zeros((rows, 1), np.int64), np.zeros((rows, 1), np.int64)
         base_B = np.full(rows, cache.padding_position, np.int64)
@@ -119,12 +119,12 @@ class EagerForward(Forward):
 
     def prefill(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
         shape = (len(rows), max(map(len, new_ids)))
-        self._run(rows, BatchLayout.of_prefill(self.cache, rows, new_ids, shape), keep=0)
+        self._run(rows, BatchLayout.build_prefill(self.cache, rows, new_ids, shape), keep=0)
         self.cache.extend(rows, new_ids)
 
     def step(self, token_B: Ids) -> Tensor:
         rows = slice(0, len(token_B))
-        layout = BatchLayout.of_step(self.cache, token_B, len(token_B))
+        layout = BatchLayout.build_step(self.cache, token_B, len(token_B))
         logits_BV = self._run(rows, layout, keep=1)[:, -1]
         self.cache.extend_active(token_B)
         return logits_BV
@@ -165,12 +165,12 @@ class CudaGraphForward(Forward):
 
     def prefill(self, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> None:
         shape = round_prefill_shape(len(rows), max(map(len, new_ids)))
-        self._run(BatchLayout.of_prefill(self.cache, rows, new_ids, shape))
+        self._run(BatchLayout.build_prefill(self.cache, rows, new_ids, shape))
         self.cache.extend(rows, new_ids)
 
     def step(self, token_B: Ids) -> Tensor:
         active = len(token_B)
-        logits_BV = self._run(BatchLayout.of_step(self.cache, token_B, round_rows(active)))
+        logits_BV = self._run(BatchLayout.build_step(self.cache, token_B, round_rows(active)))
         self.cache.extend_active(token_B)
         return logits_BV[:active]
 

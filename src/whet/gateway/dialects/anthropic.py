@@ -272,7 +272,7 @@ class _Block(Lenient):
     content: AnyJson = None
     is_error: bool | None = None
 
-    def need(self, name: Literal["text", "thinking", "id", "name", "tool_use_id"]) -> str:
+    def require_field(self, name: Literal["text", "thinking", "id", "name", "tool_use_id"]) -> str:
         values = {
             "text": self.text,
             "thinking": self.thinking,
@@ -320,15 +320,17 @@ def _convert_assistant(blocks: Sequence[_Block]) -> Message:
     for block in blocks:
         match block.type:
             case "text":
-                texts.append(block.need("text"))
+                texts.append(block.require_field("text"))
             case "thinking":
-                thoughts.append(block.need("thinking"))
+                thoughts.append(block.require_field("thinking"))
                 call = block.signature.removeprefix(SIGNATURE)
             case "redacted_thinking":
                 pass  # never ours, and encrypted
             case "tool_use":
                 arguments = dump_json(block.input or {}).decode()
-                calls.append(ToolCall(block.need("id"), block.need("name"), arguments))
+                calls.append(
+                    ToolCall(block.require_field("id"), block.require_field("name"), arguments)
+                )
             case _:
                 raise block.build_unsupported_error("assistant")
     return Message(
@@ -343,7 +345,7 @@ def _convert_user(blocks: Sequence[_Block]) -> list[Message]:
     for block in blocks:
         match block.type:
             case "text":
-                texts.append(block.need("text"))
+                texts.append(block.require_field("text"))
             case "tool_result":
                 if texts:
                     messages.append(Message("user", "\n".join(texts)))
@@ -352,7 +354,7 @@ def _convert_user(blocks: Sequence[_Block]) -> list[Message]:
                 result = read_text(block.content, where, ("text",), images=("image",))
                 # Templates have no flag for failed results, so the text reports the failure.
                 result = f"Error: {result}" if block.is_error else result
-                id = block.need("tool_use_id")
+                id = block.require_field("tool_use_id")
                 messages.append(Message("tool", result, tool_call_id=id))
             case _:
                 raise block.build_unsupported_error("user")

@@ -136,12 +136,12 @@ class _Reader:
             case "reasoning":
                 parts = read_text(item.get("content"), f"{where}.content", ("reasoning_text",))
                 summary = read_text(item.get("summary"), f"{where}.summary", ("summary_text",))
-                self._turn("reasoning", named[1] if named else "").reasoning = parts or summary
+                self._find_turn("reasoning", named[1] if named else "").reasoning = parts or summary
             case "function_call":
                 made = ToolCall(
                     *(_read_text(item, f, where) for f in ("call_id", "name", "arguments"))
                 )
-                self._turn("calls", named[1] if named else "").calls.append(made)
+                self._find_turn("calls", named[1] if named else "").calls.append(made)
             case "function_call_output":
                 self.close()
                 output = read_text(
@@ -172,14 +172,14 @@ class _Reader:
         text = read_text(item.get("content"), f"{where}.content", TEXT_PARTS)
         role = item.get("role")
         if role == "assistant":
-            self._turn("content", call).content = text
+            self._find_turn("content", call).content = text
         elif isinstance(role, str) and role in ROLES:
             self.close()
             self.messages.append(Message(ROLES[role], text))
         else:
             raise RequestError(f"{where}.role: unknown role {role!r}")
 
-    def _turn(self, kind: str, call: str) -> _OpenTurn:
+    def _find_turn(self, kind: str, call: str) -> _OpenTurn:
         """Return the turn an item belongs to: by its id, else by the order of the kinds."""
         turn = self._open
         same = turn is not None and bool(call) and turn.call == call

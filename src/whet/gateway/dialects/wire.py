@@ -97,16 +97,16 @@ def parse_body(model: type[T], body: bytes) -> T:
             value = {name: part for name, part in value.items() if part is not None}
         return model.model_validate(value)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     # Where a union failed, the location includes the name of a branch, which clients do not know.
-    where = ".".join(str(part) for part in fault["loc"] if not _is_branch(part))
-    if fault["type"] == "extra_forbidden":
+    where = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
+    if first["type"] == "extra_forbidden":
         raise RequestError(f"the field {where!r} is not supported")
-    if fault["type"] in ("model_type", "dict_type"):
+    if first["type"] in ("model_type", "dict_type"):
         raise RequestError(f"{where or 'the body'}: input should be an object")
-    raise RequestError(f"{where}: {fault['msg'][:300].lower()}")
+    raise RequestError(f"{where}: {first['msg'][:300].lower()}")
 
 
 def _is_branch(part: int | str) -> bool:

@@ -85,8 +85,8 @@ class MessageFormat:
         return value
 
 
-def _show_model_ids(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages with the ids of calls that the model wrote, in place of ours."""
+def _restore_model_ids(messages: Sequence[Message]) -> Sequence[Message]:
+    """Replace the gateway's ids of tool calls with those that the model wrote."""
     ids = {call.id: call.model_id for m in messages for call in m.tool_calls if call.model_id}
     if not ids:
         return messages
@@ -110,9 +110,9 @@ Render = Callable[[MessageFormat, Sequence[Message], Sequence[JsonValue], bool],
 
 
 def detect_message_format(render: Render, source: str) -> MessageFormat:
-    """Find the format in which the template shows all text; the plain one if none is better."""
+    """Find the format in which the template shows all text; the default one if none does."""
 
-    def shows(candidate: MessageFormat, dialogue: Sequence[Message]) -> bool:
+    def renders_text(candidate: MessageFormat, dialogue: Sequence[Message]) -> bool:
         for generation_prompt in (True, False):  # some templates reject one of them
             try:
                 if PROBE_TEXT in render(candidate, dialogue, (), generation_prompt):
@@ -121,28 +121,28 @@ def detect_message_format(render: Render, source: str) -> MessageFormat:
                 pass
         return False
 
-    def first(
+    def find_first(
         candidates: Iterable[MessageFormat], *dialogues: Sequence[Message]
     ) -> MessageFormat | None:
-        return next((c for c in candidates for d in dialogues if shows(c, d)), None)
+        return next((c for c in candidates for d in dialogues if renders_text(c, d)), None)
 
     # The formats are detected one after the other, each on top of those before it.
     plain = MessageFormat()
     contents = [plain, replace(plain, content_parts=True)]
-    found = first(contents, [Message("user", PROBE_TEXT)]) or plain
+    found = find_first(contents, [Message("user", PROBE_TEXT)]) or plain
     call_formats = [
         replace(found, null_content=null, json_arguments=json, short_ids=short)
         for short in (False, True)
         for json in (False, True)
         for null in (False, True)
     ]
-    found = first(call_formats, [QUESTION, CALL_TURN, RESULT], [QUESTION, CALL_TURN]) or found
+    found = find_first(call_formats, [QUESTION, CALL_TURN, RESULT], [QUESTION, CALL_TURN]) or found
     thinking = [replace(found, thinking_key=key) for key in THINKING_KEYS if key in source]
     if "</think>" in source:
         thinking.append(replace(found, thinking_key="content"))
     answer = Message("assistant", "It is 5.", reasoning=PROBE_TEXT)
     call = CALL_TURN._replace(reasoning=PROBE_TEXT, tool_calls=(ToolCall("call_1", "f", "{}"),))
-    return first(thinking, [QUESTION, answer], [QUESTION, call, RESULT]) or found
+    return find_first(thinking, [QUESTION, answer], [QUESTION, call, RESULT]) or found
 
 
 TEMPLATE_ERRORS = (
@@ -166,7 +166,7 @@ class ChatTemplate:
         with boundary(ConfigError, f"cannot load the tokenizer in {str(folder)!r}"):
             self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             config = _read_json(folder / "tokenizer_config.json")
-            self._special_texts = _special_texts(config)
+            self._special_texts = _read_special_texts(config)
             self.eos_ids = self._read_eos_ids(folder)
         sources = _read_template_sources(folder, config) if source is None else {"default": source}
         if "default" not in sources:
@@ -234,7 +234,7 @@ class ChatTemplate:
         Text that a macro writes is found at the line that calls the macro. "" if there is none.
         """
         arranged = self.arrange(messages)
-        name = self._choose(arranged, tools)
+        name = self._choose_template(arranged, tools)
         template = self._templates[name]
         variables = self._build_variables(
             self.message_format, arranged, tools, True, template_kwargs, now
@@ -297,7 +297,7 @@ class ChatTemplate:
         template_kwargs: Mapping[str, JsonValue] = NO_KWARGS,
         now: float | None = None,
     ) -> str:
-        template = self._templates[self._choose(messages, tools)]
+        template = self._templates[self._choose_template(messages, tools)]
         variables = self._build_variables(
             message_format, messages, tools, add_generation_prompt, template_kwargs, now
         )
@@ -308,8 +308,8 @@ class ChatTemplate:
                 f"the chat template refuses this conversation: {error}{_find_raising_line(error)}"
             ) from error
 
-    def _choose(self, messages: Sequence[Message], tools: Sequence[JsonValue]) -> str:
-        # Not by `tools` alone: agents leave them out of a last request about tool results.
+    def _choose_template(self, messages: Sequence[Message], tools: Sequence[JsonValue]) -> str:
+        # `tools` may be empty: agents leave them out of a last request about tool results.
         uses_tools = bool(tools) or any(m.tool_calls or m.role == "tool" for m in messages)
         return "tool_use" if uses_tools and "tool_use" in self._templates else "default"
 
@@ -325,7 +325,7 @@ class ChatTemplate:
         variables: dict[str, object] = {
             **self._special_texts,
             **template_kwargs,
-            "messages": [message_format.convert(m) for m in _show_model_ids(messages)],
+            "messages": [message_format.convert(m) for m in _restore_model_ids(messages)],
             "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -339,18 +339,18 @@ class ChatTemplate:
         first, second = (Message("system", PROBE_TEXT + text) for text in ("1", "2"))
         answer = Message("assistant", "It is 5.")
 
-        def shows(*messages: Message) -> bool:
+        def renders_system(*messages: Message) -> bool:
             try:
                 text = self._render(self.message_format, messages, (), True)
             except RequestError:
                 return False
             return all(m.content in text for m in messages if m.role == "system")
 
-        if not shows(first, QUESTION):
+        if not renders_system(first, QUESTION):
             return False, False  # no system messages at all
         later = [[second], [answer, second, QUESTION]]
-        return not shows(first, second, QUESTION), not all(
-            shows(*before, QUESTION, *after) for before in ([first], []) for after in later
+        return not renders_system(first, second, QUESTION), not all(
+            renders_system(*before, QUESTION, *after) for before in ([first], []) for after in later
         )
 
     def _read_eos_ids(self, folder: Path) -> tuple[int, ...]:
@@ -397,7 +397,7 @@ def _read_template_sources(folder: Path, config: dict[str, JsonValue]) -> dict[s
     return sources
 
 
-def _special_texts(config: dict[str, JsonValue]) -> dict[str, str]:
+def _read_special_texts(config: dict[str, JsonValue]) -> dict[str, str]:
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     found = {name: config[name] for name in names if config.get(name)}
     return {
@@ -407,7 +407,7 @@ def _special_texts(config: dict[str, JsonValue]) -> dict[str, str]:
 
 
 def _find_raising_line(error: Exception) -> str:
-    """The place in the template where an error was raised, as an addition to its message."""
+    """Return the template line where an error was raised, to append to its message."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
     return f" (line {lines[-1]} of the template)" if lines else ""
@@ -417,7 +417,7 @@ DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Sandbox in which a key of a message is looked up without a failed look-up of an attribute."""
+    """Sandbox that looks up a key of a message directly, without trying an attribute first."""
 
     def getattr(self, obj: object, attribute: str) -> object:
         """Return an attribute, or else an item."""
@@ -447,7 +447,7 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    cast(dict[str, object], environment.globals)["raise_exception"] = _raise
+    cast(dict[str, object], environment.globals)["raise_exception"] = _raise_template_error
     return environment
 
 
@@ -463,5 +463,5 @@ def _to_json(
     )
 
 
-def _raise(message: str) -> NoReturn:
+def _raise_template_error(message: str) -> NoReturn:
     raise TemplateError(message)

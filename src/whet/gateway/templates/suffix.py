@@ -142,10 +142,10 @@ class SuffixCutter:
     ) -> str:
         """Render a conversation for comparison with an earlier one.
 
-        A turn whose calls the template hides has some text here, or it would not be rendered.
+        Where the template hides calls, a turn of calls alone gets a text, or it would be missing.
         """
         return self._template.render(
-            self._fill_turns(messages),
+            self._fill_empty_turns(messages),
             tools,
             add_generation_prompt=True,
             template_kwargs=self._template_kwargs,
@@ -157,14 +157,14 @@ class SuffixCutter:
     ) -> str:
         """Return the line of the template that writes a character of a render at time 0."""
         return self._template.find_line(
-            self._fill_turns(messages),
+            self._fill_empty_turns(messages),
             tools,
             offset,
             template_kwargs=self._template_kwargs,
             now=0.0,
         )
 
-    def _fill_turns(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _fill_empty_turns(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not self.hides_calls:
             return messages
         return [
@@ -188,7 +188,7 @@ class SuffixCutter:
             return start
         at = full.find(end.token, start)
         parts = (turn.reasoning, turn.content, *(call.arguments for call in turn.tool_calls))
-        # Written as text by the model, the token did not end the turn.
+        # If the model wrote the token as text, it did not end the turn.
         if at < 0 or any(end.token in part for part in parts):
             cause = "the chat template does not close the assistant's turn here"
             return Mismatch(Fork.TEMPLATE, cause)
@@ -196,7 +196,7 @@ class SuffixCutter:
         if turn.reasoning.strip() not in own and not self._keep_thinking:
             return Mismatch(Fork.THINKING_DROPPED, "the turn's own thinking is left out")
         calls = () if self.hides_calls else turn.tool_calls
-        parts = (turn.content.strip(), *(_find_value(call) for call in calls))
+        parts = (turn.content.strip(), *(_find_call_text(call) for call in calls))
         if any(_is_moved(part, own, suffix, messages) for part in parts):
             cause = "a part of the turn is rendered after the end of the turn"
             return Mismatch(Fork.TEMPLATE, cause)
@@ -207,11 +207,11 @@ class SuffixCutter:
     ) -> list[int] | Mismatch:
         """Encode the suffix of a turn that was sampled up to the id `last`.
 
-        Without the end-of-turn token if that was sampled; a truncated turn is closed here.
+        The end-of-turn token is left out if it was sampled; a truncated turn gets one here.
         """
         end = self.turn_ends[find_continuation(turn, messages)]
         ids = self._template.encode(suffix)
-        if ids[:1] != [end.token_id]:  # the token's text was read as part of a longer one
+        if ids[:1] != [end.token_id]:  # the token's text is part of a longer token here
             return Mismatch(Fork.TEMPLATE, "the end-of-turn token is not encoded as one token")
         if last == end.token_id:
             return ids[1:]
@@ -253,7 +253,7 @@ class SuffixCutter:
         if self._thinking is None:
             return None
         known = self._thinking.sub("", prompt)
-        length = end = 0  # compared so far, in `known` and in `full`
+        length = end = 0  # how much was compared so far, of `known` and of `full`
         for match in [*self._thinking.finditer(full), None]:
             kept = full[end : match.start() if match else len(full)]
             left = len(known) - length
@@ -299,14 +299,16 @@ class SuffixCutter:
             turn = turn._replace(content=PLACEHOLDER)
         after = [_build_next_message(continuation.next_role)] if continuation.next_role else []
         tools = self._probe_tools if continuation.has_calls else ()
-        text = self._render_after_placeholder([QUESTION, turn, *after], tools, prompts=True)
+        text = self._render_after_placeholder(
+            [QUESTION, turn, *after], tools, add_generation_prompt=True
+        )
         between = text.partition(NEXT_TEXT)[0]
         ids = self._template.encode(between)
         boundaries = [id for id in ids if id in self._boundary_ids]
         if not boundaries:
             return None
         # What also follows a turn that is the last of its conversation belongs to the turn.
-        last = self._render_after_placeholder([QUESTION, turn], tools, prompts=False)
+        last = self._render_after_placeholder([QUESTION, turn], tools, add_generation_prompt=False)
         alone = self._template.encode(last)
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(ids, alone, strict=False))
         own = [id for id, _ in shared if id in self._boundary_ids]
@@ -317,14 +319,18 @@ class SuffixCutter:
         return TurnEnd(prefix, token_id, token, is_stop=bool(known or own))
 
     def _render_after_placeholder(
-        self, messages: Sequence[Message], tools: Sequence[JsonValue], *, prompts: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[JsonValue],
+        *,
+        add_generation_prompt: bool,
     ) -> str:
-        """Text after the placeholder turn; empty if the template rejects the conversation."""
+        """Return the text after the placeholder turn; "" if the template rejects the messages."""
         try:
             text = self._template.render(
                 messages,
                 tools,
-                add_generation_prompt=prompts,
+                add_generation_prompt=add_generation_prompt,
                 template_kwargs=self._template_kwargs,
             )
         except RequestError:
@@ -338,8 +344,8 @@ def find_continuation(turn: Message, messages: Sequence[Message]) -> Continuatio
     return Continuation(bool(turn.tool_calls), messages[0].role if messages else None)
 
 
-def _find_value(call: ToolCall) -> str:
-    """Text by which a call is found in a prompt: an argument of it, or its name without any."""
+def _find_call_text(call: ToolCall) -> str:
+    """Return text by which a call is found in a prompt: an argument's value, else its name."""
     value: JsonValue = call.parse_arguments() or call.name
     while isinstance(value, dict | list) and value:
         value = next(iter(value.values() if isinstance(value, dict) else value))
@@ -347,7 +353,7 @@ def _find_value(call: ToolCall) -> str:
 
 
 def _is_moved(part: str, own: str, suffix: str, messages: Sequence[Message]) -> bool:
-    """Whether a part of a turn is missing in it and stands in the suffix, not by the messages."""
+    """Return whether the suffix has a part of a turn which the turn lacks and no message wrote."""
     if part in own or part not in suffix:
         return False
     texts = [m.content for m in messages]

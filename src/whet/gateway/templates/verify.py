@@ -80,11 +80,11 @@ class ProbeStatus(StrEnum):
 
     PASSED = "passed"
     FAILED = "failed"
-    """The tokens differ where the texts are equal, which is not detected at run time."""
+    """The texts are equal but their tokens differ, which is not detected at run time."""
     FORKS = "forks"
     """The template renders the conversation differently after the turn."""
     DROPPED = "dropped"
-    """It does so by leaving out earlier thinking."""
+    """The same, because it leaves out earlier thinking."""
     SKIPPED = "skipped"
     """The template rejects the conversation itself."""
 
@@ -95,12 +95,12 @@ class ProbeResult(NamedTuple):
     status: ProbeStatus
     cause: str = ""
     line: str = ""
-    """The line of the template that writes the text at fault, if it is known."""
+    """The line of the template that writes the text that differs, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """Whether conversations of a template can be continued from stored tokens, and which not."""
+    """Report on which conversations of a template can be continued from stored tokens."""
 
     mode: Mode
     """`merged`: a conversation trains as one row. `per-call`: every call is a row of its own."""
@@ -116,7 +116,7 @@ class TemplateReport:
     skipped: Mapping[str, str]
     """Probes that the template itself rejects, and why."""
     lines: Mapping[str, str]
-    """Lines of the template that write the text at fault in probes."""
+    """Lines of the template that write the text that differs, by probe."""
     close: str
     """The end-of-turn token of the assistant, or "" if there is none."""
     drops_thinking: DropsThinking
@@ -124,7 +124,7 @@ class TemplateReport:
     tools: bool
     """Whether the template shows tools to the model."""
     system: str
-    """What becomes of system messages that the template would refuse or omit."""
+    """How system messages are changed that the template would refuse or omit."""
     parser: str
     """Name of the tool-call format."""
     reasoning: str
@@ -254,16 +254,16 @@ class TemplateVerifier:
 
     def run(self) -> dict[ProbeKind, ProbeResult]:
         """Run all probes and return their results."""
-        return {probe.kind: self._check(self._adapt(probe)) for probe in PROBES}
+        return {probe.kind: self._run_probe(self._add_usual_thinking(probe)) for probe in PROBES}
 
-    def _adapt(self, probe: Probe) -> Probe:
+    def _add_usual_thinking(self, probe: Probe) -> Probe:
         """Add thinking to a probe's turns where every turn of this model has some."""
         if not self._always_thinks or probe.kind in WITHOUT_THINKING or probe.turn.reasoning:
             return probe
         before = [_add_thinking(m) if m.role == "assistant" else m for m in probe.before]
         return replace(probe, before=before, turn=_add_thinking(probe.turn, SECOND_THOUGHT))
 
-    def _check(self, probe: Probe) -> ProbeResult:
+    def _run_probe(self, probe: Probe) -> ProbeResult:
         messages = [*probe.before, probe.turn, *probe.after]
         if probe.tools and not self._renders_tools:
             return ProbeResult(ProbeStatus.SKIPPED, "the template shows no tools")
@@ -351,7 +351,7 @@ def build_report(
 
 
 def _group_by_cause(causes: Mapping[ProbeKind, str]) -> list[str]:
-    """Each cause once, with the probes that showed it."""
+    """List each cause once, with the probes that showed it."""
     kinds: dict[str, list[str]] = {}
     for kind, cause in causes.items():
         kinds.setdefault(cause, []).append(kind)
@@ -364,7 +364,7 @@ def _find_dropped_thinking(
     statuses = {kind: result.status for kind, result in results.items()}
     after_user = {statuses[ProbeKind.THINKING], statuses[ProbeKind.THINKING_ANSWER]}
     in_tools = statuses[ProbeKind.THINKING_RESULT]
-    if closes_thinking:  # the empty thinking block of the prompt is what may be dropped
+    if closes_thinking:  # only the empty thinking block of the prompt can be dropped
         after_user = {statuses[ProbeKind.TWO_TURNS], statuses[ProbeKind.ANSWER]}
         in_tools = statuses[ProbeKind.RESULT]
     if ProbeStatus.DROPPED not in after_user:
@@ -374,33 +374,33 @@ def _find_dropped_thinking(
 
 # ------------------------------------------------------------------- omissions
 
-PROBED = f"{PROBE_TEXT}1"
+OMISSION_TEXT = f"{PROBE_TEXT}1"
 """Text by which a part of a request is found in the prompt."""
-PROBED_CALLS = tuple(
+OMISSION_CALLS = tuple(
     ToolCall(f"call_{number}", "calculator", f'{{"expression": "{text}"}}')
-    for number, text in ((1, "2 + 3"), (2, PROBED))
+    for number, text in ((1, "2 + 3"), (2, OMISSION_TEXT))
 )
 OMISSION_PROBES: Mapping[Omission, Sequence[Message]] = {
-    Omission.SYSTEM: [Message("system", PROBED), QUESTION],
+    Omission.SYSTEM: [Message("system", OMISSION_TEXT), QUESTION],
     Omission.LATE_SYSTEM: [
         QUESTION,
         Message("assistant", "5"),
-        Message("system", PROBED),
+        Message("system", OMISSION_TEXT),
         QUESTION,
     ],
-    Omission.USER: [Message("user", PROBED), QUESTION],
-    Omission.CALL_TEXT: [QUESTION, Message("assistant", PROBED, PROBED_CALLS[:1]), RESULT],
+    Omission.USER: [Message("user", OMISSION_TEXT), QUESTION],
+    Omission.CALL_TEXT: [QUESTION, Message("assistant", OMISSION_TEXT, OMISSION_CALLS[:1]), RESULT],
     Omission.SECOND_CALL: [
-        *(QUESTION, Message("assistant", "", PROBED_CALLS)),
+        *(QUESTION, Message("assistant", "", OMISSION_CALLS)),
         *(RESULT, RESULT._replace(tool_call_id="call_2")),
     ],
-    Omission.LONE_RESULT: [QUESTION, Message("tool", PROBED, tool_call_id="call_1")],
-    Omission.NAME: [QUESTION._replace(name=PROBED)],
+    Omission.LONE_RESULT: [QUESTION, Message("tool", OMISSION_TEXT, tool_call_id="call_1")],
+    Omission.NAME: [QUESTION._replace(name=OMISSION_TEXT)],
 }
 
 
 def detect_omissions(template: ChatTemplate, *, renders_tools: bool) -> frozenset[Omission]:
-    """Find what the template leaves out; what it refuses is not left out."""
+    """Find the parts of requests that the template leaves out without an error."""
     return frozenset(
         omission
         for omission, messages in OMISSION_PROBES.items()
@@ -416,6 +416,6 @@ def _leaves_out(
         return False  # such requests are refused
     tools = (TOOL,) if uses_tools else ()
     try:
-        return PROBED not in template.render(messages, tools, add_generation_prompt=True)
+        return OMISSION_TEXT not in template.render(messages, tools, add_generation_prompt=True)
     except RequestError:
         return False

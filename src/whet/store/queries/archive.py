@@ -168,7 +168,7 @@ def _load_table(db: Db, table: Table, archive: zipfile.ZipFile, positions: Posit
     def parse_values(line: bytes) -> list[Column]:
         cells: list[Cell] = json.loads(line)
         return [
-            _from_cell(cell) if known is None else known[cast(int, cell)]
+            _decode_cell(cell) if known is None else known[cast(int, cell)]
             for cell, known in zip(cells, references, strict=True)
         ]
 
@@ -198,5 +198,5 @@ def _to_cell(value: Column) -> Cell:
     return value
 
 
-def _from_cell(cell: Cell) -> Column:
+def _decode_cell(cell: Cell) -> Column:
     return base64.b64decode(cell["base64"]) if isinstance(cell, dict) else cell

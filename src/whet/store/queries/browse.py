@@ -11,21 +11,21 @@ from whet.store.database import Db
 from whet.store.queries.tables import find_run
 from whet.types import Mode
 
-SAMPLED = """
+SAMPLED_BY_ATTEMPT = """
 SELECT call.attempt, sum(length(generation.tokens)) / 4
 FROM call JOIN generation ON generation.call = call.seq
 WHERE call.attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS wanted)
 GROUP BY call.attempt
 """
 
-STEPS = """
+STEPS_WITH_ROLLOUTS = """
 SELECT step.step, step.version, step.checkpoint, step.metrics,
     (SELECT count(*) FROM consumed WHERE consumed.run = step.run AND consumed.step = step.step)
 FROM step WHERE step.run = ? AND step.step > ? ORDER BY step.step
 """
 
 COUNTED = ", ".join(f"sum(CASE WHEN mode = '{mode.value}' THEN 1 ELSE 0 END)" for mode in Mode)
-STATUSES = f"SELECT status, {COUNTED} FROM rollout WHERE run = ? GROUP BY status"
+STATUSES_BY_MODE = f"SELECT status, {COUNTED} FROM rollout WHERE run = ? GROUP BY status"
 """In the order of an index; by mode and status all rows would be sorted."""
 
 PULSE = """
@@ -33,9 +33,9 @@ SELECT (SELECT max(step) FROM step WHERE run = ?), (SELECT max(seq) FROM attempt
     (SELECT max(seq) FROM call), (SELECT max(seen) FROM worker WHERE run = ?)
 """
 
-BY_STATUS = "SELECT status, count(*) FROM rollout WHERE run = ? GROUP BY status"
+STATUS_COUNTS = "SELECT status, count(*) FROM rollout WHERE run = ? GROUP BY status"
 
-ROLLOUT_OF = """
+ROLLOUT_BY_ATTEMPT = """
 SELECT rollout.id FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
 WHERE attempt.run = ? AND attempt.id = ?
 """
@@ -52,7 +52,7 @@ WHERE attempt.run = ? AND attempt.status = 'failed' AND attempt.number < rollout
 GROUP BY attempt.failure ORDER BY count(*) DESC LIMIT ?
 """
 
-REWARDS = """
+REWARDS_BY_STEP = """
 SELECT consumed.step, reward.key, count(*), avg(reward.value), avg(reward.value * reward.value),
     min(reward.value), max(reward.value)
 FROM consumed
@@ -87,7 +87,7 @@ RESOURCES = """
 SELECT name, max(version), max(created) FROM resource WHERE run = ? GROUP BY name ORDER BY name
 """
 
-RUNNING = """
+RUNNING_WITH_LEASES = """
 SELECT attempt.id, attempt.worker, attempt.started, rollout.id, rollout.lease_until
 FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
 WHERE attempt.run = ? AND attempt.status = 'running' ORDER BY attempt.seq LIMIT ?
@@ -106,7 +106,7 @@ class StepRow(NamedTuple):
 
 def read_step_rows(db: Db, run: str, after: int) -> list[StepRow]:
     """Read the steps after one, oldest first."""
-    rows = db.execute(STEPS, (find_run(db, run), after))
+    rows = db.execute(STEPS_WITH_ROLLOUTS, (find_run(db, run), after))
     return [
         StepRow(step, version, checkpoint, json.loads(metrics), count)
         for step, version, checkpoint, metrics, count in rows
@@ -117,14 +117,14 @@ def read_pulse(db: Db, run: str) -> dict[str, JsonValue]:
     """Read a few numbers that change whenever something happened in a run."""
     seq = find_run(db, run)
     step, attempt, call, seen = db.execute(PULSE, (seq, seq)).fetchone()
-    statuses: dict[str, JsonValue] = dict(db.execute(BY_STATUS, (seq,)))
+    statuses: dict[str, JsonValue] = dict(db.execute(STATUS_COUNTS, (seq,)))
     return {"step": step, "attempt": attempt, "call": call, "seen": seen, "rollouts": statuses}
 
 
 def read_statuses(db: Db, run: str) -> dict[str, dict[str, int]]:
     """Count rollouts by mode and status."""
     found: dict[str, dict[str, int]] = {}
-    for status, *counts in db.execute(STATUSES, (find_run(db, run),)):
+    for status, *counts in db.execute(STATUSES_BY_MODE, (find_run(db, run),)):
         for mode, count in zip(Mode, counts, strict=True):
             if count:
                 found.setdefault(mode.value, {})[status] = count
@@ -133,7 +133,7 @@ def read_statuses(db: Db, run: str) -> dict[str, dict[str, int]]:
 
 def find_rollout(db: Db, run: str, attempt: str) -> str:
     """Return the id of an attempt's rollout. Raises NotFound."""
-    row = db.execute(ROLLOUT_OF, (find_run(db, run), attempt)).fetchone()
+    row = db.execute(ROLLOUT_BY_ATTEMPT, (find_run(db, run), attempt)).fetchone()
     if row is None:
         raise NotFound(f"there is no attempt {attempt!r}")
     return row[0]
@@ -175,7 +175,7 @@ class RewardRow(NamedTuple):
 
 def read_rewards(db: Db, run: str, first_step: int) -> list[RewardRow]:
     """Summarize the emitted rewards by step and key."""
-    return [RewardRow(*row) for row in db.execute(REWARDS, (find_run(db, run), first_step))]
+    return [RewardRow(*row) for row in db.execute(REWARDS_BY_STEP, (find_run(db, run), first_step))]
 
 
 class OutcomeRow(NamedTuple):
@@ -191,7 +191,7 @@ class OutcomeRow(NamedTuple):
 def read_outcomes(db: Db, run: str, first_step: int, limit: int) -> list[OutcomeRow]:
     """Read rewards and lengths of the rollouts of the last steps."""
     rows = db.execute(OUTCOMES, (find_run(db, run), first_step, limit)).fetchall()
-    sampled = dict(db.execute(SAMPLED, (to_json([str(row[4]) for row in rows]),)))
+    sampled = dict(db.execute(SAMPLED_BY_ATTEMPT, (to_json([str(row[4]) for row in rows]),)))
     return [
         OutcomeRow(step, id_, group, reward, int(sampled.get(attempt) or 0))
         for step, id_, group, reward, attempt in rows
@@ -241,4 +241,4 @@ def read_versions(db: Db, run: str, name: str, limit: int) -> list[tuple[int, Js
 
 def read_running(db: Db, run: str, limit: int) -> list[tuple[str, str, float, str, float | None]]:
     """Read running attempts: id, worker, start, rollout, end of the lease."""
-    return db.execute(RUNNING, (find_run(db, run), limit)).fetchall()
+    return db.execute(RUNNING_WITH_LEASES, (find_run(db, run), limit)).fetchall()

@@ -47,7 +47,7 @@ INSERT INTO generation (call, stop, sampling, message, versions, tokens, logprob
 VALUES (?, ?, ?, ?, ?, ?, ?)
 """
 
-RUNNING = f"""
+RUNNING_ATTEMPT = f"""
 SELECT attempt.number, attempt.resources, rollout.body
 FROM attempt JOIN rollout ON rollout.seq = attempt.rollout
 WHERE attempt.run = {RUN_BY_NAME} AND attempt.id = ? AND attempt.status = 'running'
@@ -71,7 +71,7 @@ WHERE call IN (
 ORDER BY call, seq
 """
 
-REWARDS = """
+REWARDS_BY_ATTEMPT = """
 SELECT attempt, value, key, target FROM reward
 WHERE attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS wanted)
 ORDER BY attempt, seq
@@ -138,7 +138,7 @@ def emit(db: Db, run: str, attempt: AttemptId, reward: Reward) -> None:
 
 def read_attempt(db: Db, run: str, attempt: AttemptId) -> Attempt:
     """Read a running attempt. Raises LeaseLost."""
-    row = db.execute(RUNNING, (run, attempt)).fetchone()
+    row = db.execute(RUNNING_ATTEMPT, (run, attempt)).fetchone()
     if row is None:
         raise build_not_running_error(db, run, attempt)
     number, resources, body = row
@@ -197,7 +197,7 @@ def read_failures(db: Db, run: str, rollouts: Sequence[str]) -> dict[str, str]:
 def _read_rewards(db: Db, attempts: Sequence[int]) -> dict[int, list[Reward]]:
     """Read rewards by attempt row, in the order they came."""
     rewards = defaultdict[int, list[Reward]](list)
-    for seq, value, key, target in db.execute(REWARDS, (to_json(list(attempts)),)):
+    for seq, value, key, target in db.execute(REWARDS_BY_ATTEMPT, (to_json(list(attempts)),)):
         parsed = Target.model_validate(json.loads(target)) if target else None
         rewards[seq].append(Reward.unchecked(value=value, key=key, target=parsed))
     return rewards

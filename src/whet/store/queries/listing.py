@@ -25,7 +25,7 @@ SELECT seq, id, number, worker, status, started, ended, reward, failure, resourc
 FROM attempt WHERE rollout = ? ORDER BY number
 """
 
-LATE = """
+LATE_REPORTS = """
 SELECT late_report.attempt, late_report.outcome
 FROM late_report JOIN attempt ON attempt.seq = late_report.attempt
 WHERE attempt.rollout = ? ORDER BY late_report.seq
@@ -33,15 +33,15 @@ WHERE attempt.rollout = ? ORDER BY late_report.seq
 
 WORKERS = "SELECT name, started, seen, due FROM worker WHERE run = ? ORDER BY seen DESC, name"
 
-RUNNING = "SELECT worker, id FROM attempt WHERE run = ? AND status = 'running' ORDER BY seq"
+WORKER_ATTEMPTS = "SELECT worker, id FROM attempt WHERE run = ? AND status = 'running' ORDER BY seq"
 
-BY_STATUS = """
+ROLLOUTS_BY_STATUS = """
 SELECT run.name, rollout.status, count(*)
 FROM rollout JOIN run ON run.seq = rollout.run
 GROUP BY run.name, rollout.status ORDER BY run.name, rollout.status
 """
 
-ALIVE = """
+LIVE_WORKERS = """
 SELECT run.name, count(worker.name)
 FROM run LEFT JOIN worker ON worker.run = run.seq AND worker.due >= ?
 GROUP BY run.name ORDER BY run.name
@@ -55,7 +55,7 @@ SELECT
     (SELECT count(*) FROM span JOIN attempt ON attempt.seq = span.attempt WHERE attempt.run = ?)
 """
 
-SAMPLED = """
+SAMPLED_IN_RUN = """
 SELECT count(*), coalesce(sum(length(generation.tokens)), 0) / 4
 FROM generation
 JOIN call ON call.seq = generation.call
@@ -100,7 +100,7 @@ def read_attempts(db: Db, run: str, rollout: str) -> list[AttemptRecord]:
     """Read the attempts of a rollout, with their late reports. Raises NotFound."""
     seq = _find_rollout(db, find_run(db, run), rollout)
     late = defaultdict[int, list[Outcome]](list)
-    for attempt, outcome in db.execute(LATE, (seq,)):
+    for attempt, outcome in db.execute(LATE_REPORTS, (seq,)):
         late[attempt].append(Outcome.model_validate(json.loads(outcome)))
     return [
         AttemptRecord(
@@ -125,7 +125,7 @@ def read_workers(db: Db, run: str) -> list[WorkerRecord]:
     """Read the workers of a run, with their running attempts."""
     seq = find_run(db, run)
     running = defaultdict[str, list[AttemptId]](list)
-    for worker, attempt in db.execute(RUNNING, (seq,)):
+    for worker, attempt in db.execute(WORKER_ATTEMPTS, (seq,)):
         running[worker].append(AttemptId(attempt))
     return [
         WorkerRecord(name=name, started=started, seen=seen, due=due, running=tuple(running[name]))
@@ -137,7 +137,7 @@ def read_counts(db: Db, run: str) -> dict[str, int]:
     """Count the records of a run."""
     seq = find_run(db, run)
     rollouts, attempts, calls, spans = db.execute(COUNTS, (seq,) * 4).fetchone()
-    generations, tokens = db.execute(SAMPLED, (seq,)).fetchone()
+    generations, tokens = db.execute(SAMPLED_IN_RUN, (seq,)).fetchone()
     return {
         "rollouts": rollouts,
         "attempts": attempts,
@@ -159,10 +159,10 @@ class Overview(NamedTuple):
 
 def read_overview(db: Db, now: float) -> Overview:
     """Count rollouts and live workers of all runs."""
-    rollouts = db.execute(BY_STATUS)
+    rollouts = db.execute(ROLLOUTS_BY_STATUS)
     return Overview(
         {(run, Status(status)): count for run, status, count in rollouts},
-        dict(db.execute(ALIVE, (now,))),
+        dict(db.execute(LIVE_WORKERS, (now,))),
     )
 
 

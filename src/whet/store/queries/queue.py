@@ -92,7 +92,7 @@ UPDATE rollout SET status = ?, failure = ?, tries_left = tries_left + ?, lease_u
 WHERE seq = ?
 """
 
-RUNNING = """
+RUNNING_ATTEMPTS = """
 SELECT attempt.seq, attempt.id, attempt.number, attempt.worker, attempt.started,
     attempt.resources, rollout.seq, rollout.id, rollout.tries_left, rollout.body, run.name
 FROM rollout
@@ -116,12 +116,12 @@ rollout.lease_until <= ? AND (rollout.tries_left <= 0 OR rollout.retry_lost = 0)
 
 NEXT_EXPIRY = "SELECT min(lease_until) FROM rollout WHERE status = 'running' AND lease_until > ?"
 
-STATUSES = """
+STATUSES_BY_ID = """
 SELECT wanted.value, rollout.status
 FROM json_each(?) AS wanted LEFT JOIN rollout ON rollout.run = ? AND rollout.id = wanted.value
 """
 
-OPEN = """
+UNFINISHED_BY_ID = """
 SELECT rollout.seq, rollout.id, rollout.status
 FROM json_each(?) AS wanted JOIN rollout ON rollout.run = ? AND rollout.id = wanted.value
 WHERE rollout.status IN ('queued', 'running')
@@ -191,7 +191,7 @@ def pack_rollout(rollout: Rollout) -> PackedRollout:
 def list_unfinished(db: Db, run: str, rollouts: Sequence[str]) -> list[str]:
     """Return the rollouts that are not terminal. Raises NotFound for an unknown one."""
     values = (to_json(list(rollouts)), find_run(db, run))
-    rows: list[tuple[str, str | None]] = db.execute(STATUSES, values).fetchall()
+    rows: list[tuple[str, str | None]] = db.execute(STATUSES_BY_ID, values).fetchall()
     for rollout, status in rows:
         if status is None:
             raise NotFound(f"there is no rollout {rollout!r}")
@@ -351,14 +351,14 @@ class Queue:
         """End rollouts that are queued or running; returns how many."""
         list_unfinished(db, run, rollouts)  # raises NotFound
         values = (to_json(sorted(set(rollouts))), find_run(db, run))
-        open_ = db.execute(OPEN, values).fetchall()
-        for seq, rollout, status in open_:
+        unfinished = db.execute(UNFINISHED_BY_ID, values).fetchall()
+        for seq, rollout, status in unfinished:
             if status == Status.QUEUED:
                 self._end_rollout(db, run, seq, rollout, CANCELLED)
             for running in self._select_running(db, "rollout.seq = ?", seq):
                 self._end_attempts(db, [(running, CANCELLED)])
                 self._end_rollout(db, run, seq, rollout, CANCELLED)
-        return len(open_)
+        return len(unfinished)
 
     def release(self, db: Db, run: str) -> int:
         """End every running attempt and requeue its rollout, at no cost to its `max_attempts`."""
@@ -368,7 +368,7 @@ class Queue:
             self._end_attempts(
                 db, [(lost, _build_failed_outcome(FailureKind.WORKER_LOST, message))]
             )
-            db.execute(END_LEASE, self._requeue_state(lost, tries_back=1))
+            db.execute(END_LEASE, self._build_requeue_state(lost, tries_back=1))
         return len(running)
 
     def expire_leases(self, db: Db) -> float | None:
@@ -400,7 +400,9 @@ class Queue:
             self._notifier.mark(work_key(run))
 
     def _select_running(self, db: Db, where: str, *values: Column) -> list[RunningAttempt]:
-        return [RunningAttempt(*row) for row in db.execute(f"{RUNNING} AND {where}", values)]
+        return [
+            RunningAttempt(*row) for row in db.execute(f"{RUNNING_ATTEMPTS} AND {where}", values)
+        ]
 
     def _select_attempts(
         self, db: Db, run: str, attempts: Sequence[AttemptId]
@@ -440,10 +442,10 @@ class Queue:
     def _compute_next_state(self, running: RunningAttempt, outcome: Outcome) -> tuple[Column, ...]:
         tries_back = int(outcome.failure is not None and outcome.failure.kind in NO_FAULT)
         if running.tries_left + tries_back > 0 and _is_retryable(running, outcome):
-            return self._requeue_state(running, tries_back)
+            return self._build_requeue_state(running, tries_back)
         return self._end_state(running.run, running.rollout_seq, running.rollout, outcome)
 
-    def _requeue_state(self, running: RunningAttempt, tries_back: int) -> tuple[Column, ...]:
+    def _build_requeue_state(self, running: RunningAttempt, tries_back: int) -> tuple[Column, ...]:
         self._notifier.mark(work_key(running.run))
         return (Status.QUEUED.value, None, tries_back, running.rollout_seq)
 

@@ -20,7 +20,7 @@ GROUP BY run.seq, run.name
 ORDER BY run.name
 """
 
-SAMPLED = """
+SAMPLED_BYTES = """
 SELECT run.name, sum(length(tokens) + length(logprobs) + length(versions) + length(message)
     + length(sampling))
 FROM generation
@@ -30,7 +30,7 @@ JOIN run ON run.seq = attempt.run
 GROUP BY run.name
 """
 
-SPANS = """
+SPAN_BYTES = """
 SELECT run.name, count(*), sum(length(span.body))
 FROM span
 JOIN attempt ON attempt.seq = span.attempt
@@ -69,8 +69,8 @@ DELETE_RUN = (
 
 def read_sizes(db: Db) -> dict[str, RunSize]:
     """Return the size of every run."""
-    sampled: dict[str, int] = {name: int(total) for name, total in db.execute(SAMPLED)}
-    spans = {name: (count, int(total)) for name, count, total in db.execute(SPANS)}
+    sampled: dict[str, int] = {name: int(total) for name, total in db.execute(SAMPLED_BYTES)}
+    spans = {name: (count, int(total)) for name, count, total in db.execute(SPAN_BYTES)}
     return {
         name: RunSize(
             rollouts=rollouts,

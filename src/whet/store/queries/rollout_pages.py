@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from whet.errors import NotFound
 from whet.store.codec import to_json
 from whet.store.database import Column, Db
-from whet.store.queries.browse import SAMPLED
+from whet.store.queries.browse import SAMPLED_BY_ATTEMPT
 from whet.store.queries.tables import find_run
 
 Order = Literal["newest", "oldest", "best", "worst"]
@@ -47,7 +47,7 @@ SELECT rollout.seq, rollout.id, rollout.status, rollout.mode, rollout.grp, rollo
 FROM rollout {JOIN_ATTEMPT} {JOIN_STEP}
 """
 
-CALLS = f"""
+CALL_COUNTS = f"""
 SELECT call.attempt, count(*), sum(CASE WHEN instr(call.origin, ?) > 0 THEN 1 ELSE 0 END)
 FROM call WHERE call.attempt IN {WANTED} GROUP BY call.attempt
 """
@@ -324,8 +324,10 @@ def _read_rows(db: Db, found: Sequence[PageCursor]) -> list[RolloutRow]:
         row[0]: row for row in db.execute(f"{ROLLOUTS} WHERE rollout.seq IN {WANTED}", (wanted,))
     }
     attempts = to_json([str(row[10]) for row in rows.values() if row[10] is not None])
-    calls = {seq: (count, forks) for seq, count, forks in db.execute(CALLS, (FORKED, attempts))}
-    sampled = dict(db.execute(SAMPLED, (attempts,)))
+    calls = {
+        seq: (count, forks) for seq, count, forks in db.execute(CALL_COUNTS, (FORKED, attempts))
+    }
+    sampled = dict(db.execute(SAMPLED_BY_ATTEMPT, (attempts,)))
     return [
         _read_row(row, calls.get(row[10], (0, 0)), sampled.get(row[10], 0))
         for row in (rows[each.seq] for each in found)

@@ -8,7 +8,7 @@ from whet.store.database import Db
 from whet.store.queries.tables import find_attempt, find_run, insert
 from whet.types import AttemptId, Span
 
-INSERT = """
+INSERT_SPAN = """
 INSERT INTO span (attempt, trace, id, started, body)
 VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (attempt, trace, id) DO NOTHING
@@ -28,7 +28,7 @@ def insert_spans(db: Db, run: str, attempt: AttemptId, spans: Sequence[Span]) ->
     """Insert spans; one that is recorded already stays as it is."""
     seq, _ = find_attempt(db, run, attempt)
     rows = [(seq, span.trace_id, span.span_id, span.start, to_json(span)) for span in spans]
-    insert(db, INSERT, rows)
+    insert(db, INSERT_SPAN, rows)
 
 
 def read_spans(db: Db, run: str, attempt: AttemptId) -> list[Span]:

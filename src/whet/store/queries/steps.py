@@ -12,7 +12,7 @@ from whet.store.queries.resources import check_epoch
 from whet.store.queries.tables import find_run, make_run
 from whet.types import NO_ADVANTAGES, GenerationId, StepRecord
 
-INSERT = """
+INSERT_STEP = """
 INSERT INTO step (run, step, version, checkpoint, metrics, advantages) VALUES (?, ?, ?, ?, ?, ?)
 """
 
@@ -22,7 +22,7 @@ FROM json_each(?) AS wanted
 JOIN consumed ON consumed.run = ? AND consumed.rollout = wanted.value LIMIT 1
 """
 
-STEPS = """
+STEP_PAGE = """
 SELECT step, version, checkpoint, metrics FROM step
 WHERE run = ? AND step > ? ORDER BY step LIMIT ?
 """
@@ -66,7 +66,7 @@ def commit(
     if before is not None:
         raise StoreError(f"step {record.step} consumed {before[0]!r}, as step {before[1]} did")
     db.execute(
-        INSERT,
+        INSERT_STEP,
         (
             seq,
             record.step,
@@ -93,7 +93,7 @@ def read_steps(db: Db, run: str, after: int, limit: int | None) -> list[StepReco
     """Read the steps after one, oldest first."""
     seq = find_run(db, run)
     most = NO_LIMIT if limit is None else limit
-    rows = db.execute(STEPS, (seq, after, most)).fetchall()
+    rows = db.execute(STEP_PAGE, (seq, after, most)).fetchall()
     last = rows[-1][0] if rows else after
     consumed = defaultdict[int, list[str]](list)
     for step, rollout in db.execute(CONSUMED, (seq, after, last)):

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class DataParallelTrainer(LocalTrainer):
-    """Rank 0: the trainer of the run, which has the other ranks do their share."""
+    """The trainer of rank 0, which gives each other rank its share of the rows."""
 
     def __init__(
         self, policy: LocalPolicy, ranks: RankGroup, *, custom_loss: LossFunction | None = None
@@ -35,7 +35,7 @@ class DataParallelTrainer(LocalTrainer):
         self._ranks = ranks
 
     async def connect(self) -> None:
-        """Connect with the other ranks as copies, and give them this one's weights."""
+        """Connect with the other ranks, and send them this rank's weights."""
 
         def connect() -> None:
             self._ranks.connect(self._policy.device, lambda: None, shard=False)
@@ -50,10 +50,10 @@ class DataParallelTrainer(LocalTrainer):
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         check_rows(rows)
-        own, *parts = deal(rows, self._ranks.place.size)
+        own, *parts = deal_rows(rows, self._ranks.place.size)
         commands = [RankCommand(name="forward_backward", rows=tuple(p), loss=loss) for p in parts]
-        first = super()._forward_backward
-        metrics, replies = self._run_apart(commands, lambda: first(own, loss))
+        run_own = super()._forward_backward
+        metrics, replies = self._run_independently(commands, lambda: run_own(own, loss))
         for reply in replies:
             for generation, values in reply.log_ratios.items():
                 self._log_ratios.setdefault(generation, list(values))
@@ -61,15 +61,15 @@ class DataParallelTrainer(LocalTrainer):
 
     def _recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
         check_rows(rows)
-        own, *parts = dealt = deal(rows, self._ranks.place.size)
+        own, *parts = dealt = deal_rows(rows, self._ranks.place.size)
         commands = [RankCommand(name="recompute", rows=tuple(part)) for part in parts]
-        first = super()._recompute_logprobs
-        computed, replies = self._run_apart(commands, lambda: first(own))
-        return collect_dealt(rows, dealt, [computed, *(reply.rows for reply in replies)])
+        run_own = super()._recompute_logprobs
+        computed, replies = self._run_independently(commands, lambda: run_own(own))
+        return restore_order(rows, dealt, [computed, *(reply.rows for reply in replies)])
 
     def _optim_step(self, adam: AdamStep) -> Metrics:
-        self._ranks.run_same(
-            RankCommand(name="reduce"), lambda: reduce_gradient(self._weights, rank=0)
+        self._ranks.run_everywhere(
+            RankCommand(name="reduce_gradient"), lambda: reduce_gradient(self._weights, rank=0)
         )
         metrics = super()._optim_step(adam)
         self._share_weights()
@@ -86,16 +86,19 @@ class DataParallelTrainer(LocalTrainer):
 
     def _keep_reference(self) -> None:
         commands = [RankCommand(name="keep_reference") for _ in self._ranks.others]
-        self._run_apart(commands, self._policy.keep_reference)
+        self._run_independently(commands, self._policy.keep_reference)
 
     def _share_weights(self) -> None:
-        command = RankCommand(name="receive", version=self._policy.version)
-        self._ranks.run_same(command, lambda: broadcast_weights(self._policy))
+        command = RankCommand(name="receive_weights", version=self._policy.version)
+        self._ranks.run_everywhere(command, lambda: broadcast_weights(self._policy))
 
-    def _run_apart(
+    def _run_independently(
         self, commands: Sequence[RankCommand], own: Callable[[], T]
     ) -> tuple[T, list[RankReply]]:
-        """Run a command on each other rank and `own` here: all of them, or no gradient is left."""
+        """Run a command on each other rank and `own` here, without collectives.
+
+        If any of them fails, all accumulated gradients are dropped.
+        """
         for rank, command in zip(self._ranks.others, commands, strict=True):
             rank.send(command)
         results: list[T] = []
@@ -104,7 +107,7 @@ class DataParallelTrainer(LocalTrainer):
         try:
             with boundary(TrainerError, "training failed"):
                 results.append(own())
-        except WhetError as error:  # raised below, once the other ranks have ended theirs
+        except WhetError as error:  # raised below, once the other ranks have replied
             failures.append(error)
         for rank in self._ranks.others:
             try:
@@ -122,13 +125,13 @@ class DataParallelTrainer(LocalTrainer):
     def _drop_gradients(self) -> None:
         self._weights.drop_gradient()
         for rank in self._ranks.others:
-            rank.send(RankCommand(name="drop"))
+            rank.send(RankCommand(name="drop_gradient"))
         for rank in self._ranks.others:
             rank.receive()
 
 
 class RankWorker(LocalTrainer):
-    """Any other rank: executes the commands of rank 0, and never takes a step itself."""
+    """The trainer of any other rank: runs the commands of rank 0, without an optimizer step."""
 
     def __init__(
         self, policy: LocalPolicy, own: OwnRank, *, custom_loss: LossFunction | None = None
@@ -148,12 +151,12 @@ class RankWorker(LocalTrainer):
                 return RankReply(metrics=metrics, log_ratios=self.take_log_ratios())
             case "recompute":
                 return RankReply(rows=tuple(self._recompute_logprobs(command.rows)))
-            case "drop":
+            case "drop_gradient":
                 self._weights.drop_gradient()
-            case "reduce":
+            case "reduce_gradient":
                 reduce_gradient(self._weights, rank=self._own.place.rank)
                 self._weights.drop_gradient()
-            case "receive":
+            case "receive_weights":
                 with self._policy.update(command.version):
                     broadcast_weights(self._policy)
             case "keep_reference":
@@ -163,33 +166,33 @@ class RankWorker(LocalTrainer):
         return RankReply()
 
 
-def deal(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+def deal_rows(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     """Divide rows into parts of about equal cost in tokens.
 
-    Sorted by their tokens, rows that share a prefix are neighbors: it is computed once in a part.
+    Sorted by their tokens, rows that share a prefix are neighbors: a part computes it once.
     """
     ordered = sorted(rows, key=lambda row: row.tokens)
     costs = list(_count_new_tokens(ordered))
     total, before = sum(costs), 0
     dealt: list[list[Row]] = [[] for _ in range(parts)]
     for row, cost in zip(ordered, costs, strict=True):
-        # By the middle of its tokens, so that the parts stay contiguous.
+        # The middle of a row's tokens decides its part, so that parts are contiguous.
         dealt[min(parts - 1, int((before + cost / 2) * parts / max(1, total)))].append(row)
         before += cost
     return dealt
 
 
-def collect_dealt(
+def restore_order(
     rows: Sequence[Row], dealt: Sequence[Sequence[Row]], results: Sequence[Sequence[Row]]
 ) -> list[Row]:
-    """Results for dealt rows, part by part, in the order of the rows before they were dealt."""
+    """Return the results of dealt rows in the order that the rows had before they were dealt."""
     pairs = zip(dealt, results, strict=True)
     found = {id(old): new for part, done in pairs for old, new in zip(part, done, strict=True)}
     return [found[id(row)] for row in rows]
 
 
 def _count_new_tokens(ordered: Sequence[Row]) -> Iterator[int]:
-    """For each row the tokens after the prefix that it shares with the one before it."""
+    """Yield for each row the number of tokens after the prefix it shares with the row before."""
     last: tuple[int, ...] = ()
     for row in ordered:
         pairs = enumerate(zip(last, row.tokens, strict=False))
@@ -219,7 +222,7 @@ def reduce_gradient(weights: MasterWeights, *, rank: int) -> None:
     summed: list[torch.Tensor | None] = []
     is_used = cast(list[float], used.tolist())
     for grad, place, count in zip(gradient, places, is_used, strict=True):
-        if not count:  # of no rank: the optimizer leaves such a weight alone
+        if not count:  # no rank has a gradient: the optimizer skips such a weight
             summed.append(None)
             continue
         total = torch.zeros_like(place) if grad is None else grad

@@ -1,4 +1,4 @@
-"""Processes of a training on one machine: their start, their commands, and their collectives.
+"""Processes that train one model on one machine: start them, send commands, connect them.
 
 Rank 0 is the process that trains; it starts the others. Commands and rows are JSON lines on a
 socket pair, so nothing is unpickled; tensors travel by torch's collectives, over gloo on a CPU and
@@ -28,7 +28,7 @@ from whet.types import GenerationId, Row, Value
 
 STOP_TIMEOUT_S = 10.0
 DEATH_TIMEOUT_S = 5.0
-"""Between the failure of a collective and the end of the process that caused it."""
+"""Limit of the time between a failed collective and the end of the process that caused it."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Ranks enter a collective together: only a stopped process makes the others wait."""
 
@@ -43,9 +43,9 @@ class RankCommand(Value):
         "connect",
         "forward_backward",
         "recompute",
-        "drop",
-        "reduce",
-        "receive",
+        "drop_gradient",
+        "reduce_gradient",
+        "receive_weights",
         "keep_reference",
         "step",
         "gather",
@@ -56,7 +56,7 @@ class RankCommand(Value):
     loss: LossConfig | None = None
     adam: AdamStep | None = None
     version: int = 0
-    """Of the weights to receive or restore."""
+    """Version of the weights to receive or restore."""
     folder: Path | None = None
     """The checkpoint to load."""
     shard: bool = False
@@ -77,7 +77,7 @@ class RankReply(Value):
 
 
 class Channel:
-    """Values over a socket, one JSON line each."""
+    """Sends and receives values over a socket, one JSON line each."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -102,12 +102,12 @@ class Channel:
 
 
 class RankPlace(NamedTuple):
-    """The place of a process among all of them."""
+    """Rank of a process, and how it finds the others."""
 
     rank: int
     size: int
     rendezvous: Path
-    """File by which they find each other."""
+    """File by which the processes find each other."""
 
     def connect(self, device: torch.device) -> None:
         """Join the process group; returns once all have. Raises TrainerError."""
@@ -124,7 +124,7 @@ class RankPlace(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """This process's share of the CPU cores."""
+        """Number of threads: this process's share of the CPU cores."""
         return max(1, (os.cpu_count() or 1) // self.size)
 
 
@@ -137,10 +137,10 @@ class RankProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), *map(str, place)],
-                stdin=subprocess.PIPE,  # closed by our death, which ends it
+                stdin=subprocess.PIPE,  # closed when this process dies, which ends the other
                 env={**os.environ, SUPERVISED: "1"},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C is for this process alone
+                start_new_session=True,  # Ctrl-C reaches this process only
             )
         self._channel = Channel(ours)
         self.send(settings)
@@ -171,8 +171,8 @@ class RankProcess:
             raise (TrainerError if reply.is_finite else NonFiniteUpdate)(reply.error)
         return reply
 
-    def has_ended(self, timeout_s: float) -> bool:
-        """Whether the process ends within a time."""
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait until the process ends; returns False if it has not after the timeout."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -180,11 +180,11 @@ class RankProcess:
         return True
 
     def _explain_end(self) -> "RankLost":
-        self.has_ended(STOP_TIMEOUT_S)
-        return self.lost()
+        self.wait_for_end(STOP_TIMEOUT_S)
+        return self._build_error()
 
-    def lost(self) -> "RankLost":
-        """The error of a process that ended."""
+    def _build_error(self) -> "RankLost":
+        """Build the error for a process that has ended."""
         code = self._process.returncode
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
         return RankLost(
@@ -214,16 +214,15 @@ class RankGroup:
     others: Sequence[RankProcess]
 
     def connect(self, device: torch.device, build: Callable[[], T], *, shard: bool) -> T:
-        """Wait until all ranks have loaded their models, and join them; returns what `build` does
-        here while the others build theirs."""
+        """Connect all ranks once their models are loaded; returns what `build` returns here."""
         for rank in self.others:
-            rank.receive()  # before the collective, which would wait for one that failed
+            rank.receive()  # raises before the collective, which would wait for a failed rank
 
         def join() -> T:
             self.place.connect(device)
             return build()
 
-        return self.run_same(RankCommand(name="connect", shard=shard), join)
+        return self.run_everywhere(RankCommand(name="connect", shard=shard), join)
 
     def run_together(
         self, commands: Sequence[RankCommand], own: Callable[[], T]
@@ -238,29 +237,29 @@ class RankGroup:
         """
         results: list[T] = []
         replies: list[RankReply] = []
-        refusals: list[NonFiniteUpdate] = []
+        non_finite: list[NonFiniteUpdate] = []
         try:
             for rank, command in zip(self.others, commands, strict=True):
                 rank.send(command)
             try:
                 results.append(own())
             except NonFiniteUpdate as error:  # raised after the last collective
-                refusals.append(error)
+                non_finite.append(error)
             for rank in self.others:
                 try:
                     replies.append(rank.receive())
                 except NonFiniteUpdate as error:
-                    refusals.append(error)
+                    non_finite.append(error)
         except Exception as error:
             cause = self._find_cause(error)
             self.stop()
             raise cause from error
-        if refusals:
-            raise refusals[0]
+        if non_finite:
+            raise non_finite[0]
         return results[0], replies
 
-    def run_same(self, command: RankCommand, own: Callable[[], T]) -> T:
-        """Run work with collectives by the same command on each other rank."""
+    def run_everywhere(self, command: RankCommand, own: Callable[[], T]) -> T:
+        """Run work with collectives: the same command on each other rank, and `own` here."""
         result, _ = self.run_together([command for _ in self.others], own)
         return result
 
@@ -269,7 +268,7 @@ class RankGroup:
         if isinstance(error, TrainerError):
             return error
         for rank in self.others:
-            if rank.has_ended(DEATH_TIMEOUT_S):
+            if rank.wait_for_end(DEATH_TIMEOUT_S):
                 try:
                     rank.receive()
                 except TrainerError as cause:

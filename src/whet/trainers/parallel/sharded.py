@@ -23,7 +23,7 @@ from whet.trainers.local import LocalTrainer, MicroBatches, is_out_of_memory, re
 from whet.trainers.logprobs import PolicyScores
 from whet.trainers.loss import LossFunction
 from whet.trainers.packing import Batch, PrefixTree, R, check_rows, pack
-from whet.trainers.parallel.data_parallel import collect_dealt, deal, merge_metrics
+from whet.trainers.parallel.data_parallel import deal_rows, merge_metrics, restore_order
 from whet.trainers.parallel.ranks import RankCommand, RankGroup, RankPlace, RankReply
 from whet.trainers.parallel.shards import ShardWeights, shard_policy
 from whet.trainers.snapshot import Snapshot
@@ -50,7 +50,7 @@ IDLE_ROW = Row(
     group="",
 )
 [IDLE_TREE] = pack([IDLE_ROW], max_tokens=2)
-"""What a rank runs while it has no rows left and others do: its loss is 0."""
+"""Tree that a rank runs while it has no rows left and others do: its loss is 0."""
 
 
 BYTES_PER_TRAINED_WEIGHT = 16
@@ -58,7 +58,7 @@ BYTES_PER_TRAINED_WEIGHT = 16
 
 
 def should_shard(policy: LocalPolicy) -> bool:
-    """Whether to divide a model among GPUs, or to have a copy on each."""
+    """Return whether to divide a model among GPUs, rather than to copy it to each."""
     setting = policy.config.shard
     if setting != "auto" or policy.device.type == "cpu":
         return setting == "yes"
@@ -67,14 +67,14 @@ def should_shard(policy: LocalPolicy) -> bool:
 
 
 def count_bytes(policy: LocalPolicy) -> int:
-    """Memory that training a copy of the model needs, without activations."""
-    run = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    """Return the bytes that training a copy of the model needs, without activations."""
+    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
     trained = sum(parameter.numel() for parameter in policy.get_trainable().values())
-    return run + BYTES_PER_TRAINED_WEIGHT * trained
+    return weights + BYTES_PER_TRAINED_WEIGHT * trained
 
 
 class ShardedTrainer(TrainingBackend):
-    """Rank 0: deals rows to all ranks, and has the whole model."""
+    """The trainer of rank 0, which deals rows to all ranks and has the whole model."""
 
     def __init__(self, part: "ModelShard", whole: LocalPolicy, ranks: RankGroup) -> None:
         self._part = part
@@ -85,7 +85,7 @@ class ShardedTrainer(TrainingBackend):
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         def compute() -> Metrics:
             command = RankCommand(name="forward_backward", loss=loss)
-            replies = self._run_dealt(self._deal(rows), command)
+            replies = self._run_dealt(self._deal_rows(rows), command)
             for reply in replies:
                 for generation, values in reply.log_ratios.items():
                     self._log_ratios.setdefault(generation, values)
@@ -94,14 +94,14 @@ class ShardedTrainer(TrainingBackend):
         try:
             return await self._part.run_in_thread(compute)
         except NonFiniteUpdate:
-            await self._run(RankCommand(name="drop"))
+            await self._run(RankCommand(name="drop_gradient"))
             raise
 
     async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
         def compute() -> list[Row]:
-            dealt = self._deal(rows)
+            dealt = self._deal_rows(rows)
             replies = self._run_dealt(dealt, RankCommand(name="recompute"))
-            return collect_dealt(rows, dealt, [reply.rows for reply in replies])
+            return restore_order(rows, dealt, [reply.rows for reply in replies])
 
         return await self._part.run_in_thread(compute)
 
@@ -155,12 +155,12 @@ class ShardedTrainer(TrainingBackend):
         """Run a command on all ranks; returns the reply of this one."""
         own = self._part.run
         return await self._part.run_in_thread(
-            lambda: self._ranks.run_same(command, lambda: own(command))
+            lambda: self._ranks.run_everywhere(command, lambda: own(command))
         )
 
-    def _deal(self, rows: Sequence[Row]) -> list[list[Row]]:
+    def _deal_rows(self, rows: Sequence[Row]) -> list[list[Row]]:
         check_rows(rows)
-        return deal(rows, self._ranks.place.size)
+        return deal_rows(rows, self._ranks.place.size)
 
     def _run_dealt(self, dealt: Sequence[Sequence[Row]], command: RankCommand) -> list[RankReply]:
         """Run a command on all ranks, each on its rows; returns all replies, in order."""
@@ -185,7 +185,7 @@ class ModelShard(LocalTrainer):
         super().__init__(policy, custom_loss=custom_loss, micro_batches=batches)
         self._shards = batches.shards
         self._whole = whole
-        self._refusals: list[NonFiniteUpdate] = []
+        self._non_finite: list[NonFiniteUpdate] = []
         self._gathered: Mapping[str, Mapping[str, Tensor]] = {}
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
@@ -220,7 +220,7 @@ class ModelShard(LocalTrainer):
                 self._copy_to_whole()
                 return RankReply(metrics=metrics)
             case "gather":
-                self._gathered = self._shards.gather()
+                self._gathered = self._shards.gather_tensors()
             case "restore" | "start_from":
                 assert command.folder is not None
                 if command.name == "restore":
@@ -228,7 +228,7 @@ class ModelShard(LocalTrainer):
                 else:
                     self._shards.start_from(command.folder)
                 self._copy_to_whole()
-            case "drop":
+            case "drop_gradient":
                 self._shards.drop_gradient()
             case "keep_reference":
                 self._shards.keep_reference()
@@ -244,10 +244,10 @@ class ModelShard(LocalTrainer):
             self._shards.copy_to(self._whole.get_trainable())
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        self._refusals = []
+        self._non_finite = []
         metrics = super()._forward_backward(rows, loss)
-        if self._refusals:
-            raise self._refusals[0]
+        if self._non_finite:
+            raise self._non_finite[0]
         return metrics
 
     def _train_tree(self, tree: PrefixTree[Row], loss: LossConfig) -> dict[str, float]:
@@ -259,8 +259,10 @@ class ModelShard(LocalTrainer):
             return {}
         try:
             return super()._train_tree(tree, loss)
-        except NonFiniteUpdate as error:  # other ranks wait for this one in the passes that follow
-            self._refusals.append(error)
+        except (
+            NonFiniteUpdate
+        ) as error:  # raised later: other ranks wait for this one in the next passes
+            self._non_finite.append(error)
             return {}
 
     def _compute_reference_logprobs(self, tree: PrefixTree[Row]) -> Tensor:
@@ -276,7 +278,9 @@ class ShardMicroBatches(MicroBatches):
 
     def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
         self._pass = shard_policy(policy, place.size)
-        with torch.no_grad():  # what FSDP derives in its first pass must not be of a reference
+        with (
+            torch.no_grad()
+        ):  # FSDP prepares itself in its first pass, which must not be one of the reference
             ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=policy.device)
             self._run_pass(lambda: policy.body(input_ids=ids_11, use_cache=False))
         self.shards = ShardWeights(policy, place)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class ShardedPass(nn.Module):
-    """Runs a function that uses the model, with its parameters outside layers gathered."""
+    """Module that runs a function while the parameters outside the layers are gathered."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ShardWeights(MasterWeights):
     def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
         self._place = place
         self._sharded = cast(dict[str, DTensor], policy.get_trainable())
-        # The memory of the shards themselves: what the optimizer changes is gathered next.
+        # These share memory with the shards: FSDP gathers what the optimizer has changed.
         own = {n: nn.Parameter(_get_local_part(p.detach())) for n, p in self._sharded.items()}
         super().__init__(policy, own)
         self._reference: Mapping[str, Tensor] = {}
@@ -106,23 +106,23 @@ class ShardWeights(MasterWeights):
         """Gather the weights, and copy them into a whole model on the rank that has one."""
         with torch.no_grad():
             for name, own in self._master.items():
-                gathered = self._gather(name, own.detach())
+                gathered = self._gather_tensor(name, own.detach())
                 if whole is not None:
                     whole[name].copy_(gathered)
 
-    def gather(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and optimizer state of all ranks by file, at rank 0 alone and in host memory."""
+    def gather_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Gather weights and optimizer state by file, in the host memory of rank 0."""
         found: dict[str, dict[str, Tensor]] = {}
         for file, named in self.list_tensors().items():
             found[file] = {}
             for key, own in named.items():
                 name = key if file == WEIGHTS else key.rpartition("/")[0]
-                whole = self._gather(name, own) if own.ndim else own  # the step is a number
+                whole = self._gather_tensor(name, own) if own.ndim else own  # the step is a number
                 if self._place.rank == 0:
                     found[file][key] = whole.to("cpu", copy=True)
         return found
 
-    def _gather(self, name: str, own: Tensor) -> Tensor:
+    def _gather_tensor(self, name: str, own: Tensor) -> Tensor:
         like = self._sharded[name]
         whole = DTensor.from_local(
             own,
@@ -146,7 +146,7 @@ class ShardWeights(MasterWeights):
         return found
 
     def _compute_own_slice(self, length: int) -> slice:
-        """This rank's part of a tensor's first dimension, by the rule of torch's `chunk`."""
+        """Return this rank's slice of a tensor's first dimension, cut as torch's `chunk` does."""
         size = -(-length // self._place.size)
         return slice(*(min(length, n * size) for n in (self._place.rank, self._place.rank + 1)))
 
@@ -165,17 +165,17 @@ class ShardWeights(MasterWeights):
         """Context in which the model has the kept weights."""
         trained = {n: own.detach().clone() for n, own in self._master.items()}
         try:
-            self._fill(self._reference)
+            self._set_weights(self._reference)
             yield
         finally:
-            self._fill(trained)
+            self._set_weights(trained)
 
-    def _fill(self, weights: Mapping[str, Tensor]) -> None:
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, own in self._master.items():
                 own.copy_(weights[name])
 
 
 def _get_local_part(sharded: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory."""
+    """Return this rank's part of a tensor, in the same memory."""
     return cast(DTensor, sharded).to_local()

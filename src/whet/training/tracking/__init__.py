@@ -41,7 +41,7 @@ def check_installed(config: TrackingConfig) -> None:
     for name in config.names:
         for package in PACKAGES[name]:
             if importlib.util.find_spec(package) is None:
-                raise MissingExtra.of(f"tracking with {name} ({package})", "tracking")
+                raise MissingExtra.build(f"tracking with {name} ({package})", "tracking")
 
 
 def build_tracker(name: str, config: TrackingConfig, run: TrackedRun) -> Tracker:

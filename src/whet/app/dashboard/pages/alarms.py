@@ -1,4 +1,4 @@
-"""Alarms of a run: rules over the metrics of its last steps, in the order of urgency."""
+"""Alarms of a run: rules on the metrics of its last steps, the most urgent first."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ class Alarm(NamedTuple):
     metric: str
     value: float
     step: int
-    """From 1 on."""
+    """Counted from 1."""
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A limit of a metric that was exceeded in each of a number of last steps."""
+    """Rule that raises an alarm if a metric is bad in each of the last `steps`."""
 
     metric: str
     is_bad: Callable[[float], bool]
     message: str
     steps: int = 1
     per: str | None = None
-    """Divide by this metric first."""
+    """Metric to divide by before the check."""
 
 
 RULES = (

@@ -29,7 +29,7 @@ FORK_CAUSES = {
 
 
 class AttemptPages:
-    """Reads rollouts and attempts of runs; keeps tokenizers."""
+    """Reads rollouts and attempts of runs, and keeps the tokenizers it has loaded."""
 
     def __init__(self) -> None:
         self.vocabularies = Vocabularies()
@@ -73,18 +73,18 @@ class AttemptPages:
             return _explain_no_credit("another attempt of the rollout was trained")
         known = set(read[0].generation_ids())
         advantages = await run.store.advantages(row.step)
-        mine = Credit(read[0], {key: value for key, value in advantages.items() if key in known})
-        if not mine.advantages:
+        credit = Credit(read[0], {key: value for key, value in advantages.items() if key in known})
+        if not credit.advantages:
             return _explain_no_credit(
                 "the step gave it no credit, such as in a group of equal rewards"
             )
         found = run.folder.read_log_ratios(row.step) if run.folder else {}
         log_ratios = {id: values for id, values in found.items() if id in known}
-        return _format_credit(mine, read_config(run)) | {"log_ratios": log_ratios}
+        return _format_credit(credit, read_config(run)) | {"log_ratios": log_ratios}
 
 
 def _format_credit(credit: Credit, config: RunConfig) -> dict[str, object]:
-    """Return what training made of a credit: the functions that trained decide it again."""
+    """Return what was trained of an attempt, and reasons for the rest, decided as in training."""
     kept = mask_truncated(select([credit], config.selection), config.length)
     built = build_rows(kept)
     trained = {segment.generation for row in built.rows for segment in row.segments}
@@ -122,7 +122,7 @@ def _format_attempt(record: AttemptRecord) -> dict[str, object]:
 def _format_calls(calls: Sequence[Call], template: ChatTemplate | None) -> list[dict[str, object]]:
     """Return the calls in order, each with the texts of its tokens."""
     endings: dict[str, tuple[int, ...]] = {}
-    """The last tokens of each generation: a character may begin there."""
+    """The last tokens of each generation, which may begin a character."""
     shown: list[dict[str, object]] = []
     for call in calls:
         before = endings.get(call.parent or "", ())
@@ -183,7 +183,7 @@ def _split_texts(
 
 
 def _format_spans(spans: Sequence[Span], calls: Sequence[Call]) -> list[dict[str, object]]:
-    """Return spans with times in milliseconds since the first: nanoseconds exceed 2^53."""
+    """Return spans with times in milliseconds since the first, since nanoseconds exceed 2^53."""
     links = link_spans(spans, calls)
     begin = min((span.start for span in spans), default=0)
     return [

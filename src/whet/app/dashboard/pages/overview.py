@@ -20,7 +20,7 @@ from whet.store.queries import browse
 from whet.training.learners import read_versions
 from whet.types import find_gateways
 
-SPARK = 60
+MAX_CURVE_POINTS = 60
 """Points of the small curve in the list of runs."""
 MAX_FAILURES = 2000
 MAX_RUNNING = 200
@@ -36,7 +36,7 @@ async def list_run_cards(catalog: Catalog) -> dict[str, object]:
         if not run.rewards and run.kind != "eval":
             run = await _read_progress(catalog, run)
         card = dataclasses.asdict(run)
-        card["rewards"] = list(run.rewards[-SPARK:])
+        card["rewards"] = list(run.rewards[-MAX_CURVE_POINTS:])
         cards.append(card)
     return {"runs": cards, "now": time.time()}
 
@@ -82,7 +82,7 @@ def _read_json(folder: RunFolder, name: str) -> object:
 
 
 async def read_steps(run: OpenedRun, after: int) -> dict[str, object]:
-    """Return the steps after one as columns; a metric that a step lacks is null."""
+    """Return the steps after step `after` as columns; a metric that a step lacks is null."""
     steps = await run.store.browse(browse.read_step_rows, after)
     names = sorted({name for step in steps for name in step.metrics})
     return {
@@ -95,7 +95,7 @@ async def read_steps(run: OpenedRun, after: int) -> dict[str, object]:
 
 
 async def read_queue(run: OpenedRun) -> dict[str, object]:
-    """Return what waits, what runs and where, and the failures by reason."""
+    """Return counts by status, workers, running attempts, and the failures by reason."""
     failed = await run.store.browse(browse.read_failed, MAX_FAILURES)
     retried = await run.store.browse(browse.read_retried, MAX_FAILURES)
     running = await run.store.browse(browse.read_running, MAX_RUNNING)
@@ -112,7 +112,7 @@ async def read_queue(run: OpenedRun) -> dict[str, object]:
 
 
 def _group_failures(failed: list[browse.FailedRollout]) -> list[dict[str, object]]:
-    """Group failures by kind and message, without its quotations and numbers."""
+    """Group failures by kind and message; quotations and numbers in the message are ignored."""
     groups: dict[tuple[str, str], dict[str, object]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for each in failed:  # the newest first

@@ -1,4 +1,4 @@
-"""JSON of the dashboard: what browsers can parse, without secrets."""
+"""JSON for the dashboard: values that browsers can parse, without secrets."""
 
 import json
 import re

@@ -29,7 +29,7 @@ class RolloutQuery(BaseModel):
     mode: Literal["train", "val", "test"] | None = None
     group: Annotated[str, Field(max_length=500)] | None = None
     step: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """From 1 on."""
+    """Counted from 1."""
     agent: Annotated[str, Field(max_length=200)] | None = None
     policy: Annotated[str, Field(max_length=200)] | None = None
     text: Annotated[str, Field(max_length=200)] | None = None
@@ -37,14 +37,14 @@ class RolloutQuery(BaseModel):
     max_reward: FiniteFloat | None = None
     forked: bool = False
     task: Annotated[str, Field(max_length=500)] | None = None
-    """A rollout whose task the others have too."""
+    """Id of a rollout: only rollouts with the same task are listed."""
     order: rollout_pages.Order = "newest"
     after: Annotated[str, Field(pattern=r"^\d{1,18}(,-?[\d.e+-]{1,30})?$")] | None = None
-    """The cursor of the page before."""
+    """Cursor that the previous page returned."""
     limit: Annotated[int, Field(ge=1, le=200)] = 50
 
-    def as_filter(self, task: JsonValue = None) -> RolloutFilter:
-        """Return the conditions, with the task that `task` names."""
+    def build_filter(self, task: JsonValue = None) -> RolloutFilter:
+        """Build the filter of this query; `task` is the task of the rollout it names."""
         return RolloutFilter(
             status=self.status,
             mode=self.mode,
@@ -81,7 +81,7 @@ async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object
     task = None
     if query.task is not None:
         task = (await run.store.browse(rollout_pages.read_rollout, query.task)).task
-    where = query.as_filter(task)
+    where = query.build_filter(task)
     page = await run.store.browse(
         rollout_pages.read_page,
         where,
@@ -128,12 +128,12 @@ async def read_groups(run: OpenedRun, query: GroupQuery) -> dict[str, object]:
     )
     page = rows[: query.limit]
     return {
-        "groups": [group_json(row) for row in page],
+        "groups": [serialize_group(row) for row in page],
         "next": page[-1].seq if len(rows) > query.limit else None,
     }
 
 
-def group_json(row: GroupRow) -> dict[str, object]:
+def serialize_group(row: GroupRow) -> dict[str, object]:
     """Return a group as the list shows it."""
     step = None if row.step is None else row.step + 1
     return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}

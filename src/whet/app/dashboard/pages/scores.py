@@ -33,7 +33,7 @@ async def read_evaluations(run: OpenedRun) -> dict[str, object]:
     A run of `whet eval` compares models, each of which is a run of the same database.
     """
     sides: dict[str, list[browse.EvaluatedRow]] = {}
-    is_comparison = run.folder is not None and run.folder.kind() == "eval"
+    is_comparison = run.folder is not None and run.folder.read_kind() == "eval"
     names = await run.store.browse(browse.read_run_names) if is_comparison else [run.store.run]
     for name in names:
         store = run.store.for_run(name)
@@ -41,7 +41,7 @@ async def read_evaluations(run: OpenedRun) -> dict[str, object]:
             found = TRIAL.fullmatch(row.id)
             side = name if is_comparison else found["when"] if found else ""
             if found:
-                # As in the report of the run: what the agent did wrong is a reward of 0.
+                # As in the run's report, a failure of the agent counts as a reward of 0.
                 failed = row.failure in AGENT_FAILURES
                 counted = row._replace(reward=0.0) if failed else row
                 sides.setdefault(side, []).append(counted)
@@ -126,7 +126,7 @@ def _list_judge_findings(judge: dict[str, list[float | None]] | None) -> list[st
     last = [value for value in (judge or {}).get("disagreement", []) if value is not None][-5:]
     if not last or fmean(last) <= DISAGREEMENT:
         return []
-    return [f"the votes of the judge disagree ({fmean(last):.2f}): its scores are noise in part"]
+    return [f"the votes of the judge disagree ({fmean(last):.2f}): its scores are partly noise"]
 
 
 def _count_bins(values: Sequence[float], bins: int = 12) -> dict[str, object]:
@@ -182,7 +182,7 @@ def _format_components(
 def _list_reward_findings(
     rewards: Sequence[float], by_length: float | None, silent_groups: int, groups: int
 ) -> list[str]:
-    """Return problems of the rewards in plain sentences; `by_length`: correlation with length."""
+    """Describe problems of the rewards; `by_length` is their correlation with the length."""
     found: list[str] = []
     if rewards and pstdev(rewards) < 1e-9:
         found.append("all rewards are equal: nothing can be learned from them")
@@ -196,7 +196,7 @@ def _list_reward_findings(
 
 
 def _list_component_findings(correlations: dict[str, float | None]) -> list[str]:
-    """Return problems of the reward's components in plain sentences."""
+    """Describe problems of the reward's components."""
     known = {key: value for key, value in correlations.items() if value is not None}
     dominant = [key for key, value in known.items() if abs(value) > DOMINANT]
     found: list[str] = []

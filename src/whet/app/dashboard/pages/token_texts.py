@@ -13,7 +13,7 @@ from whet.models.catalog import find_model
 def split_text(
     ids: Sequence[int], decode: Callable[[Sequence[int]], str], byte_ids: Collection[int] = ()
 ) -> list[str]:
-    """Return the text of each id; one that only begins a character has an empty text."""
+    """Return the text of each id; an id that only begins a character has an empty text."""
     decoder = IncrementalDecoder(decode, byte_ids)
     texts = [decoder.feed([id]) for id in ids]
     if texts:
@@ -29,7 +29,7 @@ class Vocabularies:
         self._lock = threading.Lock()
 
     def find(self, model: str) -> ChatTemplate | None:
-        """Return the tokenizer of a model by its name in a config; None if it is not here."""
+        """Return the tokenizer of a model by its name in a config; None if it is not found here."""
         folder = find_model(model) if model else None
         if folder is None:
             return None
