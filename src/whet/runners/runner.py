@@ -1,5 +1,6 @@
 """The runner: claims rollouts and runs the agent on each, many at once."""
 
+import asyncio
 import logging
 import os
 import secrets
@@ -223,11 +224,17 @@ class Runner:
         self, context: AttemptContext, connection: Connection, execution: AttemptExecution
     ) -> None:
         attempt, outcome = context.attempt, RELEASED
-        with self._running[attempt.id] as scope:
-            async with create_task_group() as tasks:
-                tasks.start_soon(self._cancel_when_ended, attempt, scope)
+        scope = self._running[attempt.id]
+        # A plain task: a task group costs as much as all else the runner does for an attempt.
+        watch = asyncio.ensure_future(self._wait_until_ended(attempt))
+        watch.add_done_callback(lambda _: scope.cancel())
+        with scope:
+            try:
                 outcome = await execution.run(context, connection)
-                tasks.cancel_scope.cancel()
+            finally:
+                watch.cancel()
+        if watch.done() and not watch.cancelled():
+            watch.result()  # raises the error of a store that cannot be watched
         if context.spans:
             with suppress(NotFound):  # its run was dropped
                 await self._store.record(attempt.id, context.spans)
@@ -263,7 +270,6 @@ class Runner:
         except (LeaseLost, NotFound):  # or its run was dropped
             scope.cancel()
 
-    async def _cancel_when_ended(self, attempt: Attempt, scope: CancelScope) -> None:
+    async def _wait_until_ended(self, attempt: Attempt) -> None:
         with suppress(NotFound):  # its run was dropped
             await self._store.ended(attempt.id)
-        scope.cancel()
