@@ -145,6 +145,16 @@ def test_a_step_in_which_all_fails_stops_the_run_with_the_reason(
     assert "whet/runners" not in record.failure.traceback
 
 
+def test_a_step_in_which_all_fails_stops_an_overlapped_run(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "raises", "--loop.name=overlapped", "--steps=4") == 2
+    shown = capsys.readouterr()
+    assert f"every rollout of step 1 failed, 4 of 4, such as: agent: {KEY_ERROR}" in shown.err
+    report = json.loads(Path(".whet/runs/it/report.json").read_text())
+    assert (report["steps"], report["failed_rollouts"], report["rewards"]) == (1, 4, [None])
+
+
 def test_a_run_that_stopped_goes_on_once_the_agent_is_fixed(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 import whet
 from whet.app.cli.main import main
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt
+from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.types import (
     Attempt,
@@ -114,6 +115,16 @@ def test_a_reward_of_0_is_not_shown_as_a_success() -> None:
         return str(tree.label.spans[-2].style)
 
     assert (style(0.0), style(0.5)) == ("bold", "bold green")
+
+
+def test_an_algorithm_is_named_by_a_string(model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = SETTINGS | {"quiet": True, "dir": str(tmp_path)}
+    settings |= {"model": str(model), "resources": {"prompt_template": PROMPT}}
+    result = whet.train(agent, ["good", "well"], algorithm="rloo", **settings)
+    assert RunFolder(result.run).read_config().algorithm.name == "rloo"
+    assert result.total("rollouts") == 4
+    with pytest.raises(ConfigError, match="unknown algorithm 'rlo', perhaps 'rloo'"):
+        whet.train(agent, ["good"], algorithm="rlo", **settings)
 
 
 async def traced(task: str, llm: Endpoint) -> float:
