@@ -244,7 +244,7 @@ def run_and_report(
         result = run_async(training)
     draw_picture(result, folder.picture)
     print_report(console, result)
-    print_next(console, folder, has_failures=bool(result.failures))
+    print_next(console, folder, result.steps, has_failures=bool(result.failures))
     return result
 
 

@@ -1,5 +1,6 @@
 """Attempts as trees: forks and generations that are never trained."""
 
+import json
 from pathlib import Path
 
 import anyio
@@ -52,7 +53,7 @@ def test_dev_shows_the_call_that_forks_and_why(
     shown = run_dev(folder, model, "forks", capsys)
     _, first, second, third = shown.split("── call ")
     assert "fork:" not in first + second
-    assert "sampled 4 fork: new_conversation" in third
+    assert " fork: new_conversation" in third
 
 
 def test_dev_shows_an_answer_that_is_constrained(
@@ -74,3 +75,20 @@ def test_show_counts_the_forks_of_rollouts_and_names_them_in_one(
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert shown.count("fork: edited_history") == 1
     assert "advantage -0.750" in shown
+
+
+def test_show_names_the_checkpoints_that_are_kept(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_folder(folder / ".whet")
+    anyio.run(record_run, run)
+    assert main(["show", "mine"]) == 0
+    assert "checkpoints" not in capsys.readouterr().out
+    (run.checkpoints / "step-000001").mkdir()
+    (run.checkpoints / "step-000001.partial").mkdir()
+    assert main(["show", "mine"]) == 0
+    line = "checkpoints in .whet/runs/mine/checkpoints: step-000001 (after step 2)\n"
+    assert line in capsys.readouterr().out
+    assert main(["show", "mine", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert found == {"2": ".whet/runs/mine/checkpoints/step-000001"}

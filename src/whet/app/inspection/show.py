@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from whet.app.cli.display import open_console
+from whet.app.cli.display import find_checkpoints, format_checkpoints, open_console
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_runs_flag
 from whet.app.inspection.attempt_view import (
     Advantages,
@@ -73,7 +73,7 @@ def run_show(args: argparse.Namespace) -> int:
     choice = Choice(args.step, args.worst, args.failed, rollout or args.rollout, args.limit)
     found = run_async(_read, folder, choice, args.store)
     if args.json:
-        sys.stdout.write(json.dumps(found.as_json(), ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(found.as_json(folder), ensure_ascii=False) + "\n")
     else:
         _print(open_console(), folder, found)
     return 0
@@ -143,6 +143,8 @@ class Shown:
     advantages: Advantages
     step: StepRecord | None = None
     """The step whose rollouts are listed; None if attempts are shown whole."""
+    steps: Sequence[StepRecord] = ()
+    """All steps of the run, if the rollouts of one are listed."""
 
     def compute_advantage(self, view: AttemptView) -> float | None:
         """Mean advantage of an attempt's generations; None without credit."""
@@ -158,10 +160,12 @@ class Shown:
             own += [self.advantages[id] for id in ids if id in self.advantages]
         return [f"{name} {fmean(own):+.3f}" if own else name for name, own in found.items() if name]
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self, folder: RunFolder) -> dict[str, object]:
         """Everything except the token ids, which are in the store."""
+        kept = find_checkpoints(folder, self.steps)
         return {
             "step": self.step and self.step.step + 1,
+            "checkpoints": {number: str(path) for number, path in kept.items()},
             "versions": read_versions(self.step.metrics) if self.step else {},
             "attempts": [
                 view.as_json()
@@ -189,7 +193,7 @@ async def _read(folder: RunFolder, choice: Choice, address: str | None) -> Shown
         advantages = await store.advantages(step.step)
         views = [await read_attempt(store, records[id].rollout) for id in step.consumed]
         if not choice.worst:
-            return Shown(views, advantages, step)
+            return Shown(views, advantages, step, steps)
         views.sort(key=lambda view: (view.record.failure is not None, view.record.reward or 0.0))
         return Shown(views[: choice.limit], advantages)
 
@@ -269,7 +273,8 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
             f"of the step is {shown.step.metrics['reward']:.2f}",
             highlight=False,
         )
-    name = folder.path.name
-    console.print(
-        f"whole attempts: whet show {name} --worst, --failed, or --rollout ID", highlight=False
-    )
+    for line in (
+        *format_checkpoints(folder, shown.steps),
+        f"whole attempts: whet show {folder.path.name} --worst, --failed, or --rollout ID",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
