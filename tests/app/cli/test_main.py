@@ -395,6 +395,20 @@ def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
             assert len(line.split("  ")) > 2 or lines[number + 1].startswith(" " * 20), line
 
 
+def test_the_help_of_the_demo_has_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(run_main(capsys, "demo", "--help").stdout.split())
+    for flag, default in {
+        "--model NAME": "arithmetic tiny; hello smollm2",
+        "--steps N": "arithmetic 24, with smollm2 20; hello 12, with tiny 16",
+        "--trainer.weights lora|full": "arithmetic full, with smollm2 lora; hello lora",
+        "--adam.lr X": "arithmetic 0.0003; hello 0.0003, with tiny 0.0005",
+        "--group-size N": "8",
+        "--seed N": "0",
+    }.items():
+        assert text.partition(flag)[2].partition("(default ")[2].startswith(f"{default})"), flag
+    assert "(default 20)" in run_main(capsys, "train", "--help").stdout
+
+
 def test_every_config_key_is_in_help_config_with_its_type_default_and_meaning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
