@@ -174,7 +174,10 @@ def test_failures_of_a_part_are_counted_by_reason(
     shown = capsys.readouterr().out
     assert "failed rollouts by reason" in shown
     assert "KeyError: 'missing' (bad.py:" in shown
-    assert "2 of 4 rollouts failed, such as: agent" in caplog.text
+    assert (
+        "2 of 4 rollouts failed (train-000000-000 to train-000001-001), such as: agent"
+        in caplog.text
+    )
 
 
 def test_failures_that_name_the_urls_of_their_attempts_are_counted_as_one_reason(
@@ -217,6 +220,33 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
 
 def test_an_agent_with_a_seed_of_its_own_trains(folder: Path, model: Path) -> None:
     assert train(model, "seeded", "--steps=1", "--quiet") == 0
+
+
+def test_failures_of_an_evaluation_are_told_from_those_of_a_step(
+    folder: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ("--held-out=tasks.jsonl", "--evaluation.samples=0", "--quiet")
+    assert train(model, "raises", *flags) == 2
+    lines = [line.split(", such as")[0] for line in caplog.messages if "rollouts failed" in line]
+    assert lines == [
+        "2 of 2 rollouts failed (before-greedy-00000 to before-greedy-00001)",
+        "4 of 4 rollouts failed (train-000000-000 to train-000001-001)",
+    ]
+
+
+def test_a_run_that_has_more_steps_is_refused_before_anything_is_printed(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "fine", "--steps=1") == 0
+    Path(".whet/runs/it/report.json").unlink()  # as of a run that was stopped
+    capsys.readouterr()
+    again = ("train", "bad.py:fine", "--tasks=tasks.jsonl", "--resume=it", "--steps=0")
+    assert main(again) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "whet: the run has 1 step already, found steps 0: leave it out, or give at least 1\n"
+    )
 
 
 def test_in_python_it_raises(folder: Path, model: Path) -> None:
@@ -365,7 +395,11 @@ def test_an_evaluation_in_which_all_fails_fails(
 @pytest.mark.parametrize(
     ("program", "shown"),
     [
-        ("import whet, logging; logging.getLogger('whet.x').warning('seen')", "seen"),
+        (
+            "import whet, logging; whet.Trainer; log = logging.getLogger('whet.x').warning;"
+            "log('seen'); logging.basicConfig(format='%(message)s'); log('once')",
+            "warning: seen\nonce",
+        ),
         (
             "import sys; from whet.app.cli.main import main; main(['models']);"
             "import logging; logging.getLogger('whet.x').warning('seen');"

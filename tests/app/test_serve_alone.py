@@ -74,6 +74,8 @@ def test_the_command_serves_a_run_until_it_is_stopped(run: Path) -> None:
             timeout=60,
         )
         assert reply.json()["choices"][0]["message"]["content"] == "Never!"
+        listed = httpx.get(f"{url}/models", headers=headers).json()["data"]
+        assert [each["id"] for each in listed] == ["stubborn", "policy"]
         assert serving.stop() == 0
         assert serving.lines[-1] == "gateway stopped"
 

@@ -220,7 +220,7 @@ class RunFolder:
                     f"a resumed run keeps its config: {key!r} is {before.get(key)!r} there, found "
                     f"{value!r}; leave it out, or start a new run"
                 )
-        check_steps(config, self.count_reported_steps())
+        check_steps(config, max(self.count_reported_steps(), len(self.read_rewards())))
         return config
 
     def save_config(self, config: RunConfig) -> None:

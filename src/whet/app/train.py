@@ -1,10 +1,11 @@
 """`whet.train`: check a run, create or resume its folder, run it and print the report."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 
+from anyio import to_thread
 from pydantic import JsonValue
 from rich.console import Console
 
@@ -225,11 +226,14 @@ def run_and_report(
 ) -> Result:
     """Run the rest of a run, and print its result. With a `store` it runs no agent."""
     folder.keep_tasks(tasks, held_out)  # other tasks are refused before anything is printed
-    print_start(console, folder, len(tasks))
     with ExitStack() as stack:
-        if store is None and not console.quiet:  # `whet store` serves one itself
-            stack.enter_context(_serve_dashboard(folder, console))
         display = stack.enter_context(Display(console))
+
+        def begin() -> None:
+            print_start(console, folder, len(tasks))
+            if store is None and not console.quiet:  # `whet store` serves one itself
+                stack.enter_context(_serve_dashboard(folder, console))
+
         training = partial(
             run_training,
             agent,
@@ -240,6 +244,7 @@ def run_and_report(
             algorithm=algorithm,
             context=context,
             store=store,
+            on_open=begin,
         )
         result = run_async(training)
     draw_picture(result, folder.picture)
@@ -284,10 +289,11 @@ async def run_training(
     algorithm: Algorithm | None = None,
     context: AgentContext = NO_CONTEXT,
     store: str | None = None,
+    on_open: Callable[[], None] | None = None,
 ) -> Result:
     """Run the rest of a run: in this process, or at the address of a `store`.
 
-    At a store the agent is run only on a Ray cluster.
+    At a store the agent is run only on a Ray cluster. `on_open` is called once the model is loaded.
     """
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
@@ -314,6 +320,8 @@ async def run_training(
                 progress=display.note,
             )
         )
+        if on_open is not None:
+            await to_thread.run_sync(on_open)
         if connected is not None and address is not None:
             if runner.ray is not None and agent is not None:
                 watched = run_agents_on_ray(agent, runner, connected, address, report=display.note)

@@ -278,7 +278,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
 ) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
-    done = run_main(capsys, *TRAIN, "--model", "model", "--quiet")
+    done = run_main(capsys, *TRAIN, "--model", "model")
     assert_refused(done, "cannot load the model in 'model'")
 
 
