@@ -280,12 +280,19 @@ def test_dev_fails_if_every_attempt_did_and_shows_the_line(
     shown = capsys.readouterr()
     assert KEY_ERROR in shown.out.replace("\n", "")
     assert 'return {}["missing"]' in shown.out
+    again = f"whet dev bad.py:raises --tasks tasks.jsonl --model {model}"
+    assert shown.out.endswith(f"next: fix the agent, then `{again}`\n")
     assert main([*command, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "in raises" in found["attempts"][0]["failure"]["traceback"]
     command[1] = "bad.py:greedy"
     assert main(command) == 0
-    assert "sampled at temperature 0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "sampled at temperature 0" in shown
+    train = f"whet train bad.py:greedy --tasks tasks.jsonl --model {model}"
+    assert shown.endswith(f"next: `{train}`\n")
+    assert main([*command, "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -389,7 +396,21 @@ def test_an_evaluation_in_which_all_fails_fails(
     assert main(["eval", "bad.py:raises", *where]) == 1
     shown = capsys.readouterr()
     assert "every rollout failed" in shown.err
+    advice = "`whet dev bad.py:raises --tasks tasks.jsonl` shows the error of one"
+    assert shown.out.endswith(f"next: {advice}\n")
     assert f"4 evaluation rollouts failed (agent) and count as 0, such as: {KEY_ERROR}" in shown.out
+
+
+def test_an_evaluation_names_how_to_look_at_it_and_to_add_a_model(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--tasks=tasks.jsonl", f"--model=random={model}", "--name=e", "--results=all.jsonl")
+    assert main(["eval", "bad.py:fine", *flags]) == 0
+    another = (
+        "whet eval bad.py:fine --tasks tasks.jsonl --results all.jsonl --model MODEL --resume e"
+    )
+    advice = f"`whet view .whet/runs/e` in a browser, `{another}` to compare another model"
+    assert capsys.readouterr().out.endswith(f"next: {advice}\n")
 
 
 @pytest.mark.parametrize(
