@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
 from whet.protocols import Store
-from whet.runners.judges.group_ranking import SCORE
+from whet.runners.judges.group_ranking import is_ranking
 from whet.store.queries import rollout_pages
 from whet.store.queries.rollout_pages import GroupRow, PageCursor, RolloutFilter, RolloutRow
 from whet.types import AttemptId
@@ -106,7 +106,7 @@ async def is_judged(store: Store, rows: Sequence[RolloutRow]) -> bool:
     ended = {row.group: row for row in rows if row.step is not None and row.status == "succeeded"}
     for row in itertools.islice(ended.values(), MAX_JUDGED):
         spans = await store.spans(AttemptId(f"{row.id}.{row.attempts}"))
-        if any(SCORE in span.attributes for span in spans):
+        if any(map(is_ranking, spans)):
             return True
     return False
 
