@@ -17,7 +17,12 @@ from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
 from whet.app.dashboard.terminal import escape_control_characters
-from whet.app.inspection.run_list import build_narrow_table, find_newest, print_rows
+from whet.app.inspection.run_list import (
+    EVALUATION_KIND,
+    build_narrow_table,
+    find_newest,
+    print_rows,
+)
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.threads import run_async
@@ -90,7 +95,7 @@ def run_rollouts(args: argparse.Namespace) -> int:
     _parse(query)  # before anything is opened
     if args.name is None and args.store is not None:
         raise ConfigError("found no RUN, expected the name of a run of the store")
-    run = args.name or find_newest(Path(args.dir))
+    run = args.name or find_newest(Path(args.dir), excluded=(EVALUATION_KIND,))
     if args.store is None:
         folder = RunFolder.find(run, Path(args.dir)).path.resolve()
         found = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)

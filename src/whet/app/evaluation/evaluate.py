@@ -45,6 +45,7 @@ from whet.app.inputs import (
     parse_resources,
     publish_resources,
 )
+from whet.app.inspection.run_list import EVALUATION_KIND
 from whet.app.prompts.saved import ALL_MODELS
 from whet.app.run_folder import RunFolder
 from whet.config import PolicyConfig, RunConfig, resolve
@@ -58,7 +59,6 @@ from whet.runners.collector import QueueCollector
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, Endpoint, Outcome
 
-KIND = "eval"
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 ModelPrompts = Mapping[str, Mapping[str, JsonValue]]
@@ -140,7 +140,7 @@ class PreparedEvaluation(NamedTuple):
     prompts: Mapping[str, Mapping[str, JsonValue]]
     """Resources of the agent, by model."""
     policies: Mapping[str, PolicyConfig]
-    """Those of a run of several; every other model is served under all of their names."""
+    """Policies of a model that has several; every other model answers under each of their names."""
 
 
 def prepare_evaluation(
@@ -178,10 +178,10 @@ def prepare_evaluation(
     if endpoint is not None:
         run_async(check_endpoint, endpoint, key, key_variable)
     if resume:
-        folder = RunFolder.to_resume(config, KIND)
+        folder = RunFolder.to_resume(config, EVALUATION_KIND)
         folder.resume(values)
     else:
-        folder = RunFolder.create(config, KIND)
+        folder = RunFolder.create(config, EVALUATION_KIND)
     with ExitStack() as stack:
         stack.callback(folder.discard_if_new)
         folder.keep_tasks(tasks, [])

@@ -19,12 +19,18 @@ from whet.app.inspection.attempt_view import (
     draw_attempt,
     read_attempt,
 )
-from whet.app.inspection.run_list import build_narrow_table, find_newest, list_runs, print_rows
+from whet.app.inspection.run_list import (
+    EVALUATION_KIND,
+    build_narrow_table,
+    find_newest,
+    list_runs,
+    print_rows,
+)
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
 from whet.io.threads import run_async
 from whet.protocols import Store
-from whet.runners.judges.group_ranking import SCORE
+from whet.runners.judges.group_ranking import is_ranking
 from whet.training.learners import read_versions
 from whet.types import NO_ADVANTAGES, Rollout, RolloutRecord, Status, StepRecord
 
@@ -67,7 +73,9 @@ def add_arguments(parser: CommandParser) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Run `whet show`."""
     directory = Path(args.dir)
-    folder, rollout = run_async(_find, args.name or find_newest(directory), directory)
+    folder, rollout = run_async(
+        _find, args.name or find_newest(directory, excluded=(EVALUATION_KIND,)), directory
+    )
     if rollout and (args.step or args.worst or args.failed or args.rollout):
         raise ConfigError(f"{args.name!r} is a rollout: choose among the rollouts of a run instead")
     choice = Choice(args.step, args.worst, args.failed, rollout or args.rollout, args.limit)
@@ -263,7 +271,7 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         )
     failures = [view.record.failure for view in shown.views]
     print_rows(console, table, [failure.message if failure else "" for failure in failures])
-    if any(SCORE in span.attributes for view in shown.views for span in view.spans):
+    if any(is_ranking(span) for view in shown.views for span in view.spans):
         console.print(
             "reward: the agent's own; with the scores of the judge, which training adds, the mean "
             f"of the step is {shown.step.metrics['reward']:.2f}",

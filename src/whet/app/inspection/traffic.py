@@ -175,7 +175,7 @@ def _report(counts: Counter[str]) -> dict[str, JsonValue]:
 
 def _read_records(file: Path) -> list[dict[str, JsonValue]]:
     records: list[dict[str, JsonValue]] = []
-    for number, value in read_jsonl(file, "recorded calls"):
+    for number, value in read_jsonl(file, "recorded calls", strict=False):
         if not isinstance(value, dict):
             raise ConfigError(f"{str(file)!r} line {number}: expected a JSON object")
         records.append(value)
