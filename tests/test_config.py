@@ -37,6 +37,10 @@ def test_merging_leaves_its_arguments_as_they_were() -> None:
         ({"adam": {"learning_rate": 1}}, "key 'adam.learning_rate': did you mean 'adam.lr'"),
         ({"runner": {"gpus": 2}}, "unknown config key 'runner.gpus': did you mean 'trainer.gpus'"),
         ({"dir": "a\udcff"}, r"config key 'dir': expected UTF-8, found 'a.udcff'"),
+        (
+            {"gateway": {"models": ["\udcff"]}},
+            r"config key 'gateway.models': expected UTF-8, found",
+        ),
         ({"steps": "many"}, "config key 'steps': .* found 'many'"),
         ({"steps": -1}, "config key 'steps': .* found -1"),
         ({"adam": {"lr": "nan"}}, "config key 'adam.lr'"),

@@ -48,7 +48,7 @@ def test_an_error_in_a_file_names_its_line(tmp_path: Path, content: bytes, messa
         ({"q": {1, 2}}, r"tasks\[1\]\['q'\] is of type set: expected a JSON value"),
         (object(), r"tasks\[1\] is of type object"),
         ({"q": float("nan")}, r"tasks\[1\]\['q'\] is nan: expected a finite number"),
-        ({"q": {1: 2}}, r"tasks\[1\]\['q'\]\[1\] is under the key 1: expected a key that is a str"),
+        ({"q": {1: 2}}, r"tasks\[1\]\['q'\] has the key 1: expected keys that are str, as in JSON"),
     ],
 )
 def test_a_task_that_is_not_json_is_named(task: object, message: str) -> None:

@@ -103,8 +103,10 @@ def _convert(value: object, place: tuple[object, ...]) -> JsonValue:
     if isinstance(value, dict):
         for key in cast(dict[object, object], value):
             if not isinstance(key, str):
-                at = _format_place((*place, key))
-                raise ConfigError(f"{at} is under the key {key!r}: expected a key that is a str")
+                at = _format_place(place)
+                raise ConfigError(
+                    f"{at} has the key {key!r}: expected keys that are str, as in JSON"
+                )
         return {
             key: each if type(each) in PLAIN else _convert(each, (*place, key))
             for key, each in cast(dict[str, JsonValue], value).items()
@@ -272,8 +274,10 @@ class _TaskCycle:
         return random.Random(f"{self._seed}/draw/{self._count}").random()
 
 
-def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
+def read_jsonl(path: Path, what: str, *, strict: bool = True) -> list[tuple[int, JsonValue]]:
     """The values of a file with one JSON value a line, each with the number of its line.
+
+    `strict` refuses numbers that JSON does not have, such as the -Infinity that Python writes.
 
     Raises:
         ConfigError: the file cannot be read, or a line is not JSON.
@@ -285,12 +289,14 @@ def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
         raise ConfigError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the {what} {str(path)!r} are not UTF-8 text: {error}") from error
+    # Any: functions of different signatures.
+    hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _parse_float}
+    hooks = hooks if strict else {}
     values: list[tuple[int, JsonValue]] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                value = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_float)
-                values.append((number, cast(JsonValue, value)))
+                values.append((number, cast(JsonValue, json.loads(line, **hooks))))
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{str(path)!r} line {number} is not JSON ({error}); found {line[:60]!r}, "

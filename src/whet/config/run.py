@@ -371,12 +371,11 @@ def list_leaves(
 def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
     """Validate config values. Raises ConfigError with the first error, in one line."""
     for key, value in list_leaves(values):
-        try:
-            str(value).encode()
-        except UnicodeEncodeError as error:  # of a path: safetensors and the saved config are UTF-8
-            raise ConfigError(
-                f"config key {key!r}: expected UTF-8, found {str(value)!r}"
-            ) from error
+        for text in map(str, value if isinstance(value, list | tuple) else (value,)):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # safetensors and the saved config are UTF-8
+                raise ConfigError(f"config key {key!r}: expected UTF-8, found {text!r}") from error
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
