@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 
 import anyio
 import pytest
@@ -66,6 +67,17 @@ def test_threads_take_short_turns_for_a_while() -> None:
     assert sys.getswitchinterval() == interval_s
 
 
+def test_the_last_of_blocks_with_short_turns_restores_the_interval() -> None:
+    interval_s = sys.getswitchinterval()
+    first, second = shorten_thread_turns(), shorten_thread_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == interval_s
+
+
 def test_a_process_that_is_interrupted_twice_at_once_stops_its_work_once() -> None:
     ended: list[bool] = []
 
@@ -108,7 +120,14 @@ def test_handlers_of_a_program_get_every_interrupt_and_stay() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None:
+def run_with_asyncio(work: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("run_outer", [run_with_asyncio, run_async])
+def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt(
+    run_outer: Callable[[Callable[[], Coroutine[None, None, None]]], None],
+) -> None:
     ended: list[str] = []
 
     async def work() -> None:
@@ -124,7 +143,7 @@ def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None
         run_async(work)
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
+        run_outer(main)
     assert ended == ["ended"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
