@@ -32,7 +32,7 @@ from whet.types import Endpoint
 Progress = Callable[[str], None]
 
 BASE_MODEL = "base"
-"""`gateway.judge`: the model of the run before training."""
+"""Value of `gateway.judge` for the model of the run before training."""
 
 SECTIONS = ("dir", "engine", "gateway")
 """Keys of the config that serving reads."""

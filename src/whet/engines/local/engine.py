@@ -34,7 +34,7 @@ from whet.types import Sampling, TokenChunk, join_chunks
 logger = logging.getLogger(__name__)
 
 MIN_SHARED_PREFIX = 16
-"""Shared tokens for which a request waits for a prefill, to copy the KV cache of another one."""
+"""Tokens that a request must share with one that is prefilled to wait and copy its KV cache."""
 
 MIN_ROW_CAPACITY = 64
 """Positions of the smallest KV cache row; larger ones are powers of two, so growing is rare."""

@@ -353,7 +353,10 @@ def _find_call_text(call: ToolCall) -> str:
 
 
 def _is_moved(part: str, own: str, suffix: str, messages: Sequence[Message]) -> bool:
-    """Return whether the suffix has a part of a turn which the turn lacks and no message wrote."""
+    """Return whether a part of a turn is rendered in the suffix instead of in the turn.
+
+    Occurrences that the messages of the suffix wrote do not count.
+    """
     if part in own or part not in suffix:
         return False
     texts = [m.content for m in messages]

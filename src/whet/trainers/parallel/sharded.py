@@ -259,9 +259,8 @@ class ModelShard(LocalTrainer):
             return {}
         try:
             return super()._train_tree(tree, loss)
-        except (
-            NonFiniteUpdate
-        ) as error:  # raised later: other ranks wait for this one in the next passes
+        # Raised later: other ranks wait for this one in the next passes.
+        except NonFiniteUpdate as error:
             self._non_finite.append(error)
             return {}
 
@@ -278,9 +277,8 @@ class ShardMicroBatches(MicroBatches):
 
     def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
         self._pass = shard_policy(policy, place.size)
-        with (
-            torch.no_grad()
-        ):  # FSDP prepares itself in its first pass, which must not be one of the reference
+        # FSDP prepares itself in its first pass, which must not be one of the reference.
+        with torch.no_grad():
             ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=policy.device)
             self._run_pass(lambda: policy.body(input_ids=ids_11, use_cache=False))
         self.shards = ShardWeights(policy, place)
