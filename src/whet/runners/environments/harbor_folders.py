@@ -20,7 +20,7 @@ from whet.runners.environments.completion import Message, complete
 from whet.runners.environments.environment import Options, Split, read_count
 from whet.runners.environments.harbor_sandbox import HarborSandbox
 from whet.runners.environments.harbor_tasks import HarborTask, NeedsContainer, read_task
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.sandbox import SandboxLimits
 from whet.types import Endpoint
 
