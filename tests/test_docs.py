@@ -30,9 +30,12 @@ WITH_PROGRAMS = [  # each program of the page on SDKs is a link
 CONFIGURATION = (DOCS / "reference" / "configuration.md").read_text()
 COMMANDS = (DOCS / "reference" / "cli.md").read_text()
 METRIC_FUNCTIONS = {
-    "training/step.py": {
-        *("compute_reward_metrics", "_run_updates", "_compute_row_metrics", "_count_unselected"),
+    "training/step_metrics.py": {
+        "compute_reward_metrics",
+        "compute_row_metrics",
+        "count_unselected",
     },
+    "training/step.py": {"_run_updates"},
     "trainers/local.py": {"_measure"},
     "trainers/tinker.py": {"_compute_metrics"},
 }

@@ -15,7 +15,7 @@ import whet
 from support.commands import EXAMPLES, environment
 from support.prepared_model import PreparedModel
 from whet.errors import ConfigError
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 
 FOLDER = EXAMPLES / "coding_agent"
 TASK: Any = {

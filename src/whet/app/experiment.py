@@ -43,8 +43,7 @@ TOTALS = (
     "trained_tokens",
     "unproven_rows",
 )
-"""Metrics of steps that are summed over a run."""
-
+"""Metrics of steps whose sums over the run a result reports."""
 
 INTERRUPTED_S = 5.0
 """Seconds an interrupted run waits for its trackers."""

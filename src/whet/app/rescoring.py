@@ -27,6 +27,7 @@ from whet.app.evaluation.statistics import correlate
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, WhetError, boundary
 from whet.io.files import atomic_file
+from whet.io.paging import iterate_pages
 from whet.protocols import Store
 from whet.runners.agent import await_result
 from whet.runners.context import check_reward
@@ -35,8 +36,6 @@ from whet.runners.judges.prompts import read_answer
 from whet.runners.loading import load_function
 from whet.types import Mode, Trajectory
 
-PAGE = 200
-"""Rollouts read at a time."""
 PARAMETERS = ("task", "answer", "trajectory", "reward")
 """Parameters that a reward function may have."""
 
@@ -187,9 +186,7 @@ async def rescore(
     """Score the rollouts of a mode that have ended; the store is only read."""
     found: list[Rescored] = []
     limit = anyio.CapacityLimiter(concurrency)
-    last: str | None = None
-    while page := await store.rollouts(mode=mode, after=last, limit=PAGE):
-        last = page[-1].rollout.id
+    async for page in iterate_pages(store, mode=mode):
         ended = {each.rollout.id: each.status for each in page}
         trajectories = await store.trajectories(list(ended), failed=failed)
         scored: dict[str, Rescored] = {}

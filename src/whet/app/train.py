@@ -224,7 +224,6 @@ def run_and_report(
     store: str | None = None,
 ) -> Result:
     """Run the rest of a run, and print its result. With a `store` it runs no agent."""
-    folder.keep_tasks(tasks, held_out)  # other tasks are refused before anything is printed
     print_start(console, folder, len(tasks))
     with ExitStack() as stack:
         if store is None and not console.quiet:  # `whet store` serves one itself

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 from whet.errors import RequestError, WhetError
+from whet.io.otlp import ATTEMPT
 from whet.types import AttemptId
 
 if TYPE_CHECKING:  # minting keys needs no HTTP framework
     from starlette.requests import Request
 
 AGENT_HEADER = "x-whet-agent"
-BAGGAGE_KEY = "whet.attempt"
 KEY_PREFIX = "whet-"
 MAC_LENGTH = 32
 
@@ -132,6 +132,6 @@ def _read_baggage(headers: Sequence[str]) -> list[str]:
     named: list[str] = []
     for member in ",".join(headers).split(","):
         name, _, value = member.partition(";")[0].partition("=")
-        if name.strip() == BAGGAGE_KEY:
+        if name.strip() == ATTEMPT:
             named.append(unquote(value.strip()))
     return named

@@ -13,13 +13,8 @@ from dataclasses import dataclass, replace
 from whet.config import RunConfig
 from whet.protocols import Algorithm, TrainingBackend
 from whet.training.diagnosis import build_cause_metrics, count_causes
-from whet.training.step import (
-    StepBatch,
-    Stopwatch,
-    compute_reward_metrics,
-    credit_groups,
-    update_policy,
-)
+from whet.training.step import StepBatch, Stopwatch, credit_groups, update_policy
+from whet.training.step_metrics import TOTALS, compute_reward_metrics
 from whet.types import (
     Call,
     Credit,
@@ -33,19 +28,6 @@ from whet.types import (
 
 logger = logging.getLogger(__name__)
 
-TOTALS = (
-    "rows",
-    "trained_rollouts",
-    "unproven_rows",
-    "constrained_generations",
-    "unselected_generations",
-    "row_tokens",
-    "trained_tokens",
-    "computed_tokens",
-    "updates",
-    "skipped_updates",
-)
-"""Metrics of policies that are added up for the run."""
 VERSION = "version"
 
 
@@ -91,7 +73,8 @@ async def update_policies(
 
     Those of a policy have its name as prefix, as `planner/loss`. Those without are of the run.
     """
-    metrics = compute_reward_metrics(batch, config) | dict.fromkeys(TOTALS, 0.0)
+    metrics = compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
+    metrics |= dict.fromkeys(TOTALS, 0.0)
     metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
     for learner in learners:
         own, name = select_batch(batch, learner.name), learner.name

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from support.prepared_model import PreparedModel
 from whet.errors import AgentFailed, ConfigError
 from whet.runners.environments.environment import EnvironmentName, open_environment
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 
 DOCKERFILE = "# a comment\nFROM python:3.12-slim\nWORKDIR /work\nENV UNIT=m\nCOPY data \\\n  data\n"
 TEST = """#!/bin/bash

@@ -65,7 +65,6 @@ SHORT_HELP = {
     "runner.temperature": "temperature of training rollouts (default: as the agent asks)",
     "gateway.host": "address to listen on",
     "gateway.port": "port to listen on; 0 picks a free one",
-    "gateway.processes": "processes of the gateway, 0 for this one (default: one for 4 cores)",
     "gateway.models": "further model names that agents may ask for",
     "gateway.endpoints": "text-only models at other APIs, as NAME=MODEL@URL",
     "supervised.epochs": "passes over the data",

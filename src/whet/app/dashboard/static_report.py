@@ -61,7 +61,7 @@ async def _collect(run: OpenedRun) -> dict[str, object]:
     for order, status in CHOICES:
         query = RolloutQuery.model_validate({"order": order, "status": status, "limit": LISTED})
         page = await run.store.browse(read_page, query.build_filter(), order=order, limit=LISTED)
-        listed = {row.id: rollout_list.serialize_rollout(row) for row in page.rows} | listed
+        listed = {row.id: rollout_list.serialize_row(row) for row in page.rows} | listed
         whole += [row.id for row in page.rows[:WHOLE]]
     data[f"{base}/rollouts"] = {"rollouts": list(listed.values()), "next": None, "total": None}
     for id in dict.fromkeys(whole):

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,10 +156,7 @@ def prepare_evaluation(
     prompts: ModelPrompts | None = None,
 ) -> PreparedEvaluation:
     """Check models and endpoint, then open the run folder: a refused evaluation writes nothing."""
-
-    def progress(text: str) -> None:
-        console.print(text, highlight=False)
-
+    progress = partial(console.print, highlight=False)
     config = resolve(values)
     check_one_policy(config, "an evaluation of models")
     if config.gateway.judge == "base":

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -66,9 +67,7 @@ async def _run(
     context: AgentContext,
     console: Console,
 ) -> list[AttemptView]:
-    def progress(text: str) -> None:
-        console.print(text, highlight=False)
-
+    progress = partial(console.print, highlight=False)
     async with open_run(folder, agent=agent, context=context, progress=progress) as run:
         rollouts = _plan_rollouts(tasks, folder)
         await run.collector.begin(rollouts)

@@ -10,13 +10,11 @@ from pydantic import JsonValue
 
 from whet.config import SelectionConfig
 from whet.io.genai_spans import UntrainableCall, find_untrainable_calls
+from whet.io.paging import iterate_pages
 from whet.protocols import Store
 from whet.training.rows import build_rows
 from whet.training.selection import count_reasons, explain_exclusions
 from whet.types import Credit, Mode, StepRecord, Trajectory
-
-PAGE = 256
-"""Rollouts read at a time."""
 
 
 @dataclass(slots=True)
@@ -97,11 +95,8 @@ class ExactnessCounts:
 async def build_exactness_report(store: Store, selection: SelectionConfig) -> dict[str, JsonValue]:
     """Read all records of a run and count; `selection` decides what would be trained."""
     counts = ExactnessCounts()
-    last: str | None = None
-    while page := await store.rollouts(mode=Mode.TRAIN, after=last, limit=PAGE):
-        ids = [record.rollout.id for record in page]
-        await count_exactness(counts, store, ids, selection)
-        last = ids[-1]
+    async for page in iterate_pages(store, mode=Mode.TRAIN):
+        await count_exactness(counts, store, [record.rollout.id for record in page], selection)
     return counts.as_json(await store.steps())
 
 

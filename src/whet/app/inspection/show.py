@@ -28,14 +28,12 @@ from whet.app.inspection.run_list import (
 )
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
+from whet.io.paging import iterate_pages
 from whet.io.threads import run_async
 from whet.protocols import Store
 from whet.runners.judges.group_ranking import is_ranking
 from whet.training.learners import read_versions
-from whet.types import NO_ADVANTAGES, Rollout, RolloutRecord, Status, StepRecord
-
-PAGE = 500
-"""Rollouts read at a time."""
+from whet.types import NO_ADVANTAGES, Rollout, Status, StepRecord
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -186,7 +184,8 @@ async def _read(folder: RunFolder, choice: Choice, address: str | None) -> Shown
             views = [await read_attempt(store, await _read_rollout(store, choice.rollout))]
             step = next((each for each in steps if choice.rollout in each.consumed), None)
             return Shown(views, await store.advantages(step.step) if step else NO_ADVANTAGES)
-        records = await _read_rollouts(store)
+        pages = iterate_pages(store)
+        records = {record.rollout.id: record async for page in pages for record in page}
         if choice.failed:
             failed = [id for id, record in records.items() if record.status is Status.FAILED]
             views = [
@@ -216,15 +215,6 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
         return (await store.attempt(attempts[-1].id)).rollout
     [trajectory] = await store.trajectories([id], failed=True)
     return trajectory.attempt.rollout
-
-
-async def _read_rollouts(store: Store) -> dict[str, RolloutRecord]:
-    found: dict[str, RolloutRecord] = {}
-    last: str | None = None
-    while page := await store.rollouts(after=last, limit=PAGE):
-        found |= {record.rollout.id: record for record in page}
-        last = page[-1].rollout.id
-    return found
 
 
 def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFolder) -> StepRecord:

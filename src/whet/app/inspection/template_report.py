@@ -9,9 +9,10 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
+from whet.gateway.templates.chat_template import QUESTION
 from whet.gateway.templates.detokenize import decode_message
 from whet.gateway.templates.renderer import Renderer
-from whet.gateway.templates.suffix import QUESTION, TOOL
+from whet.gateway.templates.suffix import TOOL
 from whet.types import Sampling
 
 WIDTH = 100

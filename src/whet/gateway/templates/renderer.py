@@ -17,10 +17,9 @@ from whet.gateway.graph import Turn
 from whet.gateway.messages import Message, ToolCall, join_extensions
 from whet.gateway.parsers.formats import NO_PARSER, choose_parser, choose_reasoning
 from whet.gateway.parsers.harmony import HarmonyParser
-from whet.gateway.templates.chat_template import ChatTemplate, remove_words
+from whet.gateway.templates.chat_template import QUESTION, ChatTemplate, remove_words
 from whet.gateway.templates.suffix import (
     PLACEHOLDER,
-    QUESTION,
     TOOL,
     Continuation,
     Mismatch,

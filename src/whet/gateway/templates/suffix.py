@@ -25,7 +25,7 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, Role, ToolCall
-from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.chat_template import QUESTION, ChatTemplate
 from whet.types import Fork
 
 PLACEHOLDER = f"0{secrets.token_hex(8)}0"
@@ -35,7 +35,6 @@ PLACEHOLDER_ARGUMENTS = json.dumps({"a": PLACEHOLDER})
 NEXT_TEXT = f"1{secrets.token_hex(8)}1"
 """Text of the message after the placeholder turn."""
 
-QUESTION = Message("user", "What is 2 + 3?")
 TOOL: JsonValue = {
     "type": "function",
     "function": {

@@ -16,8 +16,8 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
-from whet.gateway.templates.chat_template import PROBE_TEXT, ChatTemplate
-from whet.gateway.templates.suffix import QUESTION, TOOL, Mismatch, SuffixCutter
+from whet.gateway.templates.chat_template import PROBE_TEXT, QUESTION, ChatTemplate
+from whet.gateway.templates.suffix import TOOL, Mismatch, SuffixCutter
 from whet.types import Fork, Omission
 
 Mode = Literal["merged", "per-call"]

@@ -22,7 +22,7 @@ from whet.runners.executors.external_agents import (
     get_last_reward,
     parse_reward,
 )
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.sandbox import Sandbox
 from whet.types import Endpoint
 

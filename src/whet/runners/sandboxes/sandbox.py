@@ -1,4 +1,4 @@
-"""The protocol of sandboxes, their limits, and how one is chosen by name."""
+"""The protocol of sandboxes, their limits, and the way to the gateway from inside."""
 
 import asyncio
 import os

@@ -90,7 +90,7 @@ async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object
         limit=query.limit,
     )
     is_first = query.after is None
-    rows = [serialize_rollout(row) for row in page.rows]
+    rows = [serialize_row(row) for row in page.rows]
     count = rollout_pages.count_page
     return {
         "rollouts": rows,
@@ -111,8 +111,8 @@ async def is_judged(store: Store, rows: Sequence[RolloutRow]) -> bool:
     return False
 
 
-def serialize_rollout(row: RolloutRow) -> dict[str, object]:
-    """Return a rollout as the list shows it."""
+def serialize_row(row: RolloutRow | GroupRow) -> dict[str, object]:
+    """Return a rollout or a group as its list shows it."""
     step = None if row.step is None else row.step + 1
     return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
 
@@ -128,15 +128,9 @@ async def read_groups(run: OpenedRun, query: GroupQuery) -> dict[str, object]:
     )
     page = rows[: query.limit]
     return {
-        "groups": [serialize_group(row) for row in page],
+        "groups": [serialize_row(row) for row in page],
         "next": page[-1].seq if len(rows) > query.limit else None,
     }
-
-
-def serialize_group(row: GroupRow) -> dict[str, object]:
-    """Return a group as the list shows it."""
-    step = None if row.step is None else row.step + 1
-    return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
 
 
 def _encode_cursor(last: PageCursor) -> str:
