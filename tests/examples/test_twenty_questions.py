@@ -54,7 +54,7 @@ def test_a_runner_with_crewai_feeds_a_step_of_training(
         run(TRAIN, "algo", *place, "--model", str(player), "--steps", "1", "--words", "8")
     learned = report(tmp_path, "twenty-questions")
     assert learned["steps"] == 1
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0
     assert learned["trained_tokens"] > 0
     assert learned["rows"] == learned["trained_rollouts"]  # a game is one row
     run_folder = tmp_path / "runs" / "twenty-questions"

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 TOTALS = (
     "rows",
     "trained_rollouts",
-    "unproven_rows",
+    "unproven_generations",
     "constrained_generations",
     "unselected_generations",
     "row_tokens",

@@ -177,8 +177,8 @@ def _warn_of_equal_answers(
 
     Once only: the groups of a run that has learned its tasks are equal too.
     """
-    before = [record.metrics.get("equal_answer_groups", 0.0) for record in done]
-    if metrics["equal_answer_groups"] >= 0.5 > max(before, default=0.0):
+    before = [record.metrics.get("equal_answer_fraction", 0.0) for record in done]
+    if metrics["equal_answer_fraction"] >= 0.5 > max(before, default=0.0):
         equal = Counter(cause for group in groups if (cause := find_equal_answers(group)))
         reasons = "; ".join(explain_causes(equal))
         logger.warning("equal answers in %d of %d groups: %s", equal.total(), len(groups), reasons)
@@ -325,14 +325,14 @@ def compute_reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, flo
             for key in keys
         },
         "groups": len(batch.groups),
-        "zero_signal_groups": len(batch.zero_signal) / len(batch.groups),
-        "equal_answer_groups": _compute_mean(
+        "zero_signal_fraction": len(batch.zero_signal) / len(batch.groups),
+        "equal_answer_fraction": _compute_mean(
             find_equal_answers(g) is not None for g in batch.groups
         ),
         "rollouts": len(batch.rollouts),
         "failed_rollouts": len(batch.rollouts) - len(succeeded),
         "rollouts_without_calls": len(without),
-        "truncated_rollouts": _compute_mean(truncated),
+        "truncated_fraction": _compute_mean(truncated),
         "calls": sum(len(trajectory.calls) for trajectory in trajectories),
         "sampled_tokens": sum(_count_sampled(trajectory) for trajectory in trajectories),
         **_compute_judge_metrics(trajectories),
@@ -356,13 +356,13 @@ def _compute_row_metrics(built: Rows, version: int) -> dict[str, float]:
     return {
         "rows": len(built.rows),
         "trained_rollouts": len({row.rollout for row in built.rows}),
-        "unproven_rows": len(built.unproven),
+        "unproven_generations": len(built.unproven),
         "constrained_generations": len(built.constrained),
         "row_tokens": sum(len(row.tokens) for row in built.rows),
-        "merge_ratio": len(segments) / len(built.rows) if built.rows else 0.0,
+        "calls_per_row": len(segments) / len(built.rows) if built.rows else 0.0,
         "staleness": _compute_mean(ages),
         "staleness_max": max(ages, default=0),
-        "off_policy_tokens": _compute_mean(age > 0 for age in ages),
+        "off_policy_fraction": _compute_mean(age > 0 for age in ages),
     }
 
 
