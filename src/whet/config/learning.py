@@ -175,9 +175,9 @@ class LossConfig(Section):
     truncate the importance weight of tokens or rows to `correction_max` (TIS), or drop those beyond
     it (MIS)."""
     correction_max: Annotated[float, Field(ge=1)] = 3.0
-    """Largest importance weight, with `correction`."""
+    """Maximum importance weight, with `correction`."""
     correction_min: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least importance weight, with `token_mask` or `sequence_mask`: tokens or rows below it are
+    """Minimum importance weight, with `token_mask` or `sequence_mask`: tokens or rows below it are
     dropped."""
     old_logprobs: Literal["sampler", "recomputed"] = "sampler"
     """Probability that ratios are relative to: the sampler's, or the trainer's before the first
@@ -267,7 +267,7 @@ class AlgorithmConfig(Section):
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of a reward per turn, with `credit` by `turn`."""
     reward_keys: tuple[str, ...] = ()
-    """Further keys of emitted rewards that are added to the reward."""
+    """Keys of emitted rewards that are added to the reward."""
     logged_keys: tuple[str, ...] = ()
     """Keys of emitted rewards that are only logged; any other key causes a warning."""
     divide_by_std: bool = False
@@ -277,11 +277,11 @@ class AlgorithmConfig(Section):
     baseline_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """`reinforce`: decay of the running mean of rewards, per step."""
     success_threshold: float = 1.0
-    """`greedy`: the least reward of a correct answer."""
+    """`greedy`: minimum reward of a correct answer."""
     teacher: str | None = None
     """`distillation`: the model to learn from, named like `model`."""
     oversample: Annotated[int, Field(ge=1)] = 1
-    """Collect groups of further tasks in place of those without a signal, up to this many times
+    """Collect groups of more tasks in place of those without a signal, up to this many times
     `tasks_per_step`."""
 
 
@@ -348,7 +348,7 @@ class CurriculumConfig(Section):
     solved_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Probability with which a solved task is drawn when it is its turn."""
     solved_reward: float = 1.0
-    """Least mean reward of a solved task."""
+    """Minimum mean reward of a solved task."""
     hopeless_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Probability with which a hopeless task is drawn when it is its turn."""
     hopeless_reward: float = 0.0
@@ -422,7 +422,7 @@ class EvaluationConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Temperature of the samples."""
     pass_threshold: float = 1.0
-    """Least reward of a sample that passes, for pass@k."""
+    """Minimum reward of a sample that passes, for pass@k."""
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations during training; 0 evaluates before and after it only. The model
     of a run is then that of its best evaluated step."""

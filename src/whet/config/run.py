@@ -96,7 +96,7 @@ class PolicyConfig(Section):
     frozen: bool = False
     """Serve it and never train it."""
     models: tuple[str, ...] = ()
-    """Further model names for it."""
+    """Other model names for it."""
     trainer: Keys = Field(default={})
     """Keys of `[trainer]`."""
     adam: Keys = Field(default={})
