@@ -52,7 +52,9 @@ class Trainer:
         settings = _with_runner(settings, "tracer", "tracer", tracer)
         if isinstance(algorithm, VERL):
             if "trainer" in settings:
-                raise ConfigError("whet.VERL is the section `trainer`: give one of them")
+                raise ConfigError(
+                    "whet.VERL sets the config section 'trainer': pass only one of them"
+                )
             settings = {**settings, "trainer": algorithm.settings}
             algorithm = None
         named: dict[str, JsonValue] = {"name": algorithm} if isinstance(algorithm, str) else {}
@@ -156,5 +158,5 @@ def _with_runner(
         return settings
     runner = settings.get("runner", {})
     if isinstance(runner, dict) and key in runner:
-        raise ConfigError(f"{name} is runner.{key}: give one of them")
+        raise ConfigError(f"{name} and runner.{key} are one setting: pass only one of them")
     return merge(settings, {"runner": {key: value}})

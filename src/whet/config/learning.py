@@ -236,9 +236,7 @@ class LossConfig(Section):
                 "'token_mask' or 'sequence_mask', or old_logprobs 'recomputed'"
             )
         if (self.tokens_per_rollout is None) == (self.normalize == "constant"):
-            raise ValueError(
-                "tokens_per_rollout and normalize 'constant' need each other: set both or neither"
-            )
+            raise ValueError("tokens_per_rollout and normalize 'constant' must be set together")
         return self
 
     def _read_keys(self) -> set[str]:
@@ -331,7 +329,7 @@ class LengthConfig(Section):
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         if (self.soft_limit is None) != (self.hard_limit is None):
-            raise ValueError("soft_limit and hard_limit need each other: set both or neither")
+            raise ValueError("soft_limit and hard_limit must be set together")
         if (self.soft_limit or 0) >= (self.hard_limit or 1):
             raise ValueError(
                 f"expected soft_limit below hard_limit, found {self.soft_limit} and "

@@ -234,8 +234,8 @@ class RunConfig(Section):
             )
         if self.engine.kind == "vllm" and own.trained_weights == "full" and not policy.frozen:
             raise ValueError(
-                f"policy {name!r}: at vLLM several policies are adapters on one model: set "
-                "trainer.weights to 'lora'"
+                f"policy {name!r}: vLLM serves several policies as LoRA adapters of one base "
+                "model: set trainer.weights to 'lora'"
             )
         greedy = "greedy" in {own.algorithm.name, self.algorithm.name}
         for key, is_common in {"oversample": True, "name": greedy}.items():
@@ -290,8 +290,8 @@ class RunConfig(Section):
         for section, keys in unsupported.items():
             if keys:
                 raise ValueError(
-                    f"{section}.{min(keys)} has no meaning with trainer.kind 'tinker', whose "
-                    "service decides it or cannot do it: leave it out"
+                    f"{section}.{min(keys)} is not supported with trainer.kind 'tinker': leave it "
+                    "out"
                 )
         if self.loss.is_custom:
             raise ValueError(
@@ -316,8 +316,9 @@ class RunConfig(Section):
             return self
         if self.algorithm.name not in VERL_ALGORITHMS:
             raise ValueError(
-                f"algorithm.name {self.algorithm.name!r} has no meaning with trainer.kind 'verl': "
-                f"choose {', '.join(VERL_ALGORITHMS)}, or an estimator of verl by trainer.overrides"
+                f"algorithm.name {self.algorithm.name!r} is not supported with trainer.kind "
+                f"'verl': choose {', '.join(VERL_ALGORITHMS)}, or an estimator of verl by "
+                "trainer.overrides"
             )
         read = {"algorithm": {"name", "divide_by_std"}, "adam": {"lr"}}
         for name in SECTIONS_UNREAD_BY_VERL:
@@ -325,8 +326,8 @@ class RunConfig(Section):
             kind = {"kind"} if getattr(section, "kind", "local") != "local" else set[str]()
             if unread := (changed_keys(section) | kind) - read.get(name, set[str]()):
                 raise ValueError(
-                    f"{name}.{min(unread)} has no meaning with trainer.kind 'verl', which has "
-                    "settings of its own: leave it out, and use trainer.overrides"
+                    f"{name}.{min(unread)} is not supported with trainer.kind 'verl': leave it "
+                    "out, and use trainer.overrides"
                 )
         if self.start is not None:
             raise ValueError(

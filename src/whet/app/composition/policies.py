@@ -121,8 +121,8 @@ def _check_one_base(config: RunConfig, folders: dict[str, Path]) -> None:
     precisions = {t.precision for t in trainers if isinstance(t, LocalTrainerConfig)}
     if len({folder.resolve() for folder in folders.values()}) > 1 or len(precisions) > 1:
         raise ConfigError(
-            "at vLLM several policies are adapters on one model: give all of them the same model "
-            "and trainer.precision, or sample with --engine local"
+            "vLLM serves several policies as LoRA adapters of one base model: give all of them the "
+            "same model and trainer.precision, or sample with --engine local"
         )
 
 
