@@ -1,4 +1,4 @@
-"""The protocol of sandboxes, their limits, and how one is chosen by name."""
+"""The protocol of sandboxes, their limits, and the relay to the gateway."""
 
 import asyncio
 import os
