@@ -38,7 +38,7 @@ class LocalTrainerConfig(Section):
     gpus: Annotated[int, Field(ge=1)] = 1
     """GPUs of this machine to train on, each with its own process; without a GPU, the number of
     processes. Each gets rows with about as many tokens; the first GPU samples too."""
-    shard: Literal["auto", "yes", "no"] = "auto"
+    shard: Literal["auto", "on", "off"] = "auto"
     """With `gpus`: divide the trained model, its gradient and its optimizer among them (FSDP2), or
     have a copy on each; `auto` divides what would fill more than half of a GPU."""
     compile: bool = False
@@ -47,16 +47,16 @@ class LocalTrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_shard(self) -> Self:
-        if self.shard != "yes":
+        if self.shard != "on":
             return self
         if self.gpus == 1:
             raise ValueError(
-                "shard 'yes' divides the model among several GPUs, found gpus 1: set gpus too"
+                "shard 'on' divides the model among several GPUs, found gpus 1: set gpus too"
             )
         if unsupported := changed_keys(self) & UNSHARDED_KEYS:
             raise ValueError(
-                f"{min(unsupported)} is not supported with shard 'yes': leave it out, or set "
-                "shard to 'no'"
+                f"{min(unsupported)} is not supported with shard 'on': leave it out, or set "
+                "shard to 'off'"
             )
         return self
 
