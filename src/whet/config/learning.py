@@ -341,30 +341,30 @@ class LengthConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Weights of solved and hopeless tasks, judged by the mean reward of their last group."""
+    """Weights of solved and unsolved tasks, judged by the mean reward of their last group."""
 
     solved_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Probability with which a solved task is drawn when it is its turn."""
     solved_reward: float = 1.0
     """Minimum mean reward of a solved task."""
-    hopeless_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Probability with which a hopeless task is drawn when it is its turn."""
-    hopeless_reward: float = 0.0
-    """Largest mean reward of a hopeless task."""
+    unsolved_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Probability with which an unsolved task is drawn when it is its turn."""
+    unsolved_reward: float = 0.0
+    """Maximum mean reward of an unsolved task."""
 
     def weigh(self, reward: float | None) -> float:
         """Return the probability of drawing a task whose last group had this mean reward."""
         if reward is not None and reward >= self.solved_reward:
             return self.solved_weight
-        if reward is not None and reward <= self.hopeless_reward:
-            return self.hopeless_weight
+        if reward is not None and reward <= self.unsolved_reward:
+            return self.unsolved_weight
         return 1.0
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        if self.hopeless_reward >= self.solved_reward:
+        if self.unsolved_reward >= self.solved_reward:
             raise ValueError(
-                f"expected hopeless_reward below solved_reward, found {self.hopeless_reward} and "
+                f"expected unsolved_reward below solved_reward, found {self.unsolved_reward} and "
                 f"{self.solved_reward}"
             )
         return self
