@@ -15,7 +15,7 @@ from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 from whet.app.cli.flags import AFTER, PREFIX, WIDTH, CommandParser, get_agent_command
-from whet.config import UNIONS, RunConfig, merge, read_toml
+from whet.config import INTERNAL_KEYS, UNIONS, RunConfig, merge, read_toml
 
 ALIASES = {
     "engine.kind": "--engine",
@@ -148,9 +148,11 @@ def read_config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
 def list_config_fields(
     section: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of the config with its field, in the order of the sections."""
+    """Every key that users set with its field, in the order of the sections."""
     for name, field in section.model_fields.items():
         kind = field.annotation
+        if name in INTERNAL_KEYS:
+            continue
         if section is RunConfig and name in UNIONS:
             yield from _list_union_fields(name)
         elif isinstance(kind, type) and issubclass(kind, BaseModel):

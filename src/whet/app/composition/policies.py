@@ -138,7 +138,7 @@ class _Loader:
         """A policy and its trainer; that of a frozen one only has the weights it starts from."""
         if isinstance(config.trainer, TinkerConfig):
             return await self._open_tinker(config, frozen=frozen)
-        if frozen and config.start is None:
+        if frozen and config.initial_weights is None:
             return self._load_base(folder, config), None
         policy = self._load_policy(folder, config)
         return policy, await open_local_trainer(policy, config)
