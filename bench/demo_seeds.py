@@ -33,7 +33,7 @@ def keeps_promise(demo: str, result: dict) -> bool:
         and result["after"]["greedy"] >= after
         and result["gain_ci95"][0] > 0
         and result["seconds"] <= seconds
-        and result["unproven_rows"] == 0
+        and result["unproven_generations"] == 0
     )
 
 

@@ -128,7 +128,7 @@ async def compare(args: argparse.Namespace, weights: str, precision: str) -> boo
     settings["micro_batch_tokens"] = 8192
     engine: dict[str, Any] = {"device": args.device}
     plain = resolve({"trainer": settings, "engine": engine})
-    many = {**settings, "gpus": args.gpus, "shard": "yes"} if args.gpus > 1 else settings
+    many = {**settings, "gpus": args.gpus, "shard": "on"} if args.gpus > 1 else settings
     async with open_trainer(plain, folder) as (trainer, policy):
         assert isinstance(policy, LocalPolicy)
         vocabulary = policy.vocabulary

@@ -147,7 +147,7 @@ def test_every_metric_of_a_step_is_documented() -> None:
                 keys = [key for each in dicts for key in each.keys]
                 logged |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
     assert logged - {"reward/"} == documented - {
-        *("computed_tokens", "corrected_tokens", "reference_kl")
+        *("computed_tokens", "corrected_fraction", "reference_kl")
     }
 
 

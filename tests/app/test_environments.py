@@ -112,7 +112,11 @@ def test_an_environment_is_trained_and_evaluated(
     settings = ("--trainer.weights=full", "--algorithm.name=positive")
     assert main(["train", *env, "--model", str(model), *small, *settings]) == 0
     trained = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (trained["steps"], trained["failed_rollouts"], trained["unproven_rows"]) == (1, 0, 0)
+    assert (trained["steps"], trained["failed_rollouts"], trained["unproven_generations"]) == (
+        1,
+        0,
+        0,
+    )
     assert (trained["calls"], trained["tasks"]) == (4, 1)
     assert main(["eval", *env, "--model", str(model), "--evaluation.samples=0"]) == 0
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])

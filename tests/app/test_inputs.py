@@ -178,8 +178,8 @@ def run_curriculum(
     return found, rewards
 
 
-def test_solved_and_hopeless_tasks_come_less_often() -> None:
-    found, _ = run_curriculum(600, 2, curriculum={"solved_weight": 0.25, "hopeless_weight": 0.0})
+def test_solved_and_unsolved_tasks_come_less_often() -> None:
+    found, _ = run_curriculum(600, 2, curriculum={"solved_weight": 0.25, "unsolved_weight": 0.0})
     count = Counter(found)
     assert all(count[task] == 1 for task in HARD), "once, and then never again"
     middle = fmean(count[task] for task in set(range(12)) - EASY - HARD)
@@ -197,7 +197,7 @@ def test_solved_and_hopeless_tasks_come_less_often() -> None:
     ],
 )
 def test_a_resumed_curriculum_plans_the_same_tasks(values: dict[str, object]) -> None:
-    values = {**values, "curriculum": {"solved_weight": 0.2, "hopeless_weight": 0.1}}
+    values = {**values, "curriculum": {"solved_weight": 0.2, "unsolved_weight": 0.1}}
     found, rewards = run_curriculum(60, 2, **values)
     assert planned(60, list(range(12)), rewards, **values) == found
 

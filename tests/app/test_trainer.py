@@ -202,11 +202,11 @@ def test_fit_runs_a_function_that_is_an_algorithm(model: Path, tmp_path: Path) -
 
 def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_path: Path) -> None:
     place: Any = {"model": str(model), "dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"n_workers is runner\.concurrency: give one"):
+    with pytest.raises(ConfigError, match=r"n_workers and runner\.concurrency are one"):
         whet.Trainer(n_workers=2, runner={"concurrency": 3})
-    with pytest.raises(ConfigError, match=r"tracer is runner\.tracer: give one"):
+    with pytest.raises(ConfigError, match=r"tracer and runner\.tracer are one setting"):
         whet.Trainer(tracer="otel", runner={"tracer": "otel"})
-    with pytest.raises(ConfigError, match="give it to `whet runner --tracer`"):
+    with pytest.raises(ConfigError, match="use `whet runner --tracer`"):
         whet.train(traced, ["a"], tracer="otel", store="http://127.0.0.1:9", **place)
     with pytest.raises(ConfigError, match="'otel' or 'openai-agents'"):
         whet.train(traced, ["a"], tracer="zipkin", **place)

@@ -88,7 +88,7 @@ async def check_rollouts(store: SQLiteStore, folder: RunFolder) -> None:
         ended = Counter(attempt.status.value for attempt in attempts)
         assert ended["succeeded"] == 1
         assert ended["running"] == 0
-    assert all(step.metrics["unproven_rows"] == 0 for step in steps)
+    assert all(step.metrics["unproven_generations"] == 0 for step in steps)
 
 
 def noted(diaries: Path) -> Generator[tuple[AttemptId, dict[str, Any]]]:  # Any: JSON

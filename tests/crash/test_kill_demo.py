@@ -91,7 +91,7 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
     told = json.loads(out.splitlines()[-1])
     assert told["steps"] == STEPS
     assert told["rollouts"] == TRAINING
-    assert told["unproven_rows"] == 0
+    assert told["unproven_generations"] == 0
     tasks, test = DEMOS["arithmetic"].tasks(folder.read_config())
     assert 2 * len(test) == held_out
     steps = anyio.run(audit, folder, tasks, test)

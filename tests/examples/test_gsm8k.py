@@ -96,4 +96,4 @@ def test_a_run_stops_at_its_budget_and_resumes(tmp_path: Path) -> None:
     train("--resume", "--budget.minutes", "10")
     learned = report(tmp_path, "gsm8k")
     assert learned["steps"] == 2
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0

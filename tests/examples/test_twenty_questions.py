@@ -1,4 +1,4 @@
-"""The CrewAI flow in its own environment: dry run, a step of training, a killed evaluation."""
+"""The CrewAI flow in its own environment: dev run, a step of training, a killed evaluation."""
 
 import json
 import subprocess
@@ -36,8 +36,8 @@ def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "twenty-questions-warmup" / "model"
 
 
-def test_a_dry_run_shows_games_from_their_recorded_tokens(player: Path, crewai: Path) -> None:
-    said = run(TRAIN, "dryrun", "--model", str(player), "--runner-python", str(crewai))
+def test_a_dev_run_shows_games_from_their_recorded_tokens(player: Path, crewai: Path) -> None:
+    said = run(TRAIN, "dev", "--model", str(player), "--runner-python", str(crewai))
     assert "4 of 4 games reached their end" in said
     assert "sampled tokens recorded" in said
 
@@ -54,7 +54,7 @@ def test_a_runner_with_crewai_feeds_a_step_of_training(
         run(TRAIN, "algo", *place, "--model", str(player), "--steps", "1", "--words", "8")
     learned = report(tmp_path, "twenty-questions")
     assert learned["steps"] == 1
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0
     assert learned["trained_tokens"] > 0
     assert learned["rows"] == learned["trained_rollouts"]  # a game is one row
     run_folder = tmp_path / "runs" / "twenty-questions"

@@ -108,10 +108,10 @@ def _trained(trial: Trial, recipe: Recipe) -> str:
     metrics = trial.step.metrics
     assert 0 < metrics["reward"] < 1
     assert metrics["rows"] > 0
-    assert metrics["failed_rollouts"] == metrics["unproven_rows"] == 0
+    assert metrics["failed_rollouts"] == metrics["unproven_generations"] == 0
     assert metrics["constrained_generations"] == 0
     assert metrics["logprob_gap"] < 1e-4
-    assert metrics["merge_ratio"] > 1 or recipe.forks
+    assert metrics["calls_per_row"] > 1 or recipe.forks
     assert trial.step.version == 1
     return "yes"
 

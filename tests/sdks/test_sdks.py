@@ -65,7 +65,7 @@ def test_the_strands_example_collects_trains_and_evaluates(tmp_path: Path) -> No
     assert "of 2 rollouts" in said
     assert "TITO rate 100%" in said
     report = json.loads((tmp_path / "runs" / "strands-math" / "report.json").read_text())
-    assert (report["steps"], report["rollouts"], report["unproven_rows"]) == (1, 64, 0)
+    assert (report["steps"], report["rollouts"], report["unproven_generations"]) == (1, 64, 0)
     [compared] = tmp_path.glob("runs/eval-*/report.json")
     assert [*json.loads(compared.read_text())["models"]] == ["base", "trained"]
 
@@ -79,7 +79,7 @@ def test_the_agent_framework_example_trains(tmp_path: Path) -> None:
         path=str(python_of("mcp-server-calculator").parent),
     )
     report = json.loads((tmp_path / "runs" / "run" / "report.json").read_text())
-    assert (report["steps"], report["rollouts"], report["unproven_rows"]) == (1, 8, 0)
+    assert (report["steps"], report["rollouts"], report["unproven_generations"]) == (1, 8, 0)
 
 
 def test_a_recorder_has_the_tokens_of_the_store(

@@ -462,7 +462,7 @@ async def test_everything_is_counted(http: httpx.AsyncClient, clock: Clock) -> N
         'whet_store_rollouts{run="default",status="succeeded"} 1.0',
         'whet_store_workers{run="default"} 1.0',
         "whet_store_claims_total 3.0",
-        'whet_store_outcomes_total{how="succeeded"} 1.0',
+        'whet_store_outcomes_total{status="succeeded"} 1.0',
         "whet_store_late_outcomes_total 1.0",
         "whet_store_expired_leases_total 1.0",
         "whet_store_calls_total 2.0",

@@ -145,7 +145,7 @@ async def replay(folder: RunFolder, policy: str, trainer: TrainingBackend) -> No
             batch = StepBatch(rollouts, tuple(groups), credits, ())
             if groups:
                 metrics = await update_policy(batch, done, config, Stopwatch(), trainer)
-                assert metrics["unproven_rows"] == 0
+                assert metrics["unproven_generations"] == 0
             done += select_metrics([record], policy)
             assert await trainer.publish() == done[-1].version
 

@@ -79,7 +79,7 @@ async def record_step(store: SQLiteStore, step: int, text: str) -> None:
         "collect_seconds": 1.5,
         "train_seconds": 0.5,
         "logprob_gap": float("nan"),
-        "unproven_rows": 0,
+        "unproven_generations": 0,
         "judge/score": 0.6,
         "judge/disagreement": 0.3,
     }

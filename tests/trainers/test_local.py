@@ -478,7 +478,7 @@ async def test_a_second_update_is_clipped_by_its_ratio_to_the_policy_of_the_step
     old = await trainer.recompute_logprobs(rows)
     # On policy the ratio is 1 and the weight 1.5, not 2; d log p(0) = 1 - p.
     assert await slope(coin, old, loss) == pytest.approx(-1.5 * 0.7, rel=1e-5)
-    assert (await trainer.forward_backward(old, loss))["corrected_tokens"] == 1
+    assert (await trainer.forward_backward(old, loss))["corrected_fraction"] == 1
     with torch.no_grad():
         coin.theta.add_(1.0)  # p(0) = 0.538, beyond the clip of 0.3 * 1.28
     assert await slope(coin, old, loss) == 0

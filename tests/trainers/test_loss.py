@@ -282,7 +282,7 @@ def test_a_key_that_would_do_nothing_is_refused(settings: dict[str, object], mes
 
 @pytest.mark.parametrize("settings", [{"normalize": "constant"}, {"tokens_per_rollout": 5}])
 def test_a_constant_comes_with_its_normalization(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="need each other"):
+    with pytest.raises(ValidationError, match="must be set together"):
         LossConfig.model_validate(settings)
 
 

@@ -287,7 +287,7 @@ def test_the_same_training_learns_as_much_on_both_engines(tmp_path: Path) -> Non
         )
         assert ended.returncode == 0, ended.stderr[-2000:]
         told = json.loads(ended.stdout.splitlines()[-1])
-        assert told["unproven_rows"] == told["failed_rollouts"] == 0
+        assert told["unproven_generations"] == told["failed_rollouts"] == 0
         gains[kind] = told["after"]["greedy"] - told["before"]["greedy"]
         sys.stdout.write(f"{kind}: greedy {told['before']['greedy']:.3f} -> ")
         sys.stdout.write(f"{told['after']['greedy']:.3f}, rewards {told['rewards']}\n")

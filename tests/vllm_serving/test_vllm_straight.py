@@ -52,9 +52,9 @@ async def test_a_recorders_tokens_are_trained_and_what_is_learned_is_served(
         sys.stdout.write(ended.stdout)
         steps = await store.steps()
         for step in steps:
-            assert step.metrics["failed_rollouts"] == step.metrics["unproven_rows"] == 0
+            assert step.metrics["failed_rollouts"] == step.metrics["unproven_generations"] == 0
             assert step.metrics["rows"] > 0
-            assert step.metrics["merge_ratio"] == 1, "a row for each call"
+            assert step.metrics["calls_per_row"] == 1, "a row for each call"
         assert [step.version for step in steps] == [1, 2]
         assert [await models_of(store, step.consumed) for step in steps] == [
             {str(TINY)},

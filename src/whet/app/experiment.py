@@ -41,7 +41,7 @@ TOTALS = (
     "trained_rollouts",
     "sampled_tokens",
     "trained_tokens",
-    "unproven_rows",
+    "unproven_generations",
 )
 """Metrics of steps whose sums over the run a result reports."""
 

@@ -1,4 +1,4 @@
-"""`whet rescore`: score the stored rollouts of a run again, by another reward or judge.
+"""`whet rescore`: score the stored rollouts of a run again, with another reward or judge.
 
 The store is only read: what was trained, and the rewards it was trained with, stay as they are.
 """

@@ -127,11 +127,11 @@ def _read_algorithm(
 def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
     """Raise ConfigError for hooks and tracers of agents that run elsewhere, and for verl."""
     if config.trainer.kind == "verl":
-        raise ConfigError("train with verl by whet.Trainer(algorithm=whet.VERL(...)).fit")
+        raise ConfigError("to train with verl, use whet.Trainer(algorithm=whet.VERL(...)).fit(...)")
     if hooks and (store is not None or config.runner.ray is not None):
         raise ConfigError("hooks are called where agents run: give them to `whet runner`")
     if config.runner.tracer and store is not None:
-        raise ConfigError("a tracer is where agents run: give it to `whet runner --tracer`")
+        raise ConfigError("the tracer is set where agents run: use `whet runner --tracer`")
 
 
 def prepare_run(

@@ -283,7 +283,7 @@ def _build_source(
 ) -> RequestSource:
     rollout: str | None = request.state.rollout
     if attempt is not None and rollout not in (None, attempt.rollout.id):
-        raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")
+        raise NotFound(f"attempt {attempt.id!r} does not belong to rollout {rollout!r}")
     return RequestSource(
         attempt=attempt,
         dialect=dialect,

@@ -107,9 +107,10 @@ def identify_caller(
         raise RequestError(f"the request names several attempts: {', '.join(sorted(named))}")
     own = holders - {ANY_ATTEMPT}
     if len(own) > 1:
-        raise RequestError(f"the API keys are of several attempts: {', '.join(sorted(own))}")
+        found = ", ".join(sorted(own))
+        raise RequestError(f"the request has API keys of several attempts: {found}")
     if own and named - own:
-        raise Unauthorized(f"this API key is not of attempt {min(named)!r}")
+        raise Unauthorized(f"this API key does not belong to attempt {min(named)!r}")
     agent = prefix.agent or headers.get(AGENT_HEADER, "")
     return Caller(min(named | own, default=None), agent)
 

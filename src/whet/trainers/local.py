@@ -44,7 +44,7 @@ MIN_MICRO_BATCH_TOKENS = 64
 
 TOTALS = ("loss", "trained_tokens", "computed_tokens")
 MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
-"""Over trained tokens; so are `reference_kl` and `corrected_tokens`, where the loss has them."""
+"""Over trained tokens; so are `reference_kl` and `corrected_fraction`, where the loss has them."""
 
 
 class LocalTrainer(TrainingBackend):
@@ -131,7 +131,7 @@ class LocalTrainer(TrainingBackend):
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         check_rows(rows)
-        optional = {"reference_kl": loss.kl > 0, "corrected_tokens": loss.correction is not None}
+        optional = {"reference_kl": loss.kl > 0, "corrected_fraction": loss.correction is not None}
         means = (*MEANS, *(name for name, wanted in optional.items() if wanted))
         sums: dict[str, float] = dict.fromkeys((*TOTALS, *means), 0.0)
         for found in self._micro_batches.run(rows, lambda tree: self._train_tree(tree, loss)):
@@ -217,7 +217,7 @@ class LocalTrainer(TrainingBackend):
         if reference_N is not None:
             sums["reference_kl"] = estimate_kl(logp_N, reference_N).sum()
         if loss.correction:
-            sums["corrected_tokens"] = count_corrected(logp_N, batch, loss)
+            sums["corrected_fraction"] = count_corrected(logp_N, batch, loss)
         fetched = cast(list[float], torch.stack([v.double() for v in sums.values()]).tolist())
         return {**dict(zip(sums, fetched, strict=True)), "trained_tokens": float(len(logp_N))}
 

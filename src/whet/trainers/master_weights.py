@@ -175,8 +175,9 @@ class MasterWeights:
             return
         odd = sorted({*found.items()} ^ {*self._shapes.items()})[0][0]
         raise TrainerError(
-            f"the checkpoint {str(folder)!r} is of another model or other trainer settings: "
-            f"{odd!r} is {found.get(odd, 'missing')}, expected {self._shapes.get(odd, 'none')}"
+            f"the checkpoint {str(folder)!r} was written for another model or other trainer "
+            f"settings: {odd!r} is {found.get(odd, 'missing')}, expected "
+            f"{self._shapes.get(odd, 'none')}"
         )
 
     def _load_file(self, file: Path) -> dict[str, Tensor]:

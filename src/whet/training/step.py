@@ -174,8 +174,8 @@ def _warn_of_equal_answers(
 
     Once only: the groups of a run that has learned its tasks are equal too.
     """
-    before = [record.metrics.get("equal_answer_groups", 0.0) for record in done]
-    if metrics["equal_answer_groups"] >= 0.5 > max(before, default=0.0):
+    before = [record.metrics.get("equal_answer_fraction", 0.0) for record in done]
+    if metrics["equal_answer_fraction"] >= 0.5 > max(before, default=0.0):
         equal = Counter(cause for group in groups if (cause := find_equal_answers(group)))
         reasons = "; ".join(explain_causes(equal))
         logger.warning("equal answers in %d of %d groups: %s", equal.total(), len(groups), reasons)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 TOTALS = (
     "rows",
     "trained_rollouts",
-    "unproven_rows",
+    "unproven_generations",
     "constrained_generations",
     "unselected_generations",
     "row_tokens",
@@ -59,12 +59,12 @@ def compute_reward_metrics(
             for key in keys
         },
         "groups": len(groups),
-        "zero_signal_groups": len(zero_signal) / len(groups),
-        "equal_answer_groups": _compute_mean(find_equal_answers(g) is not None for g in groups),
+        "zero_signal_fraction": len(zero_signal) / len(groups),
+        "equal_answer_fraction": _compute_mean(find_equal_answers(g) is not None for g in groups),
         "rollouts": len(rollouts),
         "failed_rollouts": len(rollouts) - len(succeeded),
         "rollouts_without_calls": len(without),
-        "truncated_rollouts": _compute_mean(truncated),
+        "truncated_fraction": _compute_mean(truncated),
         "calls": sum(len(trajectory.calls) for trajectory in trajectories),
         "sampled_tokens": sum(_count_sampled(trajectory) for trajectory in trajectories),
         **_compute_judge_metrics(trajectories),
@@ -78,13 +78,13 @@ def compute_row_metrics(built: Rows, version: int) -> dict[str, float]:
     return {
         "rows": len(built.rows),
         "trained_rollouts": len({row.rollout for row in built.rows}),
-        "unproven_rows": len(built.unproven),
+        "unproven_generations": len(built.unproven),
         "constrained_generations": len(built.constrained),
         "row_tokens": sum(len(row.tokens) for row in built.rows),
-        "merge_ratio": len(segments) / len(built.rows) if built.rows else 0.0,
+        "calls_per_row": len(segments) / len(built.rows) if built.rows else 0.0,
         "staleness": _compute_mean(ages),
         "staleness_max": max(ages, default=0),
-        "off_policy_tokens": _compute_mean(age > 0 for age in ages),
+        "off_policy_fraction": _compute_mean(age > 0 for age in ages),
     }
 
 

@@ -301,7 +301,7 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     numbers = json.loads(done.stdout)
     assert numbers["steps"] == 2
     assert numbers["rollouts"] == 16
-    assert numbers["unproven_rows"] == 0
+    assert numbers["unproven_generations"] == 0
     assert numbers["rows"] == numbers["trained_rollouts"] > 0
     run = folder / ".whet" / "runs" / "mine"
     assert json.loads((run / "config.json").read_text())["group_size"] == 4
@@ -316,8 +316,8 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert [line["kind"] for line in lines] == ["config", "step", "step", "result"]
     # A step whose answers happen to be all right or all wrong trains nothing.
     assert lines[1].keys() | lines[2].keys() >= {
-        *("reward", "mismatch_kl", "clip_fraction", "staleness", "zero_signal_groups", "entropy"),
-        *("merge_ratio", "trained_tokens", "collect_seconds", "train_seconds"),
+        *("reward", "mismatch_kl", "clip_fraction", "staleness", "zero_signal_fraction", "entropy"),
+        *("calls_per_row", "trained_tokens", "collect_seconds", "train_seconds"),
     }
     assert lines[-1]["rollouts"] == 16
     assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each process

@@ -101,7 +101,7 @@ def gateways(folder: Path, where: dict[str, str]) -> list[dict[str, str]]:
 def check(folder: Path, told: dict[str, object]) -> None:
     """All that must hold of a run, whatever its processes went through."""
     assert told["steps"] == STEPS
-    assert told["unproven_rows"] == 0
+    assert told["unproven_generations"] == 0
     assert told["failed_rollouts"] == 0
 
     async def read() -> None:

@@ -37,7 +37,7 @@ def record(step: int, reward: float) -> StepRecord:
         "rows": 6.0,
         "trained_rollouts": 6.0,
         "trained_tokens": 100.0,
-        "unproven_rows": 0.0,
+        "unproven_generations": 0.0,
         "collect_seconds": 1.5,
         "train_seconds": 0.5,
     }
@@ -75,7 +75,7 @@ def test_the_report_sets_base_against_trained_and_accounts_for_every_token(tmp_p
         ("rollouts", "16"),
         ("rows per rollout", "1.00"),
         ("tokens trained", "200"),
-        ("unproven rows", "0"),
+        ("unproven generations", "0"),
     ]:
         assert any(name in line and line.rstrip("│ ").endswith(value) for line in text.splitlines())
 
@@ -121,7 +121,7 @@ def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
     assert told["calls"] == 32
     assert told["rows"] == 12
     assert told["trained_tokens"] == 200
-    assert told["unproven_rows"] == 0
+    assert told["unproven_generations"] == 0
     assert told["seconds"] == 12.3
     assert told["run"] == str(tmp_path)
 

@@ -123,7 +123,7 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
         "rollouts": 2,
         "calls": 5,
         "rows": 2,
-        "merge_ratio": 2.5,
+        "calls_per_row": 2.5,
         "sampled_tokens": 2 + 3 + 1 + 2 + 1,
         "prompt_tokens_served": 3 + 6 + 2 + 2 + 1,
         "tokens_stored": 5 + 4 + 3 + 4 + 2,
@@ -176,4 +176,4 @@ async def test_a_store_without_a_finished_rollout_has_no_ratios(tmp_path: Path) 
     async with SQLiteStore(file) as store:
         await store.enqueue([Rollout(id="a", task=None, group="g")])
         report = await build_exactness_report(store, SelectionConfig())
-    assert (report["rollouts"], report["merge_ratio"], report["logprob_gap"]) == (0, None, None)
+    assert (report["rollouts"], report["calls_per_row"], report["logprob_gap"]) == (0, None, None)

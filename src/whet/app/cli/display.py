@@ -134,7 +134,7 @@ class Display:
 
 
 def draw_curve(rewards: Sequence[float | None], width: int) -> list[str]:
-    """Draw the mean rewards of steps as lines of blocks, from 0 to 1 or from least to most.
+    """Draw the mean rewards of steps as lines of blocks, from 0 to 1 or from lowest to highest.
 
     Of more steps than columns, neighbors are averaged; a step without a reward is a gap.
     """

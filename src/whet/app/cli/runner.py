@@ -76,7 +76,8 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="processes to run agents in; 0 for this one (default: half the cores, if more than 2)",
+        help="processes to run agents in; 0 for this one (default: chosen from the number of "
+        "cores)",
     )
     group.add_argument(
         "--lease",

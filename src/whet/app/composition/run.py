@@ -362,7 +362,7 @@ def describe_processes(agent: Agent, config: RunConfig) -> str | None:
     if not any(counts.values()):
         return None
     others = ", ".join(f"{count} for {what}" for what, count in counts.items() if count)
-    return f"further processes: {others}; --runner.processes 0 runs all in this one"
+    return f"other processes: {others}; --runner.processes 0 runs all in this one"
 
 
 @asynccontextmanager

@@ -92,7 +92,7 @@ async def announce_model(resources: Resources, config: RunConfig) -> None:
     try:
         await resources.latest(POLICY)
     except NotFound:
-        if config.start is not None:
+        if config.initial_weights is not None:
             raise ConfigError(
                 "a run that trains nothing starts from a model folder: make one with "
                 "`whet models merge`"

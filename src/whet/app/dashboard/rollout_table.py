@@ -60,9 +60,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument("--group", metavar="ID", help="of a group")
     group.add_argument("--task", metavar="ROLLOUT", help="with the same task as this rollout")
     group.add_argument("--agent", metavar="NAME", help="with a call of this agent")
-    group.add_argument(
-        "--policy", metavar="NAME", help="with a call of this one of several policies"
-    )
+    group.add_argument("--policy", metavar="NAME", help="with a call of this policy")
     group.add_argument("--text", metavar="TEXT", help="with this text in task, messages or failure")
     group.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
     group.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")

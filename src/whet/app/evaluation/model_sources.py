@@ -141,7 +141,7 @@ def resolve_starts(
         sections: dict[str, JsonValue] = {}
         for name, policy in config.policies.items():
             own: Mapping[str, JsonValue] = policy.model_dump(mode="json", exclude_defaults=True)
-            if policy.model is not None and policy.start is None:
+            if policy.model is not None and policy.initial_weights is None:
                 own = resolve_start(own, config.for_policy(name), progress)
             sections[name] = dict(own)
         resolved["policies"] = sections
@@ -153,8 +153,8 @@ def resolve_start(
 ) -> dict[str, JsonValue]:
     """Resolve a `model` that names a run, a checkpoint or an adapter; other models are unchanged.
 
-    In the returned config values `model` is its base model, `start` the folder of its weights, and
-    the trainer's settings of adapters are those that its adapters have.
+    In the returned config values `model` is its base model, `initial_weights` the folder of its
+    weights, and the trainer's settings of adapters are those that its adapters have.
 
     Raises:
         ConfigError: training cannot start from it, or the values ask for other adapters.
@@ -178,7 +178,8 @@ def resolve_start(
                 "or make a model folder with `whet models merge` and start from that"
             )
     trainer: dict[str, JsonValue] = {**requested, **shape}
-    return {**values, "model": base, "start": str(start.absolute()), "trainer": trainer}
+    weights = str(start.absolute())
+    return {**values, "model": base, "initial_weights": weights, "trainer": trainer}
 
 
 def find_source(source: str, directory: Path | None) -> str:
@@ -225,7 +226,7 @@ def _find_all(
     models: dict[str, LocalModel] = {}
     for policy, section in several.items():
         own = run.read_config().for_policy(policy)
-        weights = str(own.start or own.model) if section.frozen else str(place / policy)
+        weights = str(own.initial_weights or own.model) if section.frozen else str(place / policy)
         models[policy] = _find(policy, weights, progress)
     step = "" if place == run.model or path == run.path else f"-{place.name}"
     return PolicySet(name or run.path.name + step, source, models, several)

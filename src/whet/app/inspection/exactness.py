@@ -74,7 +74,7 @@ class ExactnessCounts:
             "rollouts": self.rollouts,
             "calls": self.calls,
             "rows": self.rows,
-            "merge_ratio": self.calls / self.rows if self.rows else None,
+            "calls_per_row": self.calls / self.rows if self.rows else None,
             "sampled_tokens": self.sampled_tokens,
             "prompt_tokens_served": self.prompt_tokens,
             "tokens_stored": self.stored_tokens,

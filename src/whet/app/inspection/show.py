@@ -54,7 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--step", type=int, metavar="N", help="number of a step, from 1 (default: the last)"
     )
     only = group.add_mutually_exclusive_group()
-    only.add_argument("--worst", action="store_true", help="rollouts with the least reward")
+    only.add_argument("--worst", action="store_true", help="rollouts with the lowest reward")
     only.add_argument("--failed", action="store_true", help="failed rollouts, with tracebacks")
     only.add_argument("--rollout", metavar="ID", help="one rollout")
     group.add_argument(

@@ -24,9 +24,9 @@ async def read_best(
     """
 
     def choose(group: Group) -> list[SupervisedExample]:
-        least = min_reward if min_reward is not None else fmean(t.reward for t in group)
+        minimum = min_reward if min_reward is not None else fmean(t.reward for t in group)
         ranked = sorted(group, key=lambda trajectory: -trajectory.reward)
-        chosen = [t for t in ranked if t.reward > least or t.reward == min_reward]
+        chosen = [t for t in ranked if t.reward > minimum or t.reward == min_reward]
         found = [(t, _build_rows(t, selection)) for t in chosen[:best]]
         return [SupervisedExample(t.attempt.rollout.id, rows) for t, rows in found if rows]
 

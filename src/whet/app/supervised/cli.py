@@ -54,7 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
             "--min-reward",
             type=float,
             metavar="X",
-            help="with --from: least reward of a rollout (default: above its group's mean)",
+            help="with --from: minimum reward of a rollout (default: above its group's mean)",
         )
         group.add_argument(
             "--best",
@@ -68,7 +68,7 @@ def add_arguments(parser: CommandParser) -> None:
             type=float,
             default=0.0,
             metavar="X",
-            help="with --from: least difference in reward between the two of a pair (default 0)",
+            help="with --from: minimum difference in reward between the two of a pair (default 0)",
         )
     for title in SHOWN:
         parser.group(title)

@@ -135,7 +135,7 @@ class ServerState:
         """Return the model that a sampler uses: the one it names, or that of its checkpoint.
 
         Raises:
-            RequestError: both are missing, or the checkpoint is of another model or exported.
+            RequestError: both are missing, or the checkpoint is another model's or exported.
             NotFound: there is no such checkpoint.
         """
         named = None if base_model is None else self.find_model(base_model)

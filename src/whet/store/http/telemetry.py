@@ -70,5 +70,5 @@ def identify_sender(request: Request, run: str, is_trusted: bool, read_key: Read
     if holder == ANY:
         return Sender(AttemptId(named) if named else None)
     if named not in (None, holder):
-        raise RefusedRequest(401, f"this key is not of attempt {named!r}")
+        raise RefusedRequest(401, f"this API key does not belong to attempt {named!r}")
     return Sender(holder, is_bound=True)

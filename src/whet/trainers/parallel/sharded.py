@@ -61,7 +61,7 @@ def should_shard(policy: LocalPolicy) -> bool:
     """Return whether to divide a model among GPUs, rather than to copy it to each."""
     setting = policy.config.shard
     if setting != "auto" or policy.device.type == "cpu":
-        return setting == "yes"
+        return setting == "on"
     _, memory = torch.cuda.mem_get_info(policy.device)
     return not changed_keys(policy.config) & UNSHARDED_KEYS and 2 * count_bytes(policy) > memory
 

@@ -1,4 +1,4 @@
-"""Dry run: an agent on a few tasks without training, and everything that was recorded."""
+"""`whet dev`: run an agent on a few tasks without training, and show everything recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ KIND = "dev"
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
-    """Result of a dry run."""
+class DevRun:
+    """Result of a dev run."""
 
     run: Path
     attempts: tuple[AttemptView, ...]
@@ -33,7 +33,7 @@ class DryRun:
         return {"run": str(self.run), "attempts": [view.as_json() for view in self.attempts]}
 
 
-def dry_run(
+def dev_run(
     agent: Agent,
     tasks: Tasks,
     settings: dict[str, JsonValue],
@@ -41,7 +41,7 @@ def dry_run(
     *,
     samples: int,
     context: AgentContext = NO_CONTEXT,
-) -> DryRun:
+) -> DevRun:
     """Run the agent on the first tasks, as training would, and show each attempt.
 
     Raises:
@@ -50,14 +50,14 @@ def dry_run(
     if samples < 1:
         raise ConfigError(f"invalid --samples {samples}: expected at least 1")
     chosen = load_tasks(tasks)[:samples]
-    # A dry run takes no name: the run that is named comes after it.
+    # A dev run takes no name: the run that is named comes after it.
     unnamed = {key: value for key, value in settings.items() if key != "name"}
     folder = prepare_run(agent, unnamed, KIND, console, context=context)
     attempts = run_async(_run, agent, chosen, folder, context, console)
     for view in attempts:
         console.print(draw_attempt(view))
     console.print(f"nothing was trained; run folder: {folder.path}", highlight=False)
-    return DryRun(folder.path, tuple(attempts))
+    return DevRun(folder.path, tuple(attempts))
 
 
 async def _run(
