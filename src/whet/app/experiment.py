@@ -178,7 +178,7 @@ async def _evaluate(
     left = [trial for trial in trials if trial.rollout.id not in ended]
     if left:
         display.show_phase(f"evaluate {when}", len(left))
-        ended = await run_trials(left, collector=run.collector, directory=run.store)
+        ended = await run_trials(left, collector=run.collector, listings=run.store)
     return read_scores(trials, ended)
 
 

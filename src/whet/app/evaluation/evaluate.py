@@ -298,7 +298,7 @@ class _ModelEvaluator:
                     resources = self.prepared.prompts.get(model.name, {})
                     versions = await publish_resources(store, resources)
                     collector = QueueCollector(queue=store, log=store, resources=versions)
-                    ended = await run_trials(trials, collector=collector, directory=store)
+                    ended = await run_trials(trials, collector=collector, listings=store)
             for trial in trials:
                 record = ended[trial.rollout.id]
                 outcome = Outcome(reward=record.reward, failure=record.failure)

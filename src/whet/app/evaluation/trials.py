@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from whet.app.evaluation.statistics import AGENT_FAILURES, Scores
 from whet.config import RunConfig
 from whet.errors import ConfigError
-from whet.protocols import Collector, Directory
+from whet.protocols import Collector, Listings
 from whet.types import RETRYABLE, TERMINAL, Mode, Rollout, RolloutRecord, SamplingOverride
 
 PAGE = 1000
@@ -54,18 +54,18 @@ def plan_trials(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> lis
 
 
 async def run_trials(
-    trials: Sequence[Trial], *, collector: Collector, directory: Directory
+    trials: Sequence[Trial], *, collector: Collector, listings: Listings
 ) -> dict[str, RolloutRecord]:
     """Run the rollouts that have not ended; returns the records of all, by id."""
     await collector.collect([trial.rollout for trial in trials])
-    return await read_ended_rollouts(directory)
+    return await read_ended_rollouts(listings)
 
 
-async def read_ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
+async def read_ended_rollouts(listings: Listings) -> dict[str, RolloutRecord]:
     """The evaluation rollouts that have ended, by id."""
     return {
         record.rollout.id: record
-        async for record in _list_evaluated(directory)
+        async for record in _list_evaluated(listings)
         if record.status in TERMINAL
     }
 
@@ -95,12 +95,12 @@ def _read_reward(record: RolloutRecord) -> float | None:
     return record.reward
 
 
-async def _list_evaluated(directory: Directory) -> AsyncGenerator[RolloutRecord]:
-    page = await directory.rollouts(mode=Mode.VAL, limit=PAGE)
+async def _list_evaluated(listings: Listings) -> AsyncGenerator[RolloutRecord]:
+    page = await listings.rollouts(mode=Mode.VAL, limit=PAGE)
     while page:
         for record in page:
             yield record
-        page = await directory.rollouts(mode=Mode.VAL, after=page[-1].rollout.id, limit=PAGE)
+        page = await listings.rollouts(mode=Mode.VAL, after=page[-1].rollout.id, limit=PAGE)
 
 
 def _build_rollout(
