@@ -38,7 +38,7 @@ JSON."""
 
 
 @dataclass(frozen=True, slots=True)
-class AgentContext:
+class AgentInputs:
     """Resources, hooks and judge of the attempts of a run."""
 
     resources: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
@@ -47,7 +47,7 @@ class AgentContext:
     """Ranks the answers of each training group."""
 
 
-NO_CONTEXT = AgentContext()
+NO_INPUTS = AgentInputs()
 
 # ------------------------------------------------------------------- tasks
 

@@ -24,8 +24,8 @@ from whet.app.dashboard.serving import serve_beside
 from whet.app.evaluation.model_sources import resolve_starts
 from whet.app.experiment import Result, has_only_failures, run_experiment
 from whet.app.inputs import (
-    NO_CONTEXT,
-    AgentContext,
+    NO_INPUTS,
+    AgentInputs,
     ResourceValues,
     Tasks,
     check_held_out,
@@ -88,7 +88,7 @@ def train(
     address = store or os.environ.get(STORE_VARIABLE)
     _check_place(hooks, resolve(settings), address)
     console = open_console(quiet=quiet)
-    context = AgentContext(parse_resources(resources), tuple(hooks), judge)
+    agent_inputs = AgentInputs(parse_resources(resources), tuple(hooks), judge)
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out, "held_out") if held_out is not None else []
     check_held_out(resolve(settings), compare_on)
@@ -98,13 +98,16 @@ def train(
         KIND,
         console,
         algorithm=own,
-        context=context,
+        agent_inputs=agent_inputs,
         store=address,
         resume=resume,
         inputs=(train_on, compare_on),
     )
     result = run_and_report(
-        agent, train_on, compare_on, folder, console, algorithm=own, context=context, store=address
+        *(agent, train_on, compare_on, folder, console),
+        algorithm=own,
+        agent_inputs=agent_inputs,
+        store=address,
     )
     check_trained(result)
     return result
@@ -141,7 +144,7 @@ def prepare_run(
     console: Console,
     *,
     algorithm: Algorithm | None = None,
-    context: AgentContext | None = NO_CONTEXT,
+    agent_inputs: AgentInputs | None = NO_INPUTS,
     store: str | None = None,
     resume: bool = False,
     continues: bool = False,
@@ -164,7 +167,9 @@ def prepare_run(
     folder = _find_run(config, kind, resume=resume, continues=continues or store is not None)
     if folder is not None:
         config = folder.read_resumed_config(values)
-    check_run(agent, config, algorithm=algorithm, context=context, runs_agent=store is None)
+    check_run(
+        agent, config, algorithm=algorithm, agent_inputs=agent_inputs, runs_agent=store is None
+    )
     for each in (config, *(config.for_policy(name) for name in config.policies)):
         resolve_model(each.model, progress=partial(console.print, highlight=False))
     if folder is None:
@@ -181,13 +186,13 @@ def check_run(
     config: RunConfig,
     *,
     algorithm: Algorithm | None,
-    context: AgentContext | None,
+    agent_inputs: AgentInputs | None,
     runs_agent: bool,
 ) -> None:
     """Raise ConfigError for what could not work, before anything is started.
 
-    Checks the agent, its parameters, the way it is run, the algorithm and the trackers; without a
-    `context` parameters are not checked.
+    Checks the agent, its parameters, the way it is run, the algorithm and the trackers; without
+    `agent_inputs`, parameters are not checked.
     """
     if agent is None and config.runner.ray is not None:
         raise ConfigError("runner.ray needs an agent: name it, or start `whet runner --ray`")
@@ -195,13 +200,13 @@ def check_run(
         raise ConfigError("config section 'supervised' is for `whet sft` and `whet dpo`")
     if agent is not None:
         check_agent(agent)
-        if context is not None:
-            check_parameters(agent, context.resources)
+        if agent_inputs is not None:
+            check_parameters(agent, agent_inputs.resources)
         if runs_agent:
             check_runnable(agent, config.runner)
         if config.runner.ray is not None:
             get_spec(agent)
-    check_policies(config, context.resources if context else {})
+    check_policies(config, agent_inputs.resources if agent_inputs else {})
     if config.policies and not runs_agent:
         raise ConfigError("several policies are trained in one process: leave out the store")
     for own in map(config.for_policy, config.trained_policies):
@@ -220,7 +225,7 @@ def run_and_report(
     console: Console,
     *,
     algorithm: Algorithm | None = None,
-    context: AgentContext = NO_CONTEXT,
+    agent_inputs: AgentInputs = NO_INPUTS,
     store: str | None = None,
 ) -> Result:
     """Run the rest of a run, and print its result. With a `store` it runs no agent."""
@@ -238,7 +243,7 @@ def run_and_report(
             folder,
             display,
             algorithm=algorithm,
-            context=context,
+            agent_inputs=agent_inputs,
             store=store,
         )
         result = run_async(training)
@@ -282,7 +287,7 @@ async def run_training(
     display: Display,
     *,
     algorithm: Algorithm | None = None,
-    context: AgentContext = NO_CONTEXT,
+    agent_inputs: AgentInputs = NO_INPUTS,
     store: str | None = None,
 ) -> Result:
     """Run the rest of a run: in this process, or at the address of a `store`.
@@ -307,7 +312,7 @@ async def run_training(
                 agent=None if connected else agent,
                 store=connected,
                 algorithm=algorithm,
-                context=context,
+                agent_inputs=agent_inputs,
                 on_outcome=on_outcome,
                 on_ended=display.count_ended if connected or runner.ray else None,
                 plan=plan_rollouts(tasks, folder.read_config()),

@@ -92,7 +92,7 @@ class Driver:
         agent = agent if address is None else None
         # Parameters are not checked: the function may publish what the agent needs.
         folder = prepare_run(
-            agent, settings, KIND, console, context=None, store=address, continues=True
+            agent, settings, KIND, console, agent_inputs=None, store=address, continues=True
         )
         return run_async(_run, self, agent, inputs, dict(resources or {}), folder, console, address)
 

@@ -46,7 +46,7 @@ from whet.app.composition.weight_sync import (
     TrainerLease,
     name_policy_resource,
 )
-from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
+from whet.app.inputs import NO_INPUTS, AgentInputs, publish_resources
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
 from whet.engines.scorer import LocalScorer
@@ -98,7 +98,7 @@ async def open_run(
     agent: Agent | None = None,
     store: Store | None = None,
     algorithm: Algorithm | None = None,
-    context: AgentContext = NO_CONTEXT,
+    agent_inputs: AgentInputs = NO_INPUTS,
     on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     on_ended: Callable[[int], None] | None = None,
     plan: Plan | None = None,
@@ -122,13 +122,13 @@ async def open_run(
         judge: Endpoint | None = None
         if agent is not None and config.gateway.judge is not None:
             judge = await stack.enter_async_context(serve_judge(config, progress))
-        versions = await _publish_versions(store, context, config, publication)
+        versions = await _publish_versions(store, agent_inputs, config, publication)
         run = Run(
             config=config,
             folder=folder,
             store=store,
             steps=lease or store,
-            collector=open_collector(config, store, versions, context.judge, judge, on_ended),
+            collector=open_collector(config, store, versions, agent_inputs.judge, judge, on_ended),
             algorithm=learner.algorithm,
             trainer=learner.trainer,
             update=learner.update,
@@ -144,7 +144,7 @@ async def open_run(
             serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
             running = _run_agent(
-                agent, folder, store, gateway, endpoints, context, on_outcome, progress
+                agent, folder, store, gateway, endpoints, agent_inputs, on_outcome, progress
             )
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
@@ -230,13 +230,13 @@ async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> Tra
 
 
 async def _publish_versions(
-    store: Store, context: AgentContext, config: RunConfig, publication: Publication | None
+    store: Store, agent_inputs: AgentInputs, config: RunConfig, publication: Publication | None
 ) -> dict[str, int | Literal["latest"]]:
     """Publish resources; returns the versions that attempts request, with those of policies."""
     newest: dict[str, Literal["latest"]] = {}
     if publication is not None:
         newest = {name_policy_resource(name): "latest" for name in config.policies or ("",)}
-    return {**newest, **await publish_resources(store, context.resources)}
+    return {**newest, **await publish_resources(store, agent_inputs.resources)}
 
 
 async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None:
@@ -333,7 +333,7 @@ def _run_agent(
     store: Store,
     gateway: Gateway,
     endpoints: Endpoints,
-    context: AgentContext,
+    agent_inputs: AgentInputs,
     on_outcome: Callable[[Attempt, Outcome], None],
     progress: Progress,
 ) -> AbstractAsyncContextManager[None]:
@@ -349,7 +349,7 @@ def _run_agent(
         store,
         endpoints,
         on_outcome,
-        hooks=context.hooks,
+        hooks=agent_inputs.hooks,
         explain_unread=partial(explain_unread, read_algorithms(folder.read_config())),
         on_warning=progress,
     )
