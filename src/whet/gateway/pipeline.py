@@ -148,7 +148,7 @@ class CallPipeline:
                 request=source.request,
                 fork=fork,
                 lossy=place.lossy or any(OMITTED_IMAGE in m.content for m in place.messages),
-                omitted=find_omissions(self.renderer.left_out, place.messages, request.messages),
+                omitted=find_omissions(self.renderer.omissions, place.messages, request.messages),
                 shown={**request.shown, **text},
             ),
             created=created,

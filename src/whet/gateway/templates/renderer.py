@@ -93,7 +93,7 @@ class Renderer:
         self.prompt_opens_thinking = self.reasoning.ends_open(prompt)
         """Whether a plain prompt ends inside a thinking block."""
         self._reads_calls = self._read_back(headers is not None)
-        self.left_out = detect_omissions(
+        self.omissions = detect_omissions(
             template, renders_tools=self.renders_tools and self._renders_results
         )
         """What the prompt lacks of requests that have it."""
@@ -112,7 +112,7 @@ class Renderer:
             system=_describe_rules(template),
             parser=self.parser.format.name if self._reads_calls else "none",
             reasoning=self.parser.format.name if headers else self.reasoning.name,
-            left_out=self.left_out,
+            omissions=self.omissions,
         )
         self._warn()
 
@@ -134,7 +134,7 @@ class Renderer:
                 "the chat template cannot be continued turn by turn: one row per call causes=%s",
                 "; ".join(self.report.causes),
             )
-        if serious := self.left_out - {Omission.NAME}:  # hardly any template shows names
+        if serious := self.omissions - {Omission.NAME}:  # hardly any template shows names
             logger.warning(
                 "the chat template leaves out parts of requests; calls that have some are marked "
                 "parts=%s",
