@@ -316,7 +316,7 @@ class MicroBatches:
             hidden_LD.index_select(0, batch.source_N),
             self._policy.head,
             batch.target_N,
-            batch.shaping,
+            batch.transform,
             entropy_grad=entropy_grad,
         )
 

@@ -363,7 +363,7 @@ class LocalEngine(Engine):
         special = batch.requests if batch.any_needs_every_token else ()
         sampled = sample_tokens(
             logits_BV,
-            batch.build_shaping(self._policy.device),
+            batch.build_transform(self._policy.device),
             draw_uniform_numbers(batch.seed_B, batch.sampled_B),
             matchers=[request.matcher for request in special],
             tops=[request.sampling.top_logprobs for request in special],
