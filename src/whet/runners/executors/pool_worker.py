@@ -20,7 +20,7 @@ from whet.io.process import MessageWriter
 from whet.runners.agent import inspect_agent
 from whet.runners.context import AttemptContext
 from whet.runners.executors.executor import Evicted
-from whet.runners.executors.in_process import AgentSandbox, InProcessExecutor
+from whet.runners.executors.in_process import InProcessExecutor, UserCodeRunner
 from whet.runners.loading import load_agent
 from whet.runners.tracers import install_tracer
 from whet.types import Attempt, AttemptId, Endpoint, Reward, Span
@@ -65,7 +65,7 @@ def main() -> None:
         return
     gc.freeze()  # what is loaded by now stays
     responses.send({"ready": True})
-    executor = InProcessExecutor(agent, AgentSandbox(settings["attempts"]))
+    executor = InProcessExecutor(agent, UserCodeRunner(settings["attempts"]))
     anyio.run(_serve, executor, requests, responses)
 
 
