@@ -32,8 +32,6 @@ from whet.models.catalog import resolve_model
 from whet.protocols import Resources, Store
 from whet.runners.agent import POLICY
 
-Arguments = argparse.Namespace
-
 POLL_INTERVAL_S = 0.5
 """Seconds between polls for the run's policy, until it is published."""
 
@@ -61,7 +59,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.set_defaults(run=run_serve)
 
 
-def run_serve(args: Arguments) -> int:
+def run_serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     follow_supervisor()
     config = resolve(read_config_values(args))
@@ -70,7 +68,7 @@ def run_serve(args: Arguments) -> int:
     return 0
 
 
-async def _serve(args: Arguments, config: RunConfig) -> None:
+async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
     async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             name = args.run_name or "MODEL"
@@ -81,7 +79,7 @@ async def _serve(args: Arguments, config: RunConfig) -> None:
     print_line("gateway stopped")
 
 
-async def _serve_alone(args: Arguments, config: RunConfig) -> None:
+async def _serve_alone(args: argparse.Namespace, config: RunConfig) -> None:
     from whet.app.composition.standalone import serve_alone  # noqa: PLC0415 - imports torch
 
     async with handle_stop_signals() as stop:
@@ -100,7 +98,7 @@ async def _serve_alone(args: Arguments, config: RunConfig) -> None:
 
 
 async def _serve_run(
-    store: Store, place: StoreAddress, config: RunConfig, args: Arguments, alone: str
+    store: Store, place: StoreAddress, config: RunConfig, args: argparse.Namespace, alone: str
 ) -> None:
     check_own_process(config)
     published = await _wait_for_policy(store, alone)

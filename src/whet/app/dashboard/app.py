@@ -49,7 +49,7 @@ KEEP_ALIVE_S = 15.0
 MAX_BODY = 1000
 
 Query = TypeVar("Query", bound=BaseModel)
-Page = Callable[[OpenedRun, Request], Awaitable[object]]
+PageHandler = Callable[[OpenedRun, Request], Awaitable[object]]
 
 
 class InvalidQuery(WhetError):
@@ -81,7 +81,7 @@ class DashboardApp:
 
     def build(self, *, host: str, allowed: Sequence[str] = ()) -> Starlette:
         """Return the application for a server that listens on `host`."""
-        pages: dict[str, Page] = {
+        pages: dict[str, PageHandler] = {
             "": lambda run, request: overview.read_run(run),
             "/steps": _read_steps,
             "/rollouts": _read_rollouts,
@@ -119,7 +119,7 @@ class DashboardApp:
             exception_handlers={404: _refuse_path},
         )
 
-    async def _serve_page(self, page: Page, request: Request) -> Response:
+    async def _serve_page(self, page: PageHandler, request: Request) -> Response:
         run = await self._catalog.open(request.path_params["run"])
         return respond(await page(run, request))
 

@@ -20,7 +20,7 @@ from whet.gateway.templates.chat_template import PROBE_TEXT, ChatTemplate
 from whet.gateway.templates.suffix import QUESTION, TOOL, Mismatch, SuffixCutter
 from whet.types import Fork, Omission
 
-Mode = Literal["merged", "per-call"]
+MergeMode = Literal["merged", "per-call"]
 DropsThinking = Literal["never", "before_last_user", "always"]
 
 
@@ -102,7 +102,7 @@ class ProbeResult(NamedTuple):
 class TemplateReport:
     """Report on which conversations of a template can be continued from stored tokens."""
 
-    mode: Mode
+    mode: MergeMode
     """`merged`: a conversation trains as one row. `per-call`: every call is a row of its own."""
     causes: tuple[str, ...]
     """Why the mode is not merged; empty if it is."""

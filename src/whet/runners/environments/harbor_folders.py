@@ -16,7 +16,7 @@ from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError
-from whet.runners.environments.completion import Message, complete
+from whet.runners.environments.completion import JsonMessage, complete
 from whet.runners.environments.environment import Options, Split, read_count
 from whet.runners.environments.harbor_sandbox import HarborSandbox
 from whet.runners.environments.harbor_tasks import HarborTask, NeedsContainer, read_task
@@ -64,7 +64,7 @@ class HarborFolder:
 
     async def _work(self, task: HarborTask, sandbox: HarborSandbox, llm: Endpoint) -> None:
         deadline = time.monotonic() + task.agent_s
-        messages: list[Message] = [
+        messages: list[JsonMessage] = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": task.instruction},
         ]

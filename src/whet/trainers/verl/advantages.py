@@ -16,11 +16,11 @@ from whet.trainers.verl.entries import SEPARATOR
 EPSILON = 1e-6
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-Baseline = Callable[[torch.Tensor, Sequence[str], Any], torch.Tensor]
+AdvantageFunction = Callable[[torch.Tensor, Sequence[str], Any], torch.Tensor]
 """Advantages of rollouts from their rewards, the prompts they belong to, and verl's config."""
 
 
-def build_estimator(baseline: Baseline) -> Estimator:
+def build_estimator(compute_advantages: AdvantageFunction) -> Estimator:
     """An advantage estimator of verl that treats each rollout as one sample."""
 
     def estimate(
@@ -42,7 +42,9 @@ def build_estimator(baseline: Baseline) -> Estimator:
                 place = places[str(index[row])]
                 rewards[place] = sums[row]  # all rows of a rollout carry its reward
                 lengths[place] += tokens[row]
-            values = baseline(rewards, [name.rpartition(SEPARATOR)[0] for name in names], config)
+            values = compute_advantages(
+                rewards, [name.rpartition(SEPARATOR)[0] for name in names], config
+            )
             advantages = torch.zeros_like(mask)
             for row in real:
                 place = places[str(index[row])]
