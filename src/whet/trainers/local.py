@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 MIN_MICRO_BATCH_TOKENS = 64
 
-TOTALS = ("loss", "trained_tokens", "computed_tokens")
+PASS_TOTALS = ("loss", "trained_tokens", "computed_tokens")
 MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
 """Over trained tokens; so are `reference_kl` and `corrected_tokens`, where the loss has them."""
 
@@ -133,7 +133,7 @@ class LocalTrainer(TrainingBackend):
         check_rows(rows)
         optional = {"reference_kl": loss.kl > 0, "corrected_tokens": loss.correction is not None}
         means = (*MEANS, *(name for name, wanted in optional.items() if wanted))
-        sums: dict[str, float] = dict.fromkeys((*TOTALS, *means), 0.0)
+        sums: dict[str, float] = dict.fromkeys((*PASS_TOTALS, *means), 0.0)
         for found in self._micro_batches.run(rows, lambda tree: self._train_tree(tree, loss)):
             for name, value in found.items():
                 sums[name] += value

@@ -33,7 +33,7 @@ from whet.types import (
 
 logger = logging.getLogger(__name__)
 
-TOTALS = (
+POLICY_TOTALS = (
     "rows",
     "trained_rollouts",
     "unproven_rows",
@@ -91,7 +91,7 @@ async def update_policies(
 
     Those of a policy have its name as prefix, as `planner/loss`. Those without are of the run.
     """
-    metrics = compute_reward_metrics(batch, config) | dict.fromkeys(TOTALS, 0.0)
+    metrics = compute_reward_metrics(batch, config) | dict.fromkeys(POLICY_TOTALS, 0.0)
     metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
     for learner in learners:
         own, name = select_batch(batch, learner.name), learner.name
@@ -111,7 +111,7 @@ async def update_policies(
             )
         found[VERSION] = await learner.trainer.publish()
         metrics |= {f"{name}/{key}": value for key, value in found.items()}
-        metrics |= {key: metrics[key] + found.get(key, 0.0) for key in TOTALS}
+        metrics |= {key: metrics[key] + found.get(key, 0.0) for key in POLICY_TOTALS}
     # Policies may be trained on the same rollouts, which count once.
     credited = {credit.trajectory.attempt.rollout.id for credit in batch.credits}
     metrics["trained_rollouts"] = min(metrics["trained_rollouts"], len(credited))

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from whet.config import AdamStep, LossConfig
 from whet.errors import TrainerError, WhetError, boundary
 from whet.models.huggingface import LocalPolicy
-from whet.trainers.local import TOTALS, LocalTrainer
+from whet.trainers.local import PASS_TOTALS, LocalTrainer
 from whet.trainers.loss import LossFunction
 from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import check_rows
@@ -203,12 +203,12 @@ def _count_new_tokens(ordered: Sequence[Row]) -> Iterator[int]:
 
 def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
     """Merge the metrics of parts of the rows: totals add up, means are over trained tokens."""
-    sums = {name: sum(part[name] for part in parts) for name in TOTALS}
+    sums = {name: sum(part[name] for part in parts) for name in PASS_TOTALS}
     tokens = max(1.0, sums["trained_tokens"])
     means = {
         name: sum(part[name] * part["trained_tokens"] for part in parts) / tokens
         for name in parts[0]
-        if name not in TOTALS
+        if name not in PASS_TOTALS
     }
     return {**sums, **means}
 
