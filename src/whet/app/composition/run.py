@@ -118,7 +118,7 @@ async def open_run(
         lease = await _take_over(folder, store, progress) if store else None
         store = store or await stack.enter_async_context(folder.open_store())
         publication = _build_publication(config, model, folder, store, lease, agent)
-        learner = await _open_learner(config, model, algorithm, publication, stack, progress)
+        parts = await _open_training_parts(config, model, algorithm, publication, stack, progress)
         judge: Endpoint | None = None
         if agent is not None and config.gateway.judge is not None:
             judge = await stack.enter_async_context(serve_judge(config, progress))
@@ -129,17 +129,17 @@ async def open_run(
             store=store,
             steps=lease or store,
             collector=open_collector(config, store, versions, agent_inputs.judge, judge, on_ended),
-            algorithm=learner.algorithm,
-            trainer=learner.trainer,
-            update=learner.update,
-            scorer=learner.build_scorer(),
+            algorithm=parts.algorithm,
+            trainer=parts.trainer,
+            update=parts.update,
+            scorer=parts.build_scorer(),
             gateway=None,
         )
         # Before sampling: what a kill left in the queue runs as soon as there is a runner.
         await _restore_last(run, plan, progress)
         await run.trainer.publish()
         if agent is not None:
-            shared = learner.policy if publication is None else None
+            shared = parts.policy if publication is None else None
             secret = _get_address(folder, "").secret if config.runner.ray else folder.read_secret()
             serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
@@ -157,7 +157,7 @@ async def open_run(
 # ------------------------------------------------------------------- trainer and gateway
 
 
-class _Learner(NamedTuple):
+class _TrainingParts(NamedTuple):
     """Algorithm and trainer of a run, and the policy or policies they update."""
 
     policy: "LocalPolicy | TinkerPolicy | Policies"
@@ -170,22 +170,22 @@ class _Learner(NamedTuple):
         return LocalScorer(self.policy) if isinstance(self.policy, LocalPolicy) else None
 
 
-async def _open_learner(
+async def _open_training_parts(
     config: RunConfig,
     model: Path,
     algorithm: Algorithm | None,
     publication: Publication | None,
     stack: AsyncExitStack,
     progress: Progress,
-) -> _Learner:
+) -> _TrainingParts:
     if config.policies:
         opened = await open_policies(config, algorithm, publication, progress)
-        return _Learner(opened, opened.algorithm, opened.trainer, opened.update)
+        return _TrainingParts(opened, opened.algorithm, opened.trainer, opened.update)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     trainer, policy = await stack.enter_async_context(open_trainer(config, model))
     if publication is not None:
         trainer = publication.wrap(trainer, policy, config, model)
-    return _Learner(policy, algorithm, trainer)
+    return _TrainingParts(policy, algorithm, trainer)
 
 
 def _build_publication(
