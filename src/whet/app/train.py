@@ -86,7 +86,7 @@ def train(
     if tracer is not None:
         settings = merge(settings, {"runner": {"tracer": tracer}})
     address = store or os.environ.get(STORE_VARIABLE)
-    _check_place(hooks, resolve(settings), address)
+    _check_runs_in_process(hooks, resolve(settings), address)
     console = open_console(quiet=quiet)
     agent_inputs = AgentInputs(parse_resources(resources), tuple(hooks), judge)
     train_on = load_tasks(tasks)
@@ -127,7 +127,7 @@ def _read_algorithm(
     return {**settings, "algorithm": {"name": name_algorithm(own)}}, own
 
 
-def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
+def _check_runs_in_process(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
     """Raise ConfigError for hooks and tracers of agents that run elsewhere, and for verl."""
     if config.trainer.kind == "verl":
         raise ConfigError("train with verl by whet.Trainer(algorithm=whet.VERL(...)).fit")

@@ -166,7 +166,7 @@ class LocalTrainer(TrainingBackend):
         check_rows(rows)
         with torch.no_grad():
             parts = list(self._micro_batches.run(rows, self._recompute_tree))
-        known = {place: row for part in parts for place, row in part.items()}
+        known = {key: row for part in parts for key, row in part.items()}
         return [known[id(row)] for row in rows]
 
     def _recompute_tree(self, tree: PrefixTree[Row]) -> dict[int, Row]:

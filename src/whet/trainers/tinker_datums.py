@@ -120,7 +120,7 @@ class DatumTrainer:
                     data, lambda tree: self._run_tree(tree, config, forward_only)
                 )
             )
-        scored = {place: logprobs for part in found for place, logprobs in part.logprobs.items()}
+        scored = {key: logprobs for part in found for key, logprobs in part.logprobs.items()}
         return DatumResult([scored[id(datum)] for datum in data], math.fsum(p.loss for p in found))
 
     def _run_tree(self, tree: PrefixTree[Datum], config: LossConfig, forward_only: bool) -> "_Part":

@@ -112,11 +112,11 @@ async def _open_pool(
     report: Callable[[str], None],
 ) -> AsyncGenerator[RunnerPool]:
     async with connect_ray(settings.ray):
-        place = ["--run", address.run, "--store", _make_reachable(address.url)]
+        flags = ["--run", address.run, "--store", _make_reachable(address.url)]
         if gateway is not None:
-            place += ["--gateway", _make_reachable(gateway)]
+            flags += ["--gateway", _make_reachable(gateway)]
         async with open_pool(
-            [*place, *arguments],
+            [*flags, *arguments],
             {token.VARIABLE: address.token},
             name=settings.name,
             cpus=settings.cpus,

@@ -371,14 +371,14 @@ async def _run_on_ray(
 ) -> AsyncGenerator[None]:
     """Serve the run's own store to runners on a Ray cluster, and run the agent there."""
     assert isinstance(store, SQLStore)
-    config, place = folder.read_config(), _get_address(folder, "")
-    server = StoreServer(store, token=place.token, host=config.gateway.host)
+    config, address = folder.read_config(), _get_address(folder, "")
+    server = StoreServer(store, token=address.token, host=config.gateway.host)
     try:
         async with run_agents_on_ray(
             agent,
             config.runner,
             store,
-            place._replace(url=server.url),
+            address._replace(url=server.url),
             gateway=gateway.url,
             report=progress,
         ):

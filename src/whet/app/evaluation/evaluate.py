@@ -311,10 +311,10 @@ class _ModelEvaluator:
         config, judge, folder = self.config, self.judge, self.prepared.folder
         secret = folder.read_secret()
         if not isinstance(model, EndpointModel):
-            place = folder.path / "serve" / model.name
+            serve_folder = folder.path / "serve" / model.name
             with requires_extra("a model on this machine", "local"):
                 from whet.app.composition.standalone import serve_model  # noqa: PLC0415 - imports torch
-            async with serve_model(model, config, store, secret, place, judge) as gateway:
+            async with serve_model(model, config, store, secret, serve_folder, judge) as gateway:
                 yield gateway
             return
         key = self.prepared.key

@@ -219,22 +219,22 @@ def _find_all(
     run = find_run(path)
     if run is None or not _has_several(path, run):
         return _find(name, source, progress)
-    several, place = run.read_config().policies, path
+    several, folder = run.read_config().policies, path
     if path == run.path:  # the trained policies, or those of the newest checkpoint while it runs
-        place = run.model if run.model.is_dir() else _find_newest_checkpoint(source, run)
+        folder = run.model if run.model.is_dir() else _find_newest_checkpoint(source, run)
     models: dict[str, LocalModel] = {}
     for policy, section in several.items():
         own = run.read_config().for_policy(policy)
-        weights = str(own.start or own.model) if section.frozen else str(place / policy)
+        weights = str(own.start or own.model) if section.frozen else str(folder / policy)
         models[policy] = _find(policy, weights, progress)
-    step = "" if place == run.model or path == run.path else f"-{place.name}"
+    step = "" if folder == run.model or path == run.path else f"-{folder.name}"
     return PolicySet(name or run.path.name + step, source, models, several)
 
 
 def _has_several(path: Path, run: RunFolder) -> bool:
     """Whether a folder has all the policies of a run of several."""
-    places = (run.path, run.model, *_list_checkpoints(run))
-    return bool(run.read_config().policies) and path in places
+    folders = (run.path, run.model, *_list_checkpoints(run))
+    return bool(run.read_config().policies) and path in folders
 
 
 def _find_newest_checkpoint(source: str, run: RunFolder) -> Path:
@@ -321,9 +321,9 @@ def _find_at_checkpoint(
 
 def find_run(path: Path) -> RunFolder | None:
     """The run that a folder belongs to."""
-    for place in (path, *path.parents[:3]):  # of one policy: RUN/checkpoints/STEP/POLICY
-        if (place / "kind").is_file() and (place / "config.json").is_file():
-            return RunFolder(place)
+    for folder in (path, *path.parents[:3]):  # of one policy: RUN/checkpoints/STEP/POLICY
+        if (folder / "kind").is_file() and (folder / "config.json").is_file():
+            return RunFolder(folder)
     return None
 
 

@@ -97,8 +97,8 @@ def _run(kind: "TuningKind", args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not folders:
             raise
-        place = args.data or f"--from {args.from_run}"
-        return report_stopped(f"whet {kind} {place}", folders[0])
+        data = args.data or f"--from {args.from_run}"
+        return report_stopped(f"whet {kind} {data}", folders[0])
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     return 0

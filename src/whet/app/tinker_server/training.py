@@ -219,6 +219,8 @@ class _Training:
     ) -> Response:
         """Schedule work on a run; its body is validated when it is its turn."""
         body = await read_body(request)
-        place = parse(body, RunRequest)
-        run = self._state.find_run(place.model_id)
-        return self._state.run_in_order(run.id, place.seq_id, lambda: work(run, parse(body, kind)))
+        run_request = parse(body, RunRequest)
+        run = self._state.find_run(run_request.model_id)
+        return self._state.run_in_order(
+            run.id, run_request.seq_id, lambda: work(run, parse(body, kind))
+        )

@@ -273,7 +273,7 @@ class Renderer:
             ids = self.template.encode(text)
             if self.template.decode_all(before + ids) != self.template.decode_all(whole):
                 raise RequestError("the turn is encoded differently after its prompt")
-        stops = [place for place, id in enumerate(ids) if id in self.stop_ids]
+        stops = [index for index, id in enumerate(ids) if id in self.stop_ids]
         if stops:
             if self.template.decode(ids[stops[0] + 1 :]).strip():
                 token = self.template.get_token_text(ids[stops[0]])

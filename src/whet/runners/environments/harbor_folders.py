@@ -56,8 +56,8 @@ class HarborFolder:
                 found = self._tasks[name]
             case _:
                 raise AgentFailed(f"not a task of this folder: {task!r:.80}")
-        with TemporaryDirectory(prefix="whet-") as place:
-            sandbox = HarborSandbox(found, Path(place), SandboxLimits())
+        with TemporaryDirectory(prefix="whet-") as folder:
+            sandbox = HarborSandbox(found, Path(folder), SandboxLimits())
             await to_thread.run_sync(sandbox.prepare)
             await self._work(found, sandbox, llm)
             return await to_thread.run_sync(sandbox.verify)

@@ -118,13 +118,13 @@ def parse_ranking(reply: str, order: Sequence[int]) -> ParsedRanking:
     if not is_whole or sorted(cast(list[int], numbers)) != list(range(1, count + 1)):
         raise InvalidReply(f"a ranking has each of {count} answers once, found {ranking!r:.80}")
     scores = [0.0] * count
-    place = 0
+    ranked = 0
     for rank in ranks:
-        middle = place + (len(rank) - 1) / 2
+        middle = ranked + (len(rank) - 1) / 2
         for number in rank:
             assert isinstance(number, int)
             scores[order[number - 1]] = 1 - middle / max(count - 1, 1)
-        place += len(rank)
+        ranked += len(rank)
     return ParsedRanking(tuple(scores), _read_reason(value))
 
 
