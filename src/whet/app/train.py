@@ -164,7 +164,9 @@ def prepare_run(
     if config.policies or ("model" in values and config.model != RunConfig().model):
         values = resolve_starts(values, config, partial(console.print, highlight=False))
         config = resolve(values)
-    folder = _find_run(config, kind, resume=resume, continues=continues or store is not None)
+    folder = _find_resumed_folder(
+        config, kind, resume=resume, continues=continues or store is not None
+    )
     if folder is not None:
         config = folder.read_resumed_config(values)
     check_run(
@@ -328,7 +330,9 @@ async def run_training(
         return await run_experiment(run, tasks, held_out, display)
 
 
-def _find_run(config: RunConfig, kind: str, *, resume: bool, continues: bool) -> RunFolder | None:
+def _find_resumed_folder(
+    config: RunConfig, kind: str, *, resume: bool, continues: bool
+) -> RunFolder | None:
     if resume:
         return RunFolder.to_resume(config, kind)
     if continues and config.name:

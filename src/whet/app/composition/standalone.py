@@ -18,7 +18,7 @@ from whet.app.evaluation.model_sources import (
     EndpointModel,
     LocalModel,
     PolicySet,
-    find_run,
+    find_run_folder,
     read_models,
 )
 from whet.app.inputs import check_one_policy
@@ -142,7 +142,7 @@ def _find_served(
     """Resolve a model as `whet eval` does, and find the secret of its API keys."""
     [model] = read_models([source], None, progress, directory=directory)
     assert not isinstance(model, EndpointModel)
-    run = find_run(Path(model.source).expanduser())
+    run = find_run_folder(Path(model.source).expanduser())
     return model, run.read_secret() if run else secrets.token_bytes(32)
 
 

@@ -171,7 +171,7 @@ def tune(
     source.check()
     values = _with_model(values, source)
     check_config(resolve(values), kind)
-    folder, config = _find_run(kind, values, resume=resume)
+    folder, config = _find_resumed_run(kind, values, resume=resume)
     check_installed(config.tracking)
     model = resolve_model(config.model, progress=console.print)
     if source.from_run is not None:
@@ -219,7 +219,7 @@ def _with_model(values: Mapping[str, JsonValue], source: Source) -> dict[str, Js
     return {"model": config.model} | dict(values)
 
 
-def _find_run(
+def _find_resumed_run(
     kind: TuningKind, values: Mapping[str, JsonValue], *, resume: bool
 ) -> tuple[RunFolder | None, RunConfig]:
     config = resolve(values)
