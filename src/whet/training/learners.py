@@ -84,7 +84,7 @@ async def update_policies(
     batch: StepBatch,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     trainer: TrainingBackend,
 ) -> dict[str, float]:
     """Run the updates of every policy on its own calls; return the metrics of the step.
@@ -99,7 +99,7 @@ async def update_policies(
         found: dict[str, float] = {"rows": 0.0}
         if own.groups:
             found = await update_policy(
-                own, before, learner.config, watch, learner.trainer, policy=name
+                own, before, learner.config, timer, learner.trainer, policy=name
             )
         elif not any(record.metrics.get("calls") for record in before):
             logger.warning(

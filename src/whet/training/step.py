@@ -98,7 +98,7 @@ async def collect_step(
     plan: Plan,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     *,
     collector: Collector,
     algorithm: Algorithm,
@@ -118,9 +118,9 @@ async def collect_step(
         wanted = [r for n in range(more) for r in plan(first + len(groups) + n)]
         left -= more
         rollouts += wanted
-        with watch.phase("collect"):
+        with timer.phase("collect"):
             groups += add_length_penalties(await collector.collect(wanted), config)
-        with watch.phase("credit"):
+        with timer.phase("credit"):
             credits = await credit_groups(algorithm, groups, done)
         credited = {credit.trajectory.attempt.rollout.group for credit in credits}
     names = dict.fromkeys(rollout.group for rollout in rollouts)
@@ -132,7 +132,7 @@ async def update_policy(
     batch: StepBatch,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     trainer: TrainingBackend,
     *,
     policy: str = "",
@@ -145,7 +145,7 @@ async def update_policy(
     built = build_rows(mask_truncated(selected, config.length))
     metrics: dict[str, float] = {}
     if built.rows:
-        with watch.phase("train"):
+        with timer.phase("train"):
             metrics |= await _run_updates(built.rows, len(done), config, trainer)
     metrics |= compute_reward_metrics(batch, config)
     metrics |= _compute_row_metrics(built, compute_version_after(done))
@@ -199,12 +199,12 @@ def _find_reasons(metrics: Metrics) -> set[str]:
 
 
 async def evaluate_step(
-    step: int, config: RunConfig, watch: Stopwatch, evaluate: Evaluate | None
+    step: int, config: RunConfig, timer: Stopwatch, evaluate: Evaluate | None
 ) -> Metrics:
     """Evaluate the published weights on the held-out tasks, if it is due after this step."""
     if evaluate is None or not is_evaluated(step, config):
         return {}
-    with watch.phase("evaluate"):
+    with timer.phase("evaluate"):
         return await evaluate(step + 1)
 
 
