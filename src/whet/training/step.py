@@ -113,19 +113,19 @@ async def collect_step(
     groups: list[Group] = []
     credits: list[Credit] = []
     credited = set[str]()
-    left = config.tasks_per_step * config.algorithm.oversample
-    while (more := min(config.tasks_per_step - len(credited), left)) > 0:
-        wanted = [r for n in range(more) for r in plan(first + len(groups) + n)]
-        left -= more
-        rollouts += wanted
+    group_budget = config.tasks_per_step * config.algorithm.oversample
+    while (missing := min(config.tasks_per_step - len(credited), group_budget)) > 0:
+        requested = [r for n in range(missing) for r in plan(first + len(groups) + n)]
+        group_budget -= missing
+        rollouts += requested
         with timer.phase("collect"):
-            groups += add_length_penalties(await collector.collect(wanted), config)
-        with timer.phase("credit"):
+            groups += add_length_penalties(await collector.collect(requested), config)
+        with timer.phase("credit"):  # of all groups: some algorithms normalize over the step
             credits = await credit_groups(algorithm, groups, done)
         credited = {credit.trajectory.attempt.rollout.group for credit in credits}
     names = dict.fromkeys(rollout.group for rollout in rollouts)
-    silent = [g for name, g in zip(names, groups, strict=True) if name not in credited]
-    return StepBatch(tuple(rollouts), tuple(groups), tuple(credits), tuple(silent))
+    uncredited = [g for name, g in zip(names, groups, strict=True) if name not in credited]
+    return StepBatch(tuple(rollouts), tuple(groups), tuple(credits), tuple(uncredited))
 
 
 async def update_policy(
