@@ -79,12 +79,13 @@ class CallPipeline:
         context_length: int | None = None,
         prepare: Callable[[Attempt], Awaitable[None]] | None = None,
         policy: str = "",
-        beside: "CallPipeline | None" = None,
+        shares_with: "CallPipeline | None" = None,
     ) -> None:
         """`prepare` returns once the engine has loaded the weights for an attempt.
 
         Where a gateway serves several policies, calls are recorded with the name of the `policy`,
-        and those of one attempt are in one graph: that of the pipeline `beside` this one.
+        and those of one attempt are in one graph: a pipeline has the graphs and the retries of the
+        one that it `shares_with`.
         """
         self.renderer = renderer
         self.context_length = context_length
@@ -96,8 +97,10 @@ class CallPipeline:
         self._engine = engine
         self._prepare = prepare
         self._policy = policy
-        self._retries = beside._retries if beside else RetryTracker()
-        self._sessions = beside._sessions if beside else Sessions(log, self._retries.evict)
+        self._retries = shares_with._retries if shares_with else RetryTracker()
+        self._sessions = (
+            shares_with._sessions if shares_with else Sessions(log, self._retries.evict)
+        )
         self._prompts = PromptCache()
         self._instance = secrets.token_hex(8)
         self._numbers = count(1)
