@@ -323,7 +323,9 @@ async def run_training(
         )
         if connected is not None and address is not None:
             if runner.ray is not None and agent is not None:
-                watched = run_agents_on_ray(agent, runner, connected, address, report=display.note)
+                watched = run_agents_on_ray(
+                    agent, runner, connected, address, progress=display.note
+                )
             else:
                 watched = watch_workers(connected, display.note)
             await stack.enter_async_context(watched)

@@ -272,7 +272,7 @@ async def _run_on_ray(args: argparse.Namespace) -> None:
                 [*arguments, *format_agent_arguments(args)],
                 gateway=args.gateway,
                 stop=stop.requested,
-                report=print_line,
+                progress=print_line,
             )
 
 

@@ -380,7 +380,7 @@ async def _run_on_ray(
             store,
             address._replace(url=server.url),
             gateway=gateway.url,
-            report=progress,
+            progress=progress,
         ):
             yield
     finally:

@@ -55,8 +55,8 @@ def serve(
         raise ConfigError(
             f"serving does not read {others[0]!r}: expected keys of {', '.join(SECTIONS)}"
         )
-    note = partial(open_console(quiet=quiet).print, highlight=False)
-    serving = serve_alone(str(model), resolve(settings), note)
+    progress = partial(open_console(quiet=quiet).print, highlight=False)
+    serving = serve_alone(str(model), resolve(settings), progress)
     try:
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving) as open:
             yield open.own_endpoint

@@ -151,14 +151,14 @@ class TrainerLease(StepLog):
 
     @classmethod
     async def acquire(
-        cls, store: Store, folder: Path, note: Callable[[str], None]
+        cls, store: Store, folder: Path, progress: Callable[[str], None]
     ) -> "TrainerLease":
         """Take over the training of a run from the process that has it, if any."""
         holder = _name_trainer(folder)
         with suppress(NotFound):
             last = (await store.latest(TRAINER)).value
             if last != holder:
-                note(f"note: took over the run {store.run!r} from the trainer {last}")
+                progress(f"note: took over the run {store.run!r} from the trainer {last}")
         return cls(store, await store.publish(TRAINER, holder))
 
     @staticmethod
