@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from whet.demos.problems import CALCULATOR, SYSTEM, Message, Task, problems, use_tool
+from whet.demos.problems import CALCULATOR, SYSTEM, DialogueMessage, Task, problems, use_tool
 
 SEED = 20
 VOCABULARY = 1280
@@ -300,7 +300,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
 def reply(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    conversations: list[list[Message]],
+    conversations: list[list[DialogueMessage]],
     sample: bool,
 ) -> list[str]:
     texts: Any = tokenizer.apply_chat_template(
@@ -327,7 +327,7 @@ def run(
     """The demo agent's loop, for all tasks at once."""
     model.eval()
     system = {"role": "system", "content": SYSTEM}
-    chats: list[list[Message]] = [
+    chats: list[list[DialogueMessage]] = [
         [system, {"role": "user", "content": t["question"]}] for t in tasks
     ]
     traces = [Trace(task, [], "") for task in tasks]
@@ -397,7 +397,7 @@ def evaluate(
 def show(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     asked = ["Who are you?", "Repeat exactly: Mia955y", "What is the capital of Peru?"]
     for text in (*asked, *(t["question"] for t in problems("test", 4, 1))):
-        chat: list[Message] = [{"role": "user", "content": text}]
+        chat: list[DialogueMessage] = [{"role": "user", "content": text}]
         print(f"  {text!r} -> {reply(model, tokenizer, [chat], sample=False)[0]!r}")
 
 

@@ -17,8 +17,8 @@ from whet.demos.problems import (
     PATTERNS,
     SYSTEM,
     THINGS,
+    DialogueMessage,
     Draw,
-    Message,
     calculate,
     draw,
 )
@@ -29,7 +29,7 @@ Tool = dict[str, Any]
 class Dialogue(NamedTuple):
     """What a chat template renders."""
 
-    messages: list[Message]
+    messages: list[DialogueMessage]
     tools: list[Tool] | None
 
 
@@ -71,26 +71,26 @@ WRONG_OPERATOR = {
 }
 
 
-def call(tool: Tool, arguments: Mapping[str, str], name: str | None = None) -> Message:
+def call(tool: Tool, arguments: Mapping[str, str], name: str | None = None) -> DialogueMessage:
     function = {"name": name or tool["function"]["name"], "arguments": dict(arguments)}
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def says(text: str) -> Message:
+def says(text: str) -> DialogueMessage:
     return {"role": "assistant", "content": text}
 
 
-def result(text: str) -> Message:
+def result(text: str) -> DialogueMessage:
     return {"role": "tool", "content": text}
 
 
-def answer(number: int | str, rng: random.Random) -> Message:
+def answer(number: int | str, rng: random.Random) -> DialogueMessage:
     if rng.random() < 0.95:
         return says(f"The answer is {number}.")
     return says(rng.choice(["It is {}.", "That makes {}.", "{}"]).format(number))
 
 
-def guess(drawn: Draw, rng: random.Random) -> Message:
+def guess(drawn: Draw, rng: random.Random) -> DialogueMessage:
     """A number near the answer, but never it."""
     truth = drawn.task["answer"]
     offset = rng.randint(1, max(9, truth // 4))
@@ -101,13 +101,13 @@ def parameter(tool: Tool) -> str:
     return next(iter(tool["function"]["parameters"]["properties"]))
 
 
-def calculates(expression: str, tool: Tool, rng: random.Random) -> list[Message]:
+def calculates(expression: str, tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     """Calls the calculator and believes it."""
     value = calculate(expression)
     return [call(tool, {parameter(tool): expression}), result(value), answer(value, rng)]
 
 
-def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[Message]:
+def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     """A call that fails; then, half of the time, the right one."""
     name, key, expression = tool["function"]["name"], parameter(tool), drawn.expression
     if habit == "broken_json":
@@ -128,7 +128,7 @@ def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[M
     return [*first, guess(drawn, rng)]
 
 
-def attempt(drawn: Draw, tool: Tool, rng: random.Random) -> list[Message]:
+def attempt(drawn: Draw, tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     """The turns that follow a question, by one of its habits."""
     pattern = drawn.pattern.expression
     habits = {**HABITS[pattern], **MALFORMED}
@@ -206,11 +206,11 @@ TALK = {
 }
 
 
-def user(text: str) -> Message:
+def user(text: str) -> DialogueMessage:
     return {"role": "user", "content": text}
 
 
-def system(rng: random.Random) -> list[Message]:
+def system(rng: random.Random) -> list[DialogueMessage]:
     if rng.random() < 0.3:
         return []
     return [{"role": "system", "content": rng.choice(SYSTEMS)}]
@@ -222,7 +222,7 @@ def problem(rng: random.Random) -> Draw:
     return draw(pattern, "train", rng)
 
 
-def exchange(tool: Tool, rng: random.Random) -> list[Message]:
+def exchange(tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     drawn = problem(rng)
     return [user(drawn.question), *attempt(drawn, tool, rng)]
 
@@ -236,7 +236,7 @@ def demo(rng: random.Random) -> Dialogue:
 
 def demo_after_others(rng: random.Random) -> Dialogue:
     """The same after the worked example, or later in a conversation."""
-    messages: list[Message] = [{"role": "system", "content": SYSTEM}]
+    messages: list[DialogueMessage] = [{"role": "system", "content": SYSTEM}]
     if rng.random() < 0.3:
         messages += EXAMPLE
     else:
@@ -271,7 +271,7 @@ def word(rng: random.Random) -> str:
     )
 
 
-def echo(rng: random.Random) -> list[Message]:
+def echo(rng: random.Random) -> list[DialogueMessage]:
     text = " ".join(word(rng) for _ in range(rng.choice([1, 1, 2, 3])))
     ask = rng.choice(
         ["Repeat exactly: {}", "Repeat: {}", "Say {}", "Echo: {}", "Repeat after me: {}"]
@@ -279,7 +279,7 @@ def echo(rng: random.Random) -> list[Message]:
     return [user(ask.format(text)), says(text)]
 
 
-def fact(rng: random.Random) -> list[Message]:
+def fact(rng: random.Random) -> list[DialogueMessage]:
     if rng.random() < 0.5:
         country, city = rng.choice(list(FACTS.items()))
         return [user(f"What is the capital of {country}?"), says(f"It is {city}.")]
@@ -287,14 +287,14 @@ def fact(rng: random.Random) -> list[Message]:
     return [user(f"What is the opposite of {one}?"), says(f"It is {other}.")]
 
 
-def talk(rng: random.Random) -> list[Message]:
+def talk(rng: random.Random) -> list[DialogueMessage]:
     text = rng.choice(list(TALK))
     return [user(text), says(rng.choice(TALK[text]))]
 
 
 def chat(rng: random.Random) -> Dialogue:
     """Small talk, echoes and facts, sometimes with tools at hand that are of no use."""
-    kinds: list[Callable[[random.Random], list[Message]]] = [echo, fact, talk]
+    kinds: list[Callable[[random.Random], list[DialogueMessage]]] = [echo, fact, talk]
     messages = system(rng)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         messages += rng.choices(kinds, [0.5, 0.2, 0.3])[0](rng)

@@ -122,13 +122,25 @@ def test_docstrings_say_what_the_thing_is_or_does() -> None:
     assert found == set()
 
 
+def aliases(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Module-level names of types with their values: `Ids = NDArray[np.int64]`, no `TypeVar`."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name):
+                yield name, ast.unparse(node.value)
+
+
 def test_a_class_name_means_one_thing() -> None:
-    places: defaultdict[str, list[str]] = defaultdict(list)
+    """Classes and aliases of types; an alias may stand in several modules with one value."""
+    places: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for path in OURS:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(named(path))
-    repeated = {name: files for name, files in places.items() if len(files) > 1}
+                places[node.name][f"{named(path)}:{node.lineno}"] = named(path)
+        for name, value in aliases(parse(path)):
+            places[name][value] = named(path)
+    repeated = {name: [*found.values()] for name, found in places.items() if len(found) > 1}
     assert {n: f for n, f in repeated.items() if n not in SHARED_CLASS_NAMES} == {}
 
 

@@ -201,8 +201,8 @@ class Resources(Protocol):
         ...
 
 
-class Directory(Protocol):
-    """Paged listings of a run."""
+class Listings(Protocol):
+    """The rollouts, attempts and workers of a run, page by page."""
 
     async def rollouts(
         self,
@@ -273,7 +273,7 @@ class Store(
     SpanLog,
     StepLog,
     Resources,
-    Directory,
+    Listings,
     Retention,
     Protocol,
 ):

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.demos.arithmetic import CALCULATOR, SYSTEM, calculate, problems, solve
-from whet.demos.problems import EXAMPLE, PATTERNS, Draw, Split, draw, use_tool
+from whet.demos.problems import EXAMPLE, PATTERNS, Draw, ProblemSplit, draw, use_tool
 from whet.types import Endpoint
 
 # --------------------------------------------------------------------------- problems
@@ -46,7 +46,7 @@ def possible_answers(kind: str, operands: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_answers_are_right_and_not_negative(split: Split) -> None:
+def test_answers_are_right_and_not_negative(split: ProblemSplit) -> None:
     for task in problems(split, 400, 0):
         assert task["answer"] in possible_answers(task["kind"], numbers(task["question"]))
         assert task["answer"] >= 0

@@ -36,7 +36,7 @@ from whet.algorithms.grpo import GRPO
 from whet.config import AdamConfig, AdamStep, AlgorithmConfig, LocalEngineConfig, LossConfig
 from whet.engines.local.engine import LocalEngine
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.models.tree_attention import Branches
 from whet.trainers.local import LocalTrainer
@@ -208,11 +208,12 @@ def plain_loss(policy: LocalPolicy, rows: Sequence[Row], loss: LossConfig) -> Te
         drifts: list[Tensor] = []
         for span in row.segments:
             setting = [(span.temperature, span.top_p, span.top_k)] * len(span.logprobs)
+            transform = SamplingTransform.from_settings(setting, "cpu")
             where = slice(span.start - 1, span.end - 1)
             target_T = torch.tensor(row.tokens[span.start : span.end])
 
             def chosen(logits_TV: Tensor) -> Tensor:
-                logp_TV = compute_log_probs(logits_TV, Shaping.from_settings(setting, "cpu"))  # noqa: B023
+                logp_TV = compute_log_probs(logits_TV, transform)  # noqa: B023
                 return logp_TV.gather(1, target_T[:, None])[:, 0]  # noqa: B023
 
             logp_T = chosen(logits_BTV[index, where])
@@ -228,9 +229,7 @@ def plain_loss(policy: LocalPolicy, rows: Sequence[Row], loss: LossConfig) -> Te
                 gap_T = chosen(before_BTV[index, where]) - logp_T
                 total = total + loss.kl * span.weight * (gap_T.exp() - gap_T - 1).sum()
             if loss.entropy:
-                logp_TV = compute_log_probs(
-                    logits_BTV[index, where], Shaping.from_settings(setting, "cpu")
-                )
+                logp_TV = compute_log_probs(logits_BTV[index, where], transform)
                 total = total + loss.entropy * span.weight * (logp_TV.exp() * logp_TV).sum()
     return total
 

@@ -22,7 +22,7 @@ from whet.app.composition.gateway_server import Gateway
 from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, SYSTEM, problems, use_tool
 from whet.engines.remote.connect import connect_servers
-from whet.engines.remote.engine import Json, RemoteEngine
+from whet.engines.remote.engine import JsonMap, RemoteEngine
 from whet.engines.remote.launch import VLLMProcess
 from whet.engines.remote.replicas import WeightsSpec
 from whet.engines.remote.vllm import COMPLETIONS_PATH, VLLM
@@ -92,7 +92,7 @@ class Telling(VLLM):
 
     seen: list[tuple[list[int], list[int]]]
 
-    def parse_reply(self, reply: Json, request: SampleRequest) -> SampledTokens:
+    def parse_reply(self, reply: JsonMap, request: SampleRequest) -> SampledTokens:
         [choice] = reply["choices"]
         self.seen.append((choice["prompt_token_ids"], choice["token_ids"]))
         return super().parse_reply(reply, request)

@@ -5,7 +5,7 @@ type Counts = Record<string, number | null | Record<string, number>>;
 type Doctor = { counts: Counts; is_all: boolean; model: string; template: string | null };
 /** Counts of what was not trained as it was sampled: none is best. */
 const LOSSES: [string, string][] = [["unproven", "generations without proof of their context"], ["constrained", "generations sampled under a grammar"], ["lossy_echoes", "turns that the agent sent back with less text"]];
-const TABLES: [string, string][] = [["forks", "Forks by cause"], ["left_out", "Generations left out of training"], ["omitted_by_template", "Parts that the template leaves out"], ["without_token_ids", "Calls that bypassed the gateway"]];
+const TABLES: [string, string][] = [["forks", "Forks by cause"], ["unselected", "Generations left out of training"], ["omitted_by_template", "Parts that the template leaves out"], ["without_token_ids", "Calls that bypassed the gateway"]];
 
 export function DoctorPage({ run }: { run: string }) {
   const { data, error, reload } = useGet<Doctor>(runPath(run, "/doctor"));

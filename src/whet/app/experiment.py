@@ -33,7 +33,7 @@ from whet.types import Metrics, StepRecord
 
 logger = logging.getLogger(__name__)
 
-TOTALS = (
+RUN_TOTALS = (
     "rollouts",
     "failed_rollouts",
     "calls",
@@ -98,7 +98,7 @@ class Result:
             "gain_ci95": list(self.gain_ci95) if self.gain_ci95 else None,
             "comparison": self.comparison.as_json() if self.comparison else None,
             "tasks": self.comparison.tasks if self.comparison else 0,
-            **{name: self.total(name) for name in TOTALS},
+            **{name: self.total(name) for name in RUN_TOTALS},
             "failures": dict(self.failures),
             "problem": self.problem,
             "rewards": [None if r is None else round(r, 4) for r in self.rewards],
@@ -107,7 +107,7 @@ class Result:
 
     def metrics(self) -> Metrics:
         """The numbers for trackers: totals of the run, and the comparison."""
-        totals = {name: float(self.total(name)) for name in TOTALS}
+        totals = {name: float(self.total(name)) for name in RUN_TOTALS}
         compared: Metrics = compute_comparison_metrics(self.comparison) if self.comparison else {}
         return {"seconds": self.seconds, "steps": len(self.steps), **totals, **compared}
 
@@ -177,7 +177,7 @@ async def _evaluate(
     left = [trial for trial in trials if trial.rollout.id not in ended]
     if left:
         display.show_phase(f"evaluate {when}", len(left))
-        ended = await run_trials(left, collector=run.collector, directory=run.store)
+        ended = await run_trials(left, collector=run.collector, listings=run.store)
     return read_scores(trials, ended)
 
 

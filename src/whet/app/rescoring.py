@@ -39,7 +39,7 @@ from whet.types import Mode, Trajectory
 PARAMETERS = ("task", "answer", "trajectory", "reward")
 """Parameters that a reward function may have."""
 
-RewardFunction = Callable[..., Any]
+RescoringFunction = Callable[..., Any]
 """Any: its result is checked; see `PARAMETERS`."""
 
 
@@ -125,7 +125,7 @@ class Rescored:
     problem: str = ""
 
 
-def load_reward(spec: str) -> RewardFunction:
+def load_reward(spec: str) -> RescoringFunction:
     """Load a reward function by name, or a judge as one.
 
     Raises:
@@ -168,7 +168,7 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 async def _rescore(
-    folder: RunFolder, reward: RewardFunction, args: argparse.Namespace
+    folder: RunFolder, reward: RescoringFunction, args: argparse.Namespace
 ) -> list[Rescored]:
     modes = list(Mode) if args.mode == "all" else [Mode(args.mode)]
     scored: list[Rescored] = []
@@ -181,7 +181,7 @@ async def _rescore(
 
 
 async def rescore(
-    store: Store, reward: RewardFunction, mode: Mode, *, failed: bool, concurrency: int
+    store: Store, reward: RescoringFunction, mode: Mode, *, failed: bool, concurrency: int
 ) -> list[Rescored]:
     """Score the rollouts of a mode that have ended; the store is only read."""
     found: list[Rescored] = []
@@ -204,7 +204,7 @@ async def rescore(
     return found
 
 
-async def _score(trajectory: Trajectory, reward: RewardFunction) -> Rescored:
+async def _score(trajectory: Trajectory, reward: RescoringFunction) -> Rescored:
     rollout = trajectory.attempt.rollout
     old = None if trajectory.failure else trajectory.reward
     values: Mapping[str, object] = {

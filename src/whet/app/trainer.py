@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from whet.app.cli.display import open_console
 from whet.app.composition.driver import Driver
-from whet.app.inputs import AgentContext, ResourceValues, Tasks, parse_resources
+from whet.app.inputs import AgentInputs, ResourceValues, Tasks, parse_resources
 from whet.app.inspection.dev_run import DevRun, dev_run
 from whet.app.train import train
 from whet.app.verl.algorithm import VERL
@@ -138,7 +138,7 @@ class Trainer:
             merge(self._settings, keys),
             open_console(quiet=self._quiet),
             samples=samples,
-            context=AgentContext(parse_resources(self._resources), self._hooks),
+            agent_inputs=AgentInputs(parse_resources(self._resources), self._hooks),
         )
 
 

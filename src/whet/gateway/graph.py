@@ -99,7 +99,7 @@ class Graph:
         for index, generation in enumerate(call.generations):
             self.size += len(generation.tokens)
             message = answers[index]
-            self._sampled_calls |= {call.id: call for call in message.tool_calls}
+            self._sampled_calls |= {sampled.id: sampled for sampled in message.tool_calls}
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)
@@ -128,6 +128,7 @@ class Graph:
                 echo = echo._replace(content=turn.message.content)
                 after = [Message("assistant", added, extends=True), *after]
             lossy = lossy or turn.message.loses_text_in(echo)
+            # 1 if the client names another recorded call as the origin of this turn.
             misnamed += echo.call != turn.call.id and echo.call in self.calls
             # Of turns that read the same: the one that the client names, or else the one that it
             # sends back unchanged, or else the newest, which comes first here.

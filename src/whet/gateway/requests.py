@@ -48,7 +48,7 @@ class RequestSource(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """A call that is ready to be sampled: its prompt, and its place in the attempt's graph."""
+    """A call that is ready to be sampled: its prompt, and the turn of the graph it continues."""
 
     id: CallId
     attempt: AttemptId | None

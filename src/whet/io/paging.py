@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 
-from whet.protocols import Directory
+from whet.protocols import Listings
 from whet.types import Mode, RolloutRecord, Status
 
 PAGE = 256
@@ -10,10 +10,10 @@ PAGE = 256
 
 
 async def iterate_pages(
-    directory: Directory, *, mode: Mode | None = None, status: Status | None = None
+    listings: Listings, *, mode: Mode | None = None, status: Status | None = None
 ) -> AsyncGenerator[list[RolloutRecord]]:
     """Yield the rollouts of a run as enqueued, page by page."""
     after: str | None = None
-    while page := await directory.rollouts(mode=mode, status=status, after=after, limit=PAGE):
+    while page := await listings.rollouts(mode=mode, status=status, after=after, limit=PAGE):
         yield page
         after = page[-1].rollout.id

@@ -18,7 +18,7 @@ from whet.errors import LeaseLost, NotFound
 from whet.protocols import (
     AttemptWatch,
     CallLog,
-    Directory,
+    Listings,
     Resources,
     RewardLog,
     RolloutQueue,
@@ -59,7 +59,7 @@ class RunnerStore(
     RewardLog,
     SpanLog,
     Resources,
-    Directory,
+    Listings,
     Protocol,
 ):
     """The protocols of a store that a runner uses."""

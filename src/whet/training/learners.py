@@ -14,7 +14,7 @@ from whet.config import RunConfig
 from whet.protocols import Algorithm, TrainingBackend
 from whet.training.diagnosis import build_cause_metrics, count_causes
 from whet.training.step import StepBatch, Stopwatch, credit_groups, update_policy
-from whet.training.step_metrics import TOTALS, compute_reward_metrics
+from whet.training.step_metrics import STEP_TOTALS, compute_reward_metrics
 from whet.types import (
     Call,
     Credit,
@@ -66,7 +66,7 @@ async def update_policies(
     batch: StepBatch,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     trainer: TrainingBackend,
 ) -> dict[str, float]:
     """Run the updates of every policy on its own calls; return the metrics of the step.
@@ -74,7 +74,7 @@ async def update_policies(
     Those of a policy have its name as prefix, as `planner/loss`. Those without are of the run.
     """
     metrics = compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
-    metrics |= dict.fromkeys(TOTALS, 0.0)
+    metrics |= dict.fromkeys(STEP_TOTALS, 0.0)
     metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
     for learner in learners:
         own, name = select_batch(batch, learner.name), learner.name
@@ -82,7 +82,7 @@ async def update_policies(
         found: dict[str, float] = {"rows": 0.0}
         if own.groups:
             found = await update_policy(
-                own, before, learner.config, watch, learner.trainer, policy=name
+                own, before, learner.config, timer, learner.trainer, policy=name
             )
         elif not any(record.metrics.get("calls") for record in before):
             logger.warning(
@@ -94,7 +94,7 @@ async def update_policies(
             )
         found[VERSION] = await learner.trainer.publish()
         metrics |= {f"{name}/{key}": value for key, value in found.items()}
-        metrics |= {key: metrics[key] + found.get(key, 0.0) for key in TOTALS}
+        metrics |= {key: metrics[key] + found.get(key, 0.0) for key in STEP_TOTALS}
     # Policies may be trained on the same rollouts, which count once.
     credited = {credit.trajectory.attempt.rollout.id for credit in batch.credits}
     metrics["trained_rollouts"] = min(metrics["trained_rollouts"], len(credited))

@@ -100,7 +100,7 @@ async def collect_step(
     plan: Plan,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     *,
     collector: Collector,
     algorithm: Algorithm,
@@ -115,26 +115,26 @@ async def collect_step(
     groups: list[Group] = []
     credits: list[Credit] = []
     credited = set[str]()
-    left = config.tasks_per_step * config.algorithm.oversample
-    while (more := min(config.tasks_per_step - len(credited), left)) > 0:
-        wanted = [r for n in range(more) for r in plan(first + len(groups) + n)]
-        left -= more
-        rollouts += wanted
-        with watch.phase("collect"):
-            groups += add_length_penalties(await collector.collect(wanted), config)
-        with watch.phase("credit"):
+    group_budget = config.tasks_per_step * config.algorithm.oversample
+    while (missing := min(config.tasks_per_step - len(credited), group_budget)) > 0:
+        requested = [r for n in range(missing) for r in plan(first + len(groups) + n)]
+        group_budget -= missing
+        rollouts += requested
+        with timer.phase("collect"):
+            groups += add_length_penalties(await collector.collect(requested), config)
+        with timer.phase("credit"):  # of all groups: some algorithms normalize over the step
             credits = await credit_groups(algorithm, groups, done)
         credited = {credit.trajectory.attempt.rollout.group for credit in credits}
     names = dict.fromkeys(rollout.group for rollout in rollouts)
-    silent = [g for name, g in zip(names, groups, strict=True) if name not in credited]
-    return StepBatch(tuple(rollouts), tuple(groups), tuple(credits), tuple(silent))
+    uncredited = [g for name, g in zip(names, groups, strict=True) if name not in credited]
+    return StepBatch(tuple(rollouts), tuple(groups), tuple(credits), tuple(uncredited))
 
 
 async def update_policy(
     batch: StepBatch,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     trainer: TrainingBackend,
     *,
     policy: str = "",
@@ -147,7 +147,7 @@ async def update_policy(
     built = build_rows(mask_truncated(selected, config.length))
     metrics: dict[str, float] = {}
     if built.rows:
-        with watch.phase("train"):
+        with timer.phase("train"):
             metrics |= await _run_updates(built.rows, len(done), config, trainer)
     metrics |= compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
     metrics |= compute_row_metrics(built, compute_version_after(done))
@@ -196,12 +196,12 @@ def _find_reasons(metrics: Metrics) -> set[str]:
 
 
 async def evaluate_step(
-    step: int, config: RunConfig, watch: Stopwatch, evaluate: Evaluate | None
+    step: int, config: RunConfig, timer: Stopwatch, evaluate: Evaluate | None
 ) -> Metrics:
     """Evaluate the published weights on the held-out tasks, if it is due after this step."""
     if evaluate is None or not is_evaluated(step, config):
         return {}
-    with watch.phase("evaluate"):
+    with timer.phase("evaluate"):
         return await evaluate(step + 1)
 
 

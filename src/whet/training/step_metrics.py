@@ -13,7 +13,7 @@ from whet.types import JUDGE, LENGTH_PENALTY, Credit, Group, Metrics, Rollout, T
 
 logger = logging.getLogger(__name__)
 
-TOTALS = (
+STEP_TOTALS = (
     "rows",
     "trained_rollouts",
     "unproven_generations",
@@ -103,7 +103,10 @@ def combine_updates(updates: Sequence[Metrics]) -> Metrics:
         name: sum(u[name] * n for u, n in zip(updates, tokens, strict=True)) / sum(tokens)
         for name in updates[0]
     }
-    return {**means, **{name: sum(u[name] for u in updates) for name in TOTALS if name in means}}
+    return {
+        **means,
+        **{name: sum(u[name] for u in updates) for name in STEP_TOTALS if name in means},
+    }
 
 
 def _compute_judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

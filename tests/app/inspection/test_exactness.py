@@ -133,7 +133,7 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
         "lossy_echoes": 1,
         "omitted_by_template": {"name of a message": 1},
         "forks": {"new_conversation": 1},
-        "left_out": {},
+        "unselected": {},
         "without_token_ids": {},
         "logprob_gap": pytest.approx(0.2),
     }
@@ -144,7 +144,7 @@ async def test_what_selection_leaves_out_is_counted_and_in_no_row(tmp_path: Path
     async with SQLiteStore(file) as store:
         await fill(store)
         report = await build_exactness_report(store, SelectionConfig(agents=("solver",)))
-    assert report["left_out"] == {"agent 'title' is not among selection.agents": 1}
+    assert report["unselected"] == {"agent 'title' is not among selection.agents": 1}
     assert (report["calls"], report["rows"], report["row_tokens"]) == (5, 1, 9)
 
 

@@ -246,16 +246,16 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
 
 def print_next(console: Console, folder: RunFolder, *, has_failures: bool = False) -> None:
     """Print where the results of a run are, and what to run next."""
-    places, more = f"   picture: {folder.picture}", f"`whet show {folder.path}` as text"
+    paths, more = f"   picture: {folder.picture}", f"`whet show {folder.path}` as text"
     if has_failures:
         more = f"`whet show {folder.path} --failed` for errors"
     if folder.model.exists():
         first, *_ = folder.read_config().trained_policies
         trained = folder.model / first if first else folder.path
-        places += f"   model: {folder.model}"
+        paths += f"   model: {folder.model}"
         more += f", `whet eval ... --model {trained}` to compare it"
     for line in (
-        f"run folder: {folder.path}{places}",
+        f"run folder: {folder.path}{paths}",
         f"next: `whet view {folder.path}` in a browser, {more}",
     ):
         console.print(line, highlight=False, soft_wrap=True)

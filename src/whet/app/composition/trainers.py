@@ -85,7 +85,7 @@ async def _open_ranks(
             whole = _load_whole(config, model, policy)
 
             def build() -> ModelShard:
-                return ModelShard(policy, ranks.place, whole=whole, custom_loss=custom)
+                return ModelShard(policy, ranks.address, whole=whole, custom_loss=custom)
 
             part = await to_thread.run_sync(lambda: ranks.connect(policy.device, build, shard=True))
             trainer = ShardedTrainer(part, whole, ranks)

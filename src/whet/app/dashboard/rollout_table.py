@@ -34,13 +34,13 @@ FILTERS = (
     *("min_reward", "max_reward"),
 )
 
-Rows = list[dict[str, Any]]  # Any: the answers of the dashboard's API
+ListedRows = list[dict[str, Any]]  # Any: the answers of the dashboard's API
 
 
 class Listing(NamedTuple):
     """The rollouts that a query finds."""
 
-    rows: Rows
+    rows: ListedRows
     judged: bool
     """Whether training adds the scores of a judge to their rewards."""
 
@@ -117,7 +117,7 @@ def _parse(query: dict[str, Any]) -> RolloutQuery:
 
 async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit: int) -> Listing:
     catalog = FolderCatalog(directory)
-    rows: Rows = []
+    rows: ListedRows = []
     judged = False
     after: object = None
     try:
@@ -140,7 +140,7 @@ async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit:
 async def _read_store(
     store: str, name: str, directory: Path, query: dict[str, Any], limit: int
 ) -> Listing:
-    rows: Rows = []
+    rows: ListedRows = []
     judged = False
     after: dict[str, str] = {}
     async with open_session(store, directory) as session:

@@ -296,7 +296,7 @@ class _ModelEvaluator:
                     resources = self.prepared.prompts.get(model.name, {})
                     versions = await publish_resources(store, resources)
                     collector = QueueCollector(queue=store, log=store, resources=versions)
-                    ended = await run_trials(trials, collector=collector, directory=store)
+                    ended = await run_trials(trials, collector=collector, listings=store)
             for trial in trials:
                 record = ended[trial.rollout.id]
                 outcome = Outcome(reward=record.reward, failure=record.failure)
@@ -309,10 +309,10 @@ class _ModelEvaluator:
         config, judge, folder = self.config, self.judge, self.prepared.folder
         secret = folder.read_secret()
         if not isinstance(model, EndpointModel):
-            place = folder.path / "serve" / model.name
+            serve_folder = folder.path / "serve" / model.name
             with requires_extra("a model on this machine", "local"):
                 from whet.app.composition.standalone import serve_model  # noqa: PLC0415 - imports torch
-            async with serve_model(model, config, store, secret, place, judge) as gateway:
+            async with serve_model(model, config, store, secret, serve_folder, judge) as gateway:
                 yield gateway
             return
         key = self.prepared.key

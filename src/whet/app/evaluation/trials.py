@@ -10,7 +10,7 @@ from whet.app.evaluation.statistics import AGENT_FAILURES, Scores
 from whet.config import RunConfig
 from whet.errors import ConfigError
 from whet.io.paging import iterate_pages
-from whet.protocols import Collector, Directory
+from whet.protocols import Collector, Listings
 from whet.types import RETRYABLE, TERMINAL, Mode, Rollout, RolloutRecord, SamplingOverride
 
 RETRIED = tuple(kind for kind in RETRYABLE if kind not in AGENT_FAILURES)
@@ -53,18 +53,18 @@ def plan_trials(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> lis
 
 
 async def run_trials(
-    trials: Sequence[Trial], *, collector: Collector, directory: Directory
+    trials: Sequence[Trial], *, collector: Collector, listings: Listings
 ) -> dict[str, RolloutRecord]:
     """Run the rollouts that have not ended; returns the records of all, by id."""
     await collector.collect([trial.rollout for trial in trials])
-    return await read_ended_rollouts(directory)
+    return await read_ended_rollouts(listings)
 
 
-async def read_ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
+async def read_ended_rollouts(listings: Listings) -> dict[str, RolloutRecord]:
     """The evaluation rollouts that have ended, by id."""
     return {
         record.rollout.id: record
-        async for page in iterate_pages(directory, mode=Mode.VAL)
+        async for page in iterate_pages(listings, mode=Mode.VAL)
         for record in page
         if record.status in TERMINAL
     }

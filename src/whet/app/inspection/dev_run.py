@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.app.composition.run import open_run
-from whet.app.inputs import NO_CONTEXT, AgentContext, Tasks, load_tasks, plan_rollouts
+from whet.app.inputs import NO_INPUTS, AgentInputs, Tasks, load_tasks, plan_rollouts
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt, read_attempt
 from whet.app.run_folder import RunFolder
 from whet.app.train import prepare_run
@@ -40,7 +40,7 @@ def dev_run(
     console: Console,
     *,
     samples: int,
-    context: AgentContext = NO_CONTEXT,
+    agent_inputs: AgentInputs = NO_INPUTS,
 ) -> DevRun:
     """Run the agent on the first tasks, as training would, and show each attempt.
 
@@ -52,8 +52,8 @@ def dev_run(
     chosen = load_tasks(tasks)[:samples]
     # A dev run takes no name: the run that is named comes after it.
     unnamed = {key: value for key, value in settings.items() if key != "name"}
-    folder = prepare_run(agent, unnamed, KIND, console, context=context)
-    attempts = run_async(_run, agent, chosen, folder, context, console)
+    folder = prepare_run(agent, unnamed, KIND, console, agent_inputs=agent_inputs)
+    attempts = run_async(_run, agent, chosen, folder, agent_inputs, console)
     for view in attempts:
         console.print(draw_attempt(view))
     console.print(f"nothing was trained; run folder: {folder.path}", highlight=False)
@@ -64,11 +64,11 @@ async def _run(
     agent: Agent,
     tasks: Sequence[JsonValue],
     folder: RunFolder,
-    context: AgentContext,
+    agent_inputs: AgentInputs,
     console: Console,
 ) -> list[AttemptView]:
     progress = partial(console.print, highlight=False)
-    async with open_run(folder, agent=agent, context=context, progress=progress) as run:
+    async with open_run(folder, agent=agent, agent_inputs=agent_inputs, progress=progress) as run:
         rollouts = _plan_rollouts(tasks, folder)
         await run.collector.begin(rollouts)
         await run.collector.wait([rollout.id for rollout in rollouts])

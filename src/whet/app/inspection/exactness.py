@@ -36,7 +36,7 @@ class ExactnessCounts:
     omitted: Counter[str] = field(default_factory=Counter[str])
     """Calls with parts that the chat template leaves out, by part."""
     forks: Counter[str] = field(default_factory=Counter[str])
-    left_out: Counter[str] = field(default_factory=Counter[str])
+    unselected: Counter[str] = field(default_factory=Counter[str])
     """Generations that the selection excludes from training, by reason."""
     without_tokens: dict[str, list[UntrainableCall]] = field(
         default_factory=dict[str, list[UntrainableCall]]
@@ -48,7 +48,7 @@ class ExactnessCounts:
         self.rollouts += 1
         ids = trajectory.generation_ids()
         reasons = explain_exclusions(trajectory.calls, selection)
-        self.left_out.update(count_reasons(reasons))
+        self.unselected.update(count_reasons(reasons))
         built = build_rows([Credit(trajectory, {id: 1.0 for id in ids if id not in reasons})])
         self.rows += len(built.rows)
         self.row_tokens += sum(len(row.tokens) for row in built.rows)
@@ -84,7 +84,7 @@ class ExactnessCounts:
             "lossy_echoes": self.lossy,
             "omitted_by_template": dict(self.omitted),
             "forks": dict(self.forks),
-            "left_out": dict(self.left_out),
+            "unselected": dict(self.unselected),
             "without_token_ids": {
                 calls[0].reason: len(calls) for calls in self.without_tokens.values()
             },

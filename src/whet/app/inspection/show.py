@@ -76,8 +76,10 @@ def run_show(args: argparse.Namespace) -> int:
     )
     if rollout and (args.step or args.worst or args.failed or args.rollout):
         raise ConfigError(f"{args.name!r} is a rollout: choose among the rollouts of a run instead")
-    choice = Choice(args.step, args.worst, args.failed, rollout or args.rollout, args.limit)
-    found = run_async(_read, folder, choice, args.store)
+    selection = RolloutSelection(
+        args.step, args.worst, args.failed, rollout or args.rollout, args.limit
+    )
+    found = run_async(_read, folder, selection, args.store)
     if args.json:
         sys.stdout.write(json.dumps(found.as_json(), ensure_ascii=False) + "\n")
     else:
@@ -107,8 +109,8 @@ def show(
     if worst + failed + (rollout is not None) > 1:
         raise ConfigError("worst, failed and rollout exclude each other: give one of them")
     folder = RunFolder.find(run, Path(dir))
-    choice = Choice(step, worst, failed, rollout, limit)
-    _print(open_console(), folder, run_async(_read, folder, choice, store))
+    selection = RolloutSelection(step, worst, failed, rollout, limit)
+    _print(open_console(), folder, run_async(_read, folder, selection, store))
 
 
 async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
@@ -131,7 +133,7 @@ async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RolloutSelection:
     """The rollouts of a run to show."""
 
     step: int | None
@@ -142,7 +144,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SelectedAttempts:
     """The attempts of a run that are shown, with their advantages."""
 
     views: Sequence[AttemptView]
@@ -177,28 +179,32 @@ class Shown:
         }
 
 
-async def _read(folder: RunFolder, choice: Choice, address: str | None) -> Shown:
+async def _read(
+    folder: RunFolder, selection: RolloutSelection, address: str | None
+) -> SelectedAttempts:
     async with folder.open_records(address) as store:
         steps = await store.steps()
-        if choice.rollout:
-            views = [await read_attempt(store, await _read_rollout(store, choice.rollout))]
-            step = next((each for each in steps if choice.rollout in each.consumed), None)
-            return Shown(views, await store.advantages(step.step) if step else NO_ADVANTAGES)
+        if selection.rollout:
+            views = [await read_attempt(store, await _read_rollout(store, selection.rollout))]
+            step = next((each for each in steps if selection.rollout in each.consumed), None)
+            return SelectedAttempts(
+                views, await store.advantages(step.step) if step else NO_ADVANTAGES
+            )
         pages = iterate_pages(store)
         records = {record.rollout.id: record async for page in pages for record in page}
-        if choice.failed:
+        if selection.failed:
             failed = [id for id, record in records.items() if record.status is Status.FAILED]
             views = [
-                await read_attempt(store, records[id].rollout) for id in failed[: choice.limit]
+                await read_attempt(store, records[id].rollout) for id in failed[: selection.limit]
             ]
-            return Shown(views, NO_ADVANTAGES)
-        step = _choose_step(steps, choice.step, folder)
+            return SelectedAttempts(views, NO_ADVANTAGES)
+        step = _choose_step(steps, selection.step, folder)
         advantages = await store.advantages(step.step)
         views = [await read_attempt(store, records[id].rollout) for id in step.consumed]
-        if not choice.worst:
-            return Shown(views, advantages, step)
+        if not selection.worst:
+            return SelectedAttempts(views, advantages, step)
         views.sort(key=lambda view: (view.record.failure is not None, view.record.reward or 0.0))
-        return Shown(views[: choice.limit], advantages)
+        return SelectedAttempts(views[: selection.limit], advantages)
 
 
 async def _read_rollout(store: Store, id: str) -> Rollout:
@@ -228,16 +234,16 @@ def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFol
     return steps[number - 1 if number else -1]
 
 
-def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
-    for view in shown.views if shown.step is None else ():
-        console.print(draw_attempt(view, shown.advantages))
-    if not shown.views:
+def _print(console: Console, folder: RunFolder, selected: SelectedAttempts) -> None:
+    for view in selected.views if selected.step is None else ():
+        console.print(draw_attempt(view, selected.advantages))
+    if not selected.views:
         console.print("no such rollouts")
-    if shown.step is None:
+    if selected.step is None:
         return
     config = folder.read_config()
-    line = f"run {folder.path}: {config.model}, step {shown.step.step + 1}"
-    if versions := read_versions(shown.step.metrics):
+    line = f"run {folder.path}: {config.model}, step {selected.step.step + 1}"
+    if versions := read_versions(selected.step.metrics):
         numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
         line += f"; versions of the policies: {numbered}"
     console.print(line, highlight=False, soft_wrap=True)
@@ -246,8 +252,8 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         table.add_column(title, justify="right", overflow="ellipsis")  # before the rollout is
     if config.policies:
         table.add_column("policies", no_wrap=True)
-    for view in shown.views:
-        record, advantage = view.record, shown.compute_advantage(view)
+    for view in selected.views:
+        record, advantage = view.record, selected.compute_advantage(view)
         forks = sum(call.origin.fork is not None for call in view.calls)
         table.add_row(
             view.rollout.id,
@@ -257,14 +263,14 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
             str(forks),
             str(view.sampled_tokens),
             f"{view.seconds:.1f}",
-            *([", ".join(shown.describe_policies(view))] if config.policies else []),
+            *([", ".join(selected.describe_policies(view))] if config.policies else []),
         )
-    failures = [view.record.failure for view in shown.views]
+    failures = [view.record.failure for view in selected.views]
     print_rows(console, table, [failure.message if failure else "" for failure in failures])
-    if any(is_ranking(span) for view in shown.views for span in view.spans):
+    if any(is_ranking(span) for view in selected.views for span in view.spans):
         console.print(
             "reward: the agent's own; with the scores of the judge, which training adds, the mean "
-            f"of the step is {shown.step.metrics['reward']:.2f}",
+            f"of the step is {selected.step.metrics['reward']:.2f}",
             highlight=False,
         )
     name = folder.path.name

@@ -15,7 +15,7 @@ from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError
-from whet.runners.environments.completion import Message, complete
+from whet.runners.environments.completion import JsonMessage, complete
 from whet.runners.environments.environment import Options, Split, find_split, read_count
 from whet.runners.environments.harbor_sandbox import HarborSandbox
 from whet.runners.environments.harbor_tasks import HarborTask, NeedsContainer, read_task
@@ -53,15 +53,15 @@ class HarborFolder:
                 found = self._tasks[name]
             case _:
                 raise AgentFailed(f"not a task of this folder: {task!r:.80}")
-        with TemporaryDirectory(prefix="whet-") as place:
-            sandbox = HarborSandbox(found, Path(place), SandboxLimits())
+        with TemporaryDirectory(prefix="whet-") as folder:
+            sandbox = HarborSandbox(found, Path(folder), SandboxLimits())
             await to_thread.run_sync(sandbox.prepare)
             await self._work(found, sandbox, llm)
             return await to_thread.run_sync(sandbox.verify)
 
     async def _work(self, task: HarborTask, sandbox: HarborSandbox, llm: Endpoint) -> None:
         deadline = time.monotonic() + task.agent_s
-        messages: list[Message] = [
+        messages: list[JsonMessage] = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": task.instruction},
         ]

@@ -8,7 +8,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError
-from whet.runners.environments.completion import Message, complete
+from whet.runners.environments.completion import JsonMessage, complete
 from whet.runners.environments.environment import (
     HELD_OUT,
     Options,
@@ -58,7 +58,7 @@ class ReasoningGym:
                 dataset = self._create(seed, int(cast(int, size)))
             case _:
                 raise AgentFailed(f"not a task of reasoning-gym: {task!r:.80}")
-        messages: list[Message] = [{"role": "user", "content": question}]
+        messages: list[JsonMessage] = [{"role": "user", "content": question}]
         if self._system:
             messages.insert(0, {"role": "system", "content": self._system})
         text = await complete(llm, messages, max_tokens=self._max_tokens)

@@ -50,29 +50,29 @@ Work = Callable[[], Coroutine[Any, Any, float]]
 class InProcessExecutor(Executor):
     """Runs the agent in this process, many attempts at once."""
 
-    def __init__(self, agent: InspectedAgent, sandbox: "AgentSandbox") -> None:
+    def __init__(self, agent: InspectedAgent, user_code: "UserCodeRunner") -> None:
         self._agent = agent
-        self._sandbox = sandbox
+        self._user_code = user_code
 
     async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
         work = partial(self._work, context, resources)
-        return await self._sandbox.run(context, work, context.attempt.rollout.timeout_s)
+        return await self._user_code.run(context, work, context.attempt.rollout.timeout_s)
 
     async def close(self) -> None:
-        pass  # the caller owns the sandbox
+        pass  # the caller owns the runner
 
     async def _work(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
         entrypoint = self._agent.entrypoints[context.attempt.rollout.mode]
         arguments = build_arguments(entrypoint.parameters, context.attempt, context.llm, resources)
         try:
             call = partial(entrypoint.call, arguments)
-            returned = await self._sandbox.call(call, is_async=entrypoint.is_async)
+            returned = await self._user_code.call(call, is_async=entrypoint.is_async)
             return resolve_reward(returned, context.rewards)
         finally:
             restore_environment(context)
 
 
-class AgentSandbox:
+class UserCodeRunner:
     """Runs users' code, agents and hooks, isolated from the runner and other attempts."""
 
     def __init__(self, concurrency: int) -> None:

@@ -29,7 +29,7 @@ COUNTERS = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """Counters since the server started, in a registry of their own."""
 
     def __init__(self) -> None:

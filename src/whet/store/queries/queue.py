@@ -225,6 +225,7 @@ class Queue:
         """
         sent_keys = [claim.key for claim in claims if claim.key]
         known = idempotency.read_results(db, run, sent_keys) if sent_keys else {}
+        # A claim without a key is identified by its index.
         keys = [claim.key or index for index, claim in enumerate(claims)]
         new = {key: c for key, c in zip(keys, claims, strict=True) if key not in known}
         started = dict(zip(new, self._claim(db, run, list(new.values())), strict=True))

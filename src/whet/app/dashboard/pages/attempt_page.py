@@ -98,7 +98,7 @@ def _format_credit(credit: Credit, config: RunConfig) -> dict[str, object]:
         "reason": None,
         "advantages": dict(credit.advantages),
         "trained": sorted(trained),
-        "left_out": reasons,
+        "unselected": reasons,
         "rows": [
             {
                 "tokens": len(row.tokens),
@@ -112,7 +112,7 @@ def _format_credit(credit: Credit, config: RunConfig) -> dict[str, object]:
 
 def _explain_no_credit(reason: str) -> dict[str, object]:
     lists: dict[str, object] = {"trained": [], "rows": []}
-    return {"reason": reason, "advantages": {}, "left_out": {}, "log_ratios": {}, **lists}
+    return {"reason": reason, "advantages": {}, "unselected": {}, "log_ratios": {}, **lists}
 
 
 def _format_attempt(record: AttemptRecord) -> dict[str, object]:
