@@ -16,7 +16,7 @@ from whet.io.files import atomic_file
 from whet.store.database import Column, Db
 from whet.store.queries.tables import NO_RUN, find_run, make_run
 
-FORMAT = "whet-run-4"
+FORMAT = "whet-run-5"
 MEMBER_TIME = (1980, 1, 1, 0, 0, 0)
 """Time stamp of every member: equal runs make equal files."""
 
@@ -100,16 +100,6 @@ TABLES = (
 )
 """In the order of their references."""
 
-WITHOUT_ADVANTAGES = tuple(
-    each._replace(columns=each.columns[:-1]) if each.name == "step" else each for each in TABLES
-)
-READABLE = {
-    FORMAT: TABLES,
-    "whet-run-3": WITHOUT_ADVANTAGES,
-    "whet-run-2": tuple(each for each in WITHOUT_ADVANTAGES if each.name != "span"),
-}
-"""Tables by format; the older ones have no advantages, the oldest no spans."""
-
 Cell = str | int | float | None | dict[str, str]
 Positions = dict[str, dict[int, int]]
 """By table: from row numbers to positions in the file, or back."""
@@ -137,10 +127,12 @@ def load_run(db: Db, run: str, file: Path, now: float) -> None:
     positions: Positions = {"run": {0: make_run(db, run, now)}}
     try:
         with zipfile.ZipFile(file) as archive:
-            tables = READABLE.get(archive.read("format").decode())
-            if tables is None:
-                raise StoreError(f"{str(file)!r} is not an export of a run, or of a newer whet")
-            for table in tables:
+            if (found := archive.read("format").decode()) != FORMAT:
+                raise StoreError(
+                    f"{str(file)!r} has format {found[:20]!r}, expected {FORMAT!r}: import it with"
+                    " the version of whet that wrote it"
+                )
+            for table in TABLES:
                 _load_table(db, table, archive, positions)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise StoreError(f"{str(file)!r} cannot be loaded: {error}") from error
