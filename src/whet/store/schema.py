@@ -152,15 +152,15 @@ TABLES = (
     )
     """,
     """
-    CREATE TABLE ticket (             -- idempotency keys, and what their requests returned
+    CREATE TABLE idempotency_key (
         run TEXT NOT NULL,            -- by name: the key that dropped a run outlives it
-        ticket TEXT NOT NULL,
-        answer TEXT NOT NULL,
+        key TEXT NOT NULL,
+        result TEXT NOT NULL,         -- of its request
         created REAL NOT NULL,
-        PRIMARY KEY (run, ticket)
+        PRIMARY KEY (run, key)
     )
     """,
-    "CREATE INDEX ticket_created ON ticket (created)",
+    "CREATE INDEX idempotency_key_created ON idempotency_key (created)",
     """
     CREATE TABLE span (
         seq INTEGER PRIMARY KEY,

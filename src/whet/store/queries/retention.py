@@ -100,4 +100,4 @@ def drop(db: Db, run: str) -> None:
         raise StoreError(f"run {run!r} has running attempts: cancel its rollouts first")
     for statement in DELETE_RUN:
         db.execute(statement, (seq,))
-    db.execute("DELETE FROM ticket WHERE run = ?", (run,))
+    db.execute("DELETE FROM idempotency_key WHERE run = ?", (run,))
