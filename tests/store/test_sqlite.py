@@ -184,7 +184,7 @@ async def test_a_full_disk_is_an_error_and_later_writes_go_on(
     assert [c.id for c in await store.calls(attempt.id)] == ["big"]
 
 
-async def test_a_claim_cancelled_during_its_commit_is_undone(path: Path) -> None:
+async def test_a_claim_canceled_during_its_commit_is_undone(path: Path) -> None:
     armed, inside, may_continue = threading.Event(), threading.Event(), threading.Event()
 
     def clock() -> float:
