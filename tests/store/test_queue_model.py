@@ -121,7 +121,7 @@ def call(attempt: AttemptId) -> Call:
         parent=None,
         root="root",
         messages=(),
-        context=(1, 2, 3),
+        prompt_suffix=(1, 2, 3),
         prompt_length=3,
         prompt_digest="digest",
         generations=(),

@@ -316,7 +316,11 @@ async def test_a_call_survives_the_disk_exactly(
         message=dict(message),
     )
     written = call(attempt.id, f"c-{attempt.id}").model_copy(
-        update={"generations": (generation,), "context": tuple(context), "messages": (message,)}
+        update={
+            "generations": (generation,),
+            "prompt_suffix": tuple(context),
+            "messages": (message,),
+        }
     )
     await store.append(written)
     assert await store.calls(attempt.id) == [written]

@@ -122,10 +122,10 @@ class CallPipeline:
         self._check_length(request)
         root, created = _digest_root(source.model, request), time.time()
         place, prompt = await self._place(request, root, graph, created, size=source.size)
-        context = tuple(prompt.ids)
-        tokens = (*graph.collect_tokens(place.turn), *context)
+        suffix = tuple(prompt.ids)
+        tokens = (*graph.collect_tokens(place.turn), *suffix)
         fork = (
-            graph.classify_raw_fork(place.turn, context) if request.raw is not None else place.fork
+            graph.classify_raw_fork(place.turn, suffix) if request.raw is not None else place.fork
         )
         text: dict[str, JsonValue] = {TEXT: place.raw} if isinstance(place.raw, str) else {}
         return PreparedCall(
@@ -137,7 +137,7 @@ class CallPipeline:
             root=root,
             parent=place.turn.id if place.turn else None,
             messages=tuple(place.messages),
-            context=context,
+            prompt_suffix=suffix,
             text=prompt.text,
             origin=Origin.unchecked(
                 dialect=source.dialect,
@@ -232,7 +232,7 @@ class CallPipeline:
             parent=None,
             root=call.root,
             messages=(),
-            context=(),
+            prompt_suffix=(),
             prompt_length=0,
             prompt_digest=digest_tokens(()).hexdigest(),
             generations=(),
@@ -400,11 +400,11 @@ def _replay(call: Call, request: ModelRequest, graph: Graph) -> PreparedCall:
         attempt=call.attempt,
         request=request,
         sampling=call.generations[0].sampling,
-        tokens=(*graph.collect_tokens(parent), *call.context),
+        tokens=(*graph.collect_tokens(parent), *call.prompt_suffix),
         root=call.root,
         parent=call.parent,
         messages=tuple(Message.from_json(m) for m in call.messages),
-        context=call.context,
+        prompt_suffix=call.prompt_suffix,
         origin=call.origin,
         created=call.created,
         recorded=call,
@@ -421,7 +421,7 @@ def _build_call(
         parent=call.parent,
         root=call.root,
         messages=tuple([m.to_json() for m in call.messages]),
-        context=call.context,
+        prompt_suffix=call.prompt_suffix,
         prompt_length=len(call.tokens),
         prompt_digest=digest_tokens(call.tokens).hexdigest(),
         generations=tuple([_build_generation(call, index, *pair) for index, pair in pairs]),

@@ -67,7 +67,7 @@ TABLES = (
         parent TEXT,
         root TEXT NOT NULL,
         messages TEXT NOT NULL,
-        context BLOB NOT NULL,        -- int32 each
+        prompt_suffix BLOB NOT NULL,  -- int32 each
         prompt_length INTEGER NOT NULL,
         prompt_digest TEXT NOT NULL,
         created REAL NOT NULL,

@@ -78,7 +78,7 @@ TABLES = (
     ),
     _build_table(
         "call",
-        "attempt id parent root messages context prompt_length prompt_digest created origin",
+        "attempt id parent root messages prompt_suffix prompt_length prompt_digest created origin",
         "attempt",
         "call.seq",
         is_referenced=True,
