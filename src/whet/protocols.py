@@ -77,7 +77,7 @@ class RolloutQueue(Protocol):
         """Cancel those that have not ended, with their attempts; return how many there were.
 
         Raises:
-            NotFound: one was never enqueued; none is cancelled.
+            NotFound: one was never enqueued; none is canceled.
         """
         ...
 

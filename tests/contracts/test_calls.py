@@ -104,7 +104,7 @@ async def test_trajectories_are_the_succeeded_attempts_in_argument_order(
         await store.emit(attempt.id, Reward(value=-2, key="style"))
         await store.emit(attempt.id, Reward(value=3, target=Target(turn=2, agent="planner")))
         await store.finish(attempt.id, Outcome(reward=0.1 + 0.2))
-    await store.finish(c1.id, failed(FailureKind.REWARD))
+    await store.finish(c1.id, failed(FailureKind.BAD_REWARD))
 
     b, a = await store.trajectories(["c", "d", "b", "nobody", "a"])
 
@@ -192,11 +192,11 @@ async def test_failed_rollouts_are_read_back_if_asked_for(store: Store) -> None:
     await store.append(full_call(b.id))
     await store.finish(a.id, WON)
     await store.finish(b.id, failed(FailureKind.TIMEOUT))
-    await store.finish(c.id, failed(FailureKind.REWARD))
+    await store.finish(c.id, failed(FailureKind.BAD_REWARD))
     await store.enqueue([rollout("d")])  # never claimed
     await store.cancel(["d"])
     found = await store.trajectories(["d", "c", "b", "a"], failed=True)
     assert [each.attempt for each in found] == [c, b, a]
     assert found[1].calls == (full_call(b.id),)
-    assert [each.failure and each.failure.kind for each in found] == ["reward", "timeout", None]
+    assert [each.failure and each.failure.kind for each in found] == ["bad_reward", "timeout", None]
     assert [each.reward for each in found] == [0.0, 0.0, 1.0]

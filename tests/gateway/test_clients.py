@@ -172,7 +172,7 @@ def test_raw_responses_have_the_requested_token_ids(served: Served) -> None:
         )
     [call] = served.calls()
     assert reply.model_extra is not None
-    assert reply.model_extra["prompt_token_ids"] == list(call.context)
+    assert reply.model_extra["prompt_token_ids"] == list(call.prompt_suffix)
     extra = reply.choices[0].model_extra
     assert extra is not None
     assert extra["token_ids"] == list(call.generations[0].tokens)

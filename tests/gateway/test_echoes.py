@@ -71,7 +71,7 @@ async def test_text_appended_to_a_truncated_turn_is_context(
     await ask(gateway, TASK, say(content + "ve, I guess."), OBSERVED)
     first, second = await gateway.calls()
     assert second.parent == first.generation_id(0)
-    assert gateway.text(second.context).startswith("ve, I guess.<|im_end|>")
+    assert gateway.text(second.prompt_suffix).startswith("ve, I guess.<|im_end|>")
 
 
 async def test_a_token_beyond_the_stop_string_forks(

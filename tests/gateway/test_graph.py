@@ -32,7 +32,7 @@ def call(number: int, root: str, parent: str | None, new: Sequence[Message], say
             "parent": parent,
             "root": root,
             "messages": tuple(message.to_json() for message in new),
-            "context": (0,),
+            "prompt_suffix": (0,),
             "prompt_length": 1,
             "prompt_digest": "",
             "generations": (generation,),

@@ -40,15 +40,15 @@ def test_a_closed_loop_is_reported_and_runs_nothing() -> None:
 
 async def test_futures_are_resolved_from_another_thread() -> None:
     loop = asyncio.get_running_loop()
-    one, two, cancelled = (loop.create_future() for _ in range(3))
-    cancelled.cancel()
-    resolutions = [(one, 1), (two, ValueError("two")), (cancelled, 3)]
+    one, two, canceled = (loop.create_future() for _ in range(3))
+    canceled.cancel()
+    resolutions = [(one, 1), (two, ValueError("two")), (canceled, 3)]
     thread = threading.Thread(target=resolve_all, args=(resolutions,))
     thread.start()
     assert await asyncio.wait_for(one, 10) == 1
     with pytest.raises(ValueError, match="two"):
         await two
-    assert cancelled.cancelled()
+    assert canceled.cancelled()
     thread.join()
 
 

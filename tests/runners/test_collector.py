@@ -12,7 +12,12 @@ from whet.types import FailureKind, Outcome
 
 pytestmark = pytest.mark.anyio
 
-KINDS = (FailureKind.AGENT, FailureKind.TIMEOUT, FailureKind.CONTEXT, FailureKind.WORKER_LOST)
+KINDS = (
+    FailureKind.AGENT,
+    FailureKind.TIMEOUT,
+    FailureKind.CONTEXT_LENGTH,
+    FailureKind.WORKER_LOST,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +28,7 @@ KINDS = (FailureKind.AGENT, FailureKind.TIMEOUT, FailureKind.CONTEXT, FailureKin
             FailureRewardConfig(agent=0.0, timeout=-1.0),
             {"agent": 0.0, "timeout": -1.0, "won": 1.0},
         ),
-        (FailureRewardConfig(context=-0.5), {"context": -0.5, "won": 1.0}),
+        (FailureRewardConfig(context_length=-0.5), {"context_length": -0.5, "won": 1.0}),
     ],
 )
 async def test_failures_count_with_the_reward_of_their_kind(

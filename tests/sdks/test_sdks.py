@@ -102,7 +102,7 @@ def _prompts(calls: Sequence[Call]) -> Iterator[tuple[int, ...]]:
     """What the engine was given for each call of a conversation without branches."""
     before: tuple[int, ...] = ()
     for call in calls:
-        prompt = before + call.context
+        prompt = before + call.prompt_suffix
         assert digest_tokens(prompt).hexdigest() == call.prompt_digest
         yield prompt
         before = prompt + call.generations[0].tokens

@@ -60,7 +60,7 @@ def call(attempt: str = "a.1", tokens: tuple[int, ...] = (4, 5)) -> Call:
         parent=None,
         root="root",
         messages=({"role": "user", "content": "x"},),
-        context=(1, 2, 3),
+        prompt_suffix=(1, 2, 3),
         prompt_length=3,
         prompt_digest="digest",
         generations=(

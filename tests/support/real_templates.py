@@ -165,7 +165,7 @@ def turn_of(
         parent=None,
         root="",
         messages=tuple(m.to_json() for m in context),
-        context=(),
+        prompt_suffix=(),
         prompt_length=0,
         prompt_digest="",
         generations=(sampled,),

@@ -288,11 +288,11 @@ class FailureRewardConfig(Section):
 
     agent: float | None = None
     """Reward of a rollout whose agent raised, with what it sampled before."""
-    context: float | None = None
+    context_length: float | None = None
     """Reward of a rollout whose prompt outgrew the model's context."""
     timeout: float | None = None
     """Reward of a rollout that ran longer than `runner.timeout_s`."""
-    reward: float | None = None
+    bad_reward: float | None = None
     """Reward of a rollout whose agent returned no finite number."""
 
 

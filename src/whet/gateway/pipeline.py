@@ -125,10 +125,10 @@ class CallPipeline:
         self._check_length(request)
         root, created = _digest_root(source.model, request), time.time()
         match, prompt = await self._match_prefix(request, root, graph, created, size=source.size)
-        context = tuple(prompt.ids)
-        tokens = (*graph.collect_tokens(match.turn), *context)
+        suffix = tuple(prompt.ids)
+        tokens = (*graph.collect_tokens(match.turn), *suffix)
         fork = (
-            graph.classify_raw_fork(match.turn, context) if request.raw is not None else match.fork
+            graph.classify_raw_fork(match.turn, suffix) if request.raw is not None else match.fork
         )
         text: dict[str, JsonValue] = {TEXT: match.raw} if isinstance(match.raw, str) else {}
         return PreparedCall(
@@ -140,7 +140,7 @@ class CallPipeline:
             root=root,
             parent=match.turn.id if match.turn else None,
             messages=tuple(match.messages),
-            context=context,
+            prompt_suffix=suffix,
             text=prompt.text,
             origin=Origin.unchecked(
                 dialect=source.dialect,
@@ -235,7 +235,7 @@ class CallPipeline:
             parent=None,
             root=call.root,
             messages=(),
-            context=(),
+            prompt_suffix=(),
             prompt_length=0,
             prompt_digest=digest_tokens(()).hexdigest(),
             generations=(),
@@ -403,11 +403,11 @@ def _replay(call: Call, request: ModelRequest, graph: Graph) -> PreparedCall:
         attempt=call.attempt,
         request=request,
         sampling=call.generations[0].sampling,
-        tokens=(*graph.collect_tokens(parent), *call.context),
+        tokens=(*graph.collect_tokens(parent), *call.prompt_suffix),
         root=call.root,
         parent=call.parent,
         messages=tuple(Message.from_json(m) for m in call.messages),
-        context=call.context,
+        prompt_suffix=call.prompt_suffix,
         origin=call.origin,
         created=call.created,
         recorded=call,
@@ -424,7 +424,7 @@ def _build_call(
         parent=call.parent,
         root=call.root,
         messages=tuple([m.to_json() for m in call.messages]),
-        context=call.context,
+        prompt_suffix=call.prompt_suffix,
         prompt_length=len(call.tokens),
         prompt_digest=digest_tokens(call.tokens).hexdigest(),
         generations=tuple([_build_generation(call, index, *pair) for index, pair in pairs]),

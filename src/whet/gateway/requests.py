@@ -61,7 +61,7 @@ class PreparedCall(NamedTuple):
     parent: GenerationId | None
     messages: tuple[Message, ...]
     """Messages after the parent's."""
-    context: tuple[int, ...]
+    prompt_suffix: tuple[int, ...]
     """Prompt tokens after the parent's."""
     origin: Origin
     created: float

@@ -209,7 +209,7 @@ def _set(events: Iterable[LoopEvent]) -> None:
 
 def _resolve(resolutions: Iterable[Resolution]) -> None:
     for future, result in resolutions:
-        if future.done():  # cancelled meanwhile
+        if future.done():  # canceled meanwhile
             continue
         if isinstance(result, BaseException):
             future.set_exception(result)

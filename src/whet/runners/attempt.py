@@ -54,7 +54,7 @@ MAX_PROCESSES = 12
 FAILURE_KINDS: dict[type[AttemptError], FailureKind] = {
     AgentFailed: FailureKind.AGENT,
     AttemptTimeout: FailureKind.TIMEOUT,
-    BadReward: FailureKind.REWARD,
+    BadReward: FailureKind.BAD_REWARD,
 }
 
 PROMPT_TOO_LONG = re.compile(
@@ -95,7 +95,7 @@ class AttemptExecution:
         return AttemptContext(attempt, connection.endpoint, is_alone=self._is_alone), connection
 
     async def run(self, context: AttemptContext, connection: Connection) -> Outcome:
-        """Run the agent and return the outcome. Cancelling this call stops the agent."""
+        """Run the agent and return the outcome. Canceling this call stops the agent."""
         try:
             await self._hooks.before(context)
             reward = await self._executor.run(context, await self._get_resources(context.attempt))
@@ -120,7 +120,7 @@ class AttemptExecution:
         if isinstance(error, AgentFailed) and (
             PROMPT_TOO_LONG.search(str(error)) or await self._has_ended_with_full_context(attempt)
         ):
-            return FailureKind.CONTEXT
+            return FailureKind.CONTEXT_LENGTH
         return next(kind for cls, kind in FAILURE_KINDS.items() if isinstance(error, cls))
 
     async def _has_ended_with_full_context(self, attempt: AttemptId) -> bool:

@@ -90,7 +90,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, item: Item) -> None:
-        """Queue a change, from any thread; cancelling its future stops it before it has begun.
+        """Queue a change, from any thread; canceling its future stops it before it has begun.
 
         Raises:
             StoreClosed: the writer is closed.

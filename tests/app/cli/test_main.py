@@ -5,8 +5,10 @@ import io
 import json
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.errors import WhetError
+from whet.store.schema import VERSION
 
 AGENT = """
 import httpx
@@ -332,6 +335,10 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert_refused(run_main(capsys, *common, *more), "the held-out tasks are not those")
     with RunFolder(run).lock():
         assert_refused(run_main(capsys, *arguments, *more), "'mine' is in use by another process")
+    with closing(sqlite3.connect(run / "store.db")) as db:
+        db.execute(f"PRAGMA user_version = {VERSION - 1}")
+    other = f"has schema version {VERSION - 1}, expected {VERSION}: open it with the version"
+    assert_refused(run_main(capsys, *arguments, "--resume", "mine", "--steps", "9"), other)
     assert json.loads((run / "config.json").read_text())["steps"] == 2, "refused: nothing changes"
 
 

@@ -62,7 +62,7 @@ def call(
         parent=GenerationId(f"{parent}.0") if parent else None,
         root="r",
         messages=({"role": "user", "content": "x"},),
-        context=tuple(context),
+        prompt_suffix=tuple(context),
         prompt_length=len(prompt),
         prompt_digest=digest_tokens(prompt if proven else (0,)).hexdigest(),
         generations=(generation,) if sampled else (),

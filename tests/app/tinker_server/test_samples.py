@@ -309,7 +309,7 @@ def test_an_empty_stop_string_is_refused(base: tinker.SamplingClient) -> None:
         ask(base, stop=[""])
 
 
-def test_a_cancelled_sample_ends_at_once(server: Server) -> None:
+def test_a_canceled_sample_ends_at_once(server: Server) -> None:
     async def cancel() -> float:
         client = server.client()
         sampler = await client.create_sampling_client_async(base_model="tiny")

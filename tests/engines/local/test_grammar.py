@@ -338,7 +338,7 @@ async def test_new_weights_half_way_change_nothing_about_the_grammar(bench: Benc
         SHAPES["nested"].validate_json(text_of(bench, chunk))
 
 
-async def test_a_cancelled_generation_leaves_the_grammar_to_others(bench: Bench) -> None:
+async def test_a_canceled_generation_leaves_the_grammar_to_others(bench: Bench) -> None:
     sampling = Sampling(grammar=of_shape("nested"), stop_ids=(END,))
     async with aclosing(bench.engine.generate(bench.prompt(), sampling, stream=True)) as chunks:
         async for _ in chunks:

@@ -97,7 +97,7 @@ async def test_a_name_is_shown_where_the_template_shows_it_and_marked_elsewhere(
     named = turn | {"name": "writer"}
     await showing.post(CHAT, body | {"messages": [*body["messages"], named, HI]})
     first, second, third = await showing.calls()
-    assert "<|im_start|>critic\nhi" in showing.text(first.context)
+    assert "<|im_start|>critic\nhi" in showing.text(first.prompt_suffix)
     assert (first.origin.omitted, second.origin.omitted) == ((), ())
     assert second.parent == third.parent == first.generation_id(0)
     assert third.origin.omitted == (Omission.NAME,)

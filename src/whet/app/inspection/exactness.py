@@ -60,7 +60,7 @@ class ExactnessCounts:
             sampled = sum(len(g.tokens) for g in call.generations)
             self.calls += 1
             self.prompt_tokens += call.prompt_length
-            self.stored_tokens += len(call.context) + sampled
+            self.stored_tokens += len(call.prompt_suffix) + sampled
             self.sampled_tokens += sampled
             self.lossy += call.origin.lossy
             self.omitted.update(omission.value for omission in call.origin.omitted)

@@ -65,7 +65,7 @@ class Futures:
             return None
         future.expires_at = min(future.expires_at, time.monotonic() + RETRIEVED_TTL_S)
         if task.cancelled():
-            return {"error": "the request was cancelled", "category": "user"}
+            return {"error": "the request was canceled", "category": "user"}
         return task.result()
 
     def cancel(self, id: str) -> None:

@@ -181,7 +181,7 @@ class RemoteEngine(Engine):
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
             call_in_loop(monitor.get_loop(), monitor.cancel)
-        with anyio.CancelScope(shield=True):  # connections are closed even when cancelled
+        with anyio.CancelScope(shield=True):  # connections are closed even when canceled
             await self._http.close()
             await self._identity_http.close()
 

@@ -225,7 +225,7 @@ class Renderer:
                 text, ids = prompt
         except RequestError:
             return None
-        return text if tuple(ids) == last.call.context else None
+        return text if tuple(ids) == last.call.prompt_suffix else None
 
     def find_turn_end(self, turn: Message, messages: Sequence[Message]) -> int | None:
         """Return the id that ends a turn before these messages, or None if none does."""

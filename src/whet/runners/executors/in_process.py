@@ -35,7 +35,7 @@ from whet.runners.executors.executor import Evicted, Executor
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 2.0
-"""Seconds that a cancelled agent has to end."""
+"""Seconds that a canceled agent has to end."""
 
 COLLECT_EVERY_S = 0.2
 FULL_COLLECTION = 50
@@ -83,7 +83,7 @@ class UserCodeRunner:
         self._threads = _AgentThreads()
 
     async def run(self, context: AttemptContext, work: Work, timeout_s: float) -> float:
-        """Run the work in the agents' event loop; cancelling this call cancels the work.
+        """Run the work in the agents' event loop; canceling this call cancels the work.
 
         Raises:
             AttemptError: the work raised, or took longer than its limit.
@@ -274,13 +274,13 @@ class _Job:
         if not left:
             return
         logger.info(
-            "tasks outlived their attempt and were cancelled attempt=%s tasks=%d",
+            "tasks outlived their attempt and were canceled attempt=%s tasks=%d",
             self.context.attempt.id,
             len(left),
         )
         for task in left:
             task.cancel()
-        with suppress(asyncio.CancelledError):  # cancelled once more meanwhile
+        with suppress(asyncio.CancelledError):  # canceled once more meanwhile
             await asyncio.wait(left, timeout=CANCEL_GRACE_S)
 
 
@@ -434,7 +434,7 @@ def _refuse_in_agent(action: str) -> None:
 
 
 class _AgentTask(asyncio.Task[Any]):
-    """A task that other attempts cannot cancel, such as by cancelling `asyncio.all_tasks()`."""
+    """A task that other attempts cannot cancel, such as by canceling `asyncio.all_tasks()`."""
 
     owner: AttemptContext | None = None
     """None: the task belongs to the loop itself."""

@@ -100,7 +100,7 @@ async def _run(
     except Evicted as error:
         return {"failed": "evicted", "reason": str(error)}
     except BadReward as error:
-        return {"failed": "reward", "reason": str(error)}
+        return {"failed": "bad_reward", "reason": str(error)}
     except AttemptTimeout as error:
         return {"failed": "timeout", "reason": str(error)}
     except AttemptError as error:

@@ -37,7 +37,7 @@ PipeMessage = dict[str, JsonValue]
 
 FAILURES: dict[str, type[AttemptError | Evicted]] = {
     "agent": AgentFailed,
-    "reward": BadReward,
+    "bad_reward": BadReward,
     "timeout": AttemptTimeout,
     "evicted": Evicted,
 }
