@@ -17,8 +17,8 @@ import anyio
 import httpx
 import pytest
 
-from support.wire import Called, Json, WireTurn, read_events, read_reply
-from support.witness import Answer, WitnessEngine, prove
+from support.recording_engine import Answer, RecordingEngine, prove
+from support.wire import Json, WireToolCall, WireTurn, read_events, read_reply
 from whet.config import GatewayConfig
 from whet.errors import EngineError
 from whet.gateway import auth
@@ -123,7 +123,7 @@ class Replay:
         self._renderer = renderer
         self._restarts = restarts
         self._answer: Answer | EngineError = EngineError("nothing to say")
-        self.engine = WitnessEngine(lambda: self._answer)
+        self.engine = RecordingEngine(lambda: self._answer)
         self._start()
 
     def _start(self) -> None:
@@ -181,7 +181,7 @@ class Replay:
             return True
         streamed = reply.headers["content-type"].startswith("text/event-stream")
         ours = read_reply(record["path"], read_events(reply.text) if streamed else reply.json())[0]
-        wrote = [Called(**call) for call in theirs.get("calls", ())]
+        wrote = [WireToolCall(**call) for call in theirs.get("calls", ())]
         known.learn(WireTurn(**(theirs | {"calls": tuple(wrote)})), ours)
         # A call that cannot be read comes back as text, and the agent would have gone another way.
         return len(ours.calls) == len(wrote)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from support.wire import Called, Json, WireTurn
+from support.wire import Json, WireToolCall, WireTurn
 
 ODD_TOOL: Json = {
     "name": "get_weather",
@@ -111,7 +111,7 @@ def _chat_turn(turn: WireTurn, style: Style) -> Json:
     return message
 
 
-def _chat_call(at: int, call: Called, style: Style) -> Json:
+def _chat_call(at: int, call: WireToolCall, style: Style) -> Json:
     arguments = style.rewritten(call.arguments)
     wire: Json = {
         "id": call.id,

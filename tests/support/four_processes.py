@@ -31,7 +31,7 @@ class Process:
         self._command = [sys.executable, "-m", "whet", *command]
         self._ready = ready
         self._log = folder / f"{self.name}.log"
-        self._env = {**os.environ, "DIARY": str(folder)}
+        self._env = {**os.environ, "JOURNAL": str(folder)}
         self._due = 0.0
         self._process = self._start()
 
@@ -93,12 +93,12 @@ def four_processes(
     file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     place = ["--store", f"http://127.0.0.1:{port}", "--run", RUN, *directory]
     flags = [f"--{key}={value}" for key, value in settings.items()]
-    agent = ["diarist:answer", "--concurrency=4", "--lease=5", "--worker=diarist"]
+    agent = ["journaling_agent:answer", "--concurrency=4", "--lease=5", "--worker=journaling"]
     commands = {
         "store listens": ["store", "--port", port, *directory],
         "gateway listens": ["serve", *place, "--gateway.port", _free_port()],
         "joined run": ["runner", *place, *agent],
-        "runner diarist joined": ["train", *place, "--tasks", str(file), *flags],
+        "runner journaling joined": ["train", *place, "--tasks", str(file), *flags],
     }
     with ExitStack() as stack:
         processes: dict[str, Process] = {}

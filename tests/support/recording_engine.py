@@ -34,7 +34,7 @@ class Sample:
     sampling: Sampling
 
 
-class WitnessEngine(Engine):
+class RecordingEngine(Engine):
     """Engine with chosen answers; no two of its tokens have the same log-probability."""
 
     def __init__(self, answer: Callable[[], Answer | EngineError]) -> None:
