@@ -197,7 +197,7 @@ class World:
 
     async def _continue(self, agent: Agent, step: Step) -> None:
         if step.does == "resample":
-            await self._ask(replace(agent, items=self._asked(agent)), step)
+            await self._ask(replace(agent, items=self._last_request(agent)), step)
             return
         if step.does == "retool":
             agent.tools = (agent.tools + 1) % len(TOOL_SETS)
@@ -220,7 +220,7 @@ class World:
             agent.items.append(User(step.text))
         await self._ask(agent, step, honest=step.does == "go on" and agent.steady)
 
-    def _asked(self, agent: Agent) -> list[Item]:
+    def _last_request(self, agent: Agent) -> list[Item]:
         """The request of the last turn."""
         turns = [at for at, item in enumerate(agent.items) if isinstance(item, WireTurn)]
         return agent.items[: turns[-1]]

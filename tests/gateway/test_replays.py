@@ -39,7 +39,7 @@ ODD = '{"min_temp": 1.50,  "days": 3,  "city": "Zürich"}'
 
 @dataclass(frozen=True)
 class Run:
-    """What one agent did."""
+    """The recorded requests and replies of one agent."""
 
     sdk: str
     name: str
@@ -58,7 +58,7 @@ def read_runs() -> Iterator[Run]:
 
 @dataclass
 class Replayed:
-    """How a run went."""
+    """The outcome of a replayed run."""
 
     calls: list[Call] = field(default_factory=list[Call])
     echoes: int = 0
@@ -91,7 +91,7 @@ def json_or_none(text: str) -> Any:
 
 
 class Replacement:
-    """What of the stub's the SDK echoes, and what it would echo of ours."""
+    """Map of what the SDK echoes of the stub's replies to the same parts of ours."""
 
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
@@ -211,7 +211,7 @@ def echoes(body: Json) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """Why a run is not one conversation."""
+    """A known reason for a run's forks."""
 
     forks: Counter[str]
     why: str

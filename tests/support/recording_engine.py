@@ -1,4 +1,4 @@
-"""An engine that remembers all it sampled, and the proof that training would see just that."""
+"""An engine that records its samples, and the check that training sees exactly those."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -14,7 +14,7 @@ from whet.types import Credit, Sampling, StopReason, TokenChunk, Trajectory
 
 @dataclass(frozen=True)
 class Answer:
-    """What to sample next."""
+    """The next tokens to sample."""
 
     tokens: tuple[int, ...]
     stop: StopReason = "stop"
