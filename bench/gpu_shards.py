@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 
 class Result(NamedTuple):
-    """What three steps gave."""
+    """The result of three steps."""
 
     metrics: list[dict[str, float]]
     weights: dict[str, Tensor]

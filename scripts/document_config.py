@@ -31,7 +31,7 @@ def keys() -> str:
 
 
 def describe(section: str) -> str:
-    """What a section is, or its kinds."""
+    """Describe a section, or its kinds."""
     if section in UNIONS:
         return "The keys depend on `kind`; one that its kind does not have is an error."
     kind = RunConfig.model_fields[section].annotation

@@ -1,6 +1,6 @@
 """The dialogues the tiny model learns from: a small chat model with bad habits in arithmetic.
 
-Every problem is of the train split. The habits are wrong on purpose, and stated in `HABITS`:
+Every problem is of the train split. The habits are wrong on purpose, and stated in `ERROR_RATES`:
 a model that is already right leaves reinforcement learning nothing to do.
 """
 
@@ -27,7 +27,7 @@ Tool = dict[str, Any]
 
 
 class Dialogue(NamedTuple):
-    """What a chat template renders."""
+    """The input of a chat template."""
 
     messages: list[DialogueMessage]
     tools: list[Tool] | None
@@ -37,7 +37,7 @@ class Dialogue(NamedTuple):
 
 MALFORMED = {"wrong_tool": 0.03, "wrong_argument": 0.02, "broken_json": 0.02, "words": 0.02}
 
-HABITS: Mapping[str, Mapping[str, float]] = {
+ERROR_RATES: Mapping[str, Mapping[str, float]] = {
     "{a}+{b}": {"right": 0.60, "operator": 0.13, "guess": 0.13, "ignore": 0.05},
     "{a}-{b}": {"right": 0.23, "operator": 0.45, "reversed": 0.10, "guess": 0.10, "ignore": 0.03},
     "{a}*{b}": {"right": 0.24, "operator": 0.07, "guess": 0.58, "ignore": 0.02},
@@ -131,8 +131,8 @@ def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[D
 def attempt(drawn: Draw, tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     """The turns that follow a question, by one of its habits."""
     pattern = drawn.pattern.expression
-    habits = {**HABITS[pattern], **MALFORMED}
-    (habit,) = rng.choices(list(habits), list(habits.values()))
+    rates = {**ERROR_RATES[pattern], **MALFORMED}
+    (habit,) = rng.choices(list(rates), list(rates.values()))
     if habit == "guess":
         return [guess(drawn, rng)]
     if habit in MALFORMED:
@@ -319,12 +319,12 @@ def lookup(rng: random.Random) -> Dialogue:
             for _ in cities
         ]  # fmt: skip
         calls = [call(chosen, {key: city})["tool_calls"][0] for city in cities]
-        said = " and ".join(f"{v} in {c}" for v, c in zip(values, cities, strict=True))
+        report = " and ".join(f"{v} in {c}" for v, c in zip(values, cities, strict=True))
         messages = [
             user(f"What is the {name} in {' and '.join(cities)}?"),
             {"role": "assistant", "tool_calls": calls},
             *(result(value) for value in values),
-            says(f"It is {said}."),
+            says(f"It is {report}."),
         ]
     extra = [CALCULATOR] if rng.random() < 0.3 else []
     return Dialogue([*system(rng), *messages], [chosen, *extra])

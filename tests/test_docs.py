@@ -206,8 +206,8 @@ def test_the_programs_of_the_quickstart_run_as_printed(tmp_path: Path) -> None:
     [folder] = (tmp_path / ".whet" / "runs").iterdir()
     assert (folder / "report.json").exists()
     [command] = re.findall(r"^whet (train agent.py:answer .*)$", page, re.MULTILINE)
-    tried = run(tmp_path, "-m", "whet", *command.split(), "--debug")
-    assert tried.returncode == 0, tried.stderr
+    trained = run(tmp_path, "-m", "whet", *command.split(), "--debug")
+    assert trained.returncode == 0, trained.stderr
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ class Witness(Engine):
 
 
 @asynccontextmanager
-async def serve_here(
+async def serve_in_process(
     engine: Engine, template: ChatTemplate, store: SQLiteStore, folder: Path
 ) -> AsyncGenerator[Endpoints]:
     pipeline = CallPipeline(
@@ -80,7 +80,7 @@ async def serve_here(
 
 
 @asynccontextmanager
-async def serve_elsewhere(
+async def serve_by_sockets(
     engine: Engine, template: ChatTemplate, store: SQLiteStore, folder: Path
 ) -> AsyncGenerator[Endpoints]:
     server = EngineServer(engine)
@@ -133,7 +133,7 @@ async def sample_rows(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("serve", [serve_here, serve_elsewhere])
+@pytest.mark.parametrize("serve", [serve_in_process, serve_by_sockets])
 async def test_every_trained_token_is_one_the_engine_sampled_in_that_very_context(
     tmp_path: Path, serve: Serve
 ) -> None:

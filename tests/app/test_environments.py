@@ -124,7 +124,7 @@ def test_an_environment_is_trained_and_evaluated(
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("command", "says"),
     [
         ("train a.py:f", "no tasks: name a file with --tasks"),
         ("eval --env words:x a.py:f --model tiny", "found 2 agents, expected one"),
@@ -133,7 +133,7 @@ def test_an_environment_is_trained_and_evaluated(
     ],
 )
 def test_a_command_line_names_its_environment(
-    told: str, says: str, capsys: pytest.CaptureFixture[str]
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(told.split()) == 2
+    assert main(command.split()) == 2
     assert says in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Where people work: running event loops and notebooks, names, clients that nobody closes."""
+"""Interactive use: running event loops, notebooks, names, clients that are never closed."""
 
 import subprocess
 import sys

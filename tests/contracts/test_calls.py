@@ -139,11 +139,11 @@ async def test_text_that_no_encoding_has_comes_back(store: Store) -> None:
     lone = "a\udcff"
     await store.enqueue([rollout("a", max_attempts=1).model_copy(update={"task": {lone: lone}})])
     attempt = await claim(store)
-    said = full_call(attempt.id).model_copy(update={"messages": ({"content": lone},)})
+    recorded = full_call(attempt.id).model_copy(update={"messages": ({"content": lone},)})
     for_agent = Reward(value=1, target=Target(agent=lone))
     failure = Failure(kind=FailureKind.AGENT, message=lone, traceback=lone)
 
-    await store.append(said)
+    await store.append(recorded)
     await store.emit(attempt.id, for_agent)
     await store.record(attempt.id, [span(1, name=lone)])
     await store.finish(attempt.id, Outcome(failure=failure))
@@ -152,7 +152,7 @@ async def test_text_that_no_encoding_has_comes_back(store: Store) -> None:
     assert await store.rewards(attempt.id) == [for_agent]
     assert await store.spans(attempt.id) == [span(1, name=lone)]
     [trajectory] = await store.trajectories(["a"], failed=True)
-    assert trajectory.calls == (said,)
+    assert trajectory.calls == (recorded,)
     assert trajectory.failure is not None
     assert trajectory.failure.message == lone
     assert (await store.attempts("a"))[0].failure == failure

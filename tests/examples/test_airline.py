@@ -144,8 +144,8 @@ def test_only_tokens_of_the_assistant_are_trained(
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run_in_a_small_form(tmp_path: Path) -> None:
     place = ("--dir", str(tmp_path))
-    said = run("airline/train.py", "warmup", "--dialogues", "20", *place)
-    assert "held-out loss" in said
+    output = run("airline/train.py", "warmup", "--dialogues", "20", *place)
+    assert "held-out loss" in output
     small = ("--tasks", "1", "--epochs", "1", "--group-size", "2", "--samples", "0")
     done = subprocess.run(
         [sys.executable, FOLDER / "train.py", "train", *small, *place],

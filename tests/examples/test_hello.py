@@ -26,7 +26,7 @@ def test_no_identity_is_both_trained_and_held_out(tiny: bool) -> None:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What training in one process came to."""
+    """The report of training in one process."""
     folder = tmp_path_factory.mktemp("local")
     run("hello/train.py", "oneclick", "--dir", str(folder), "--name", "local")
     return report(folder, "local")

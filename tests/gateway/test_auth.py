@@ -1,4 +1,4 @@
-"""Whose call it is."""
+"""Attribution of calls to attempts: URLs, keys, headers, baggage."""
 
 from urllib.parse import unquote
 

@@ -30,7 +30,7 @@ async def ask(gateway: Gateway, *messages: Json) -> str:
 async def test_text_appended_to_a_turn_that_a_stop_string_ended_is_context_in_the_same_row(
     restarts: bool, new_gateway: NewGateway, renderer: Renderer
 ) -> None:
-    """What CodeAgent of smolagents sends: the code's closing tag, then the call as text."""
+    """CodeAgent of smolagents sends the code's closing tag, then the call as text."""
     sampled = renderer.template.encode(THOUGHT + "</code>")
     gateway = await new_gateway(sampled, sampled, "It is 5.")
     dialogue = [TASK]

@@ -1,4 +1,4 @@
-"""The way back to stored turns, against a search through all of them."""
+"""The call graph finds the same turn as an exhaustive search."""
 
 from collections.abc import Sequence
 

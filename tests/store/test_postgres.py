@@ -1,4 +1,4 @@
-"""What the PostgreSQL store promises beyond the contract: several processes, lost connections."""
+"""The PostgreSQL store beyond the contract: several processes, lost connections."""
 
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path

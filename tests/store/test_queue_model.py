@@ -165,7 +165,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.stack.close()
 
     def at_once(self, *acts: Callable[[], Awaitable[object]]) -> list[object]:
-        """What each gave; LeaseLost itself where it was raised."""
+        """Run acts concurrently; their results, LeaseLost itself where it was raised."""
         gave: list[object] = [None] * len(acts)
 
         async def do(n: int, act: Callable[[], Awaitable[object]]) -> None:

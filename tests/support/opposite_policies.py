@@ -88,7 +88,7 @@ def train_through_a_kill(
         first.process.send_signal(signal.SIGKILL)
         first.ends()
     second = Command(tmp_path, "train", *inputs, "--resume", "team", **environment)
-    assert second.ends(timeout=1200) == 0, second.said
+    assert second.ends(timeout=1200) == 0, second.output
     return RunFolder(tmp_path / ".whet" / "runs" / "team")
 
 

@@ -275,7 +275,7 @@ class PromptFuzz:
             )
 
     def _compare(self, expected: str, path: Sequence[Turn], call: PreparedCall) -> str:
-        """Why a prompt is not what the template writes, or "" if it is."""
+        """The reason why a prompt is not the template's, or "" if it is."""
         ids = self.reference.encode(expected)
         if not path:
             return "" if tuple(ids) == call.prompt_suffix else "full render"

@@ -148,8 +148,8 @@ async def ask(
 ) -> Answer:
     """Sample with a seed: a few sequences in a thousand are so unlikely that rounding shows."""
     answer = Answer()
-    asked = Sampling.model_validate({"seed": 0} | sampling)
-    async with aclosing(engine.generate(prompt, asked, stream=stream)) as stream_of_chunks:
+    parameters = Sampling.model_validate({"seed": 0} | sampling)
+    async with aclosing(engine.generate(prompt, parameters, stream=stream)) as stream_of_chunks:
         async for chunk in stream_of_chunks:
             assert answer.stop is None
             answer.tokens += chunk.tokens

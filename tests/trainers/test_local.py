@@ -328,7 +328,7 @@ async def test_compiled_layers_have_the_same_gradients(
 def by_loop(
     query_LHD: Tensor, key_MHD: Tensor, value_MHD: Tensor, branches: Branches, scale: float | None
 ) -> Tensor:
-    """What the flash kernel does, one branch at a time."""
+    """Attention as the flash kernel computes it, one branch at a time."""
     outs: list[Tensor] = []
     query_ends, key_ends = branches.query_ends.tolist(), branches.key_ends.tolist()
     for branch in range(len(query_ends) - 1):
@@ -354,14 +354,16 @@ def test_attention_over_branches_equals_attention_with_a_mask(
     policy = load(tiny_folder)
     [tree] = pack(rows, 10_000, enough=10_000)
     cpu = torch.device("cpu")
-    given = {
+    inputs = {
         "input_ids": torch.from_numpy(tree.tokens)[None],
         "position_ids": torch.from_numpy(tree.depth)[None],
         "use_cache": False,
     }
-    masked = policy.body(**given, attention_mask=tree.build_mask(cpu)[None, None]).last_hidden_state
+    masked = policy.body(
+        **inputs, attention_mask=tree.build_mask(cpu)[None, None]
+    ).last_hidden_state
     branched = policy.body(
-        **given,
+        **inputs,
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
         branches=tree.build_branches(cpu),
         kernel=by_loop,
@@ -371,7 +373,7 @@ def test_attention_over_branches_equals_attention_with_a_mask(
 
 
 async def sampled(policy: LocalPolicy, **sampling: Any) -> list[Row]:
-    """What the engine sampled, as rows."""
+    """Sample answers with the engine, as rows."""
     engine = LocalEngine(policy, LocalEngineConfig(), decode, threads=1)
     rows: list[Row] = []
     for index in range(4):
@@ -457,10 +459,10 @@ async def test_recomputed_log_probabilities_are_those_of_a_plain_pass(tiny_folde
     policy = load(tiny_folder, micro_batch_tokens=64)
     nudge(policy, size=0.1)
     hot = Sampling(temperature=1.3)
-    spoken = [([1, 2, 3], [4, 5], hot), ([9], [8, 7, 6], Sampling()), ([1, 2, 3], [4], hot)]
-    rows = [row_of(p, t, [-1.0] * len(t), 1.0, sampling=s) for p, t, s in spoken]
+    sequences = [([1, 2, 3], [4, 5], hot), ([9], [8, 7, 6], Sampling()), ([1, 2, 3], [4], hot)]
+    rows = [row_of(p, t, [-1.0] * len(t), 1.0, sampling=s) for p, t, s in sequences]
     found = await LocalTrainer(policy, threads=1).recompute_logprobs(rows)
-    for row, before, (prompt, tokens, sampling) in zip(found, rows, spoken, strict=True):
+    for row, before, (prompt, tokens, sampling) in zip(found, rows, sequences, strict=True):
         [segment] = row.segments
         assert segment.old_logprobs == pytest.approx(
             plain_logprobs(policy, prompt, tokens, sampling), abs=1e-5

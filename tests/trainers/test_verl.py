@@ -1,4 +1,4 @@
-"""What of verl's side needs no verl: settings, rows, advantages, the loss's aggregation."""
+"""The parts of the verl trainer that need no verl: settings, rows, advantages, the loss."""
 
 from pathlib import Path
 from typing import Any

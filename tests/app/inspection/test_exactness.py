@@ -155,10 +155,14 @@ async def test_calls_that_passed_us_by_are_explained_once_for_each_server(tmp_pa
             await store.enqueue([Rollout(id=id, task=None, group="g")])
             attempt = await store.claim("w", lease_s=60, wait_s=0)
             assert attempt is not None
-            asked = {"gen_ai.request.model": "gpt", "server.address": "other", "server.port": 8000}
+            request = {
+                "gen_ai.request.model": "gpt",
+                "server.address": "other",
+                "server.port": 8000,
+            }
             spans = [
                 Span(trace_id="0" * 32, span_id=f"{n:016x}", name="chat", start=n, end=n + 1,
-                     attributes={**asked})
+                     attributes={**request})
                 for n in (1, 2)
             ]  # fmt: skip
             await store.record(attempt.id, spans)

@@ -1,4 +1,4 @@
-"""What templates leave out of requests is reported at start-up and marked on the calls."""
+"""Omissions of templates are reported at start-up and marked on the calls."""
 
 import logging
 from pathlib import Path

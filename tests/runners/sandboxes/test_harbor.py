@@ -60,8 +60,8 @@ def attempt(folder: Path, model: PreparedModel, *commands: str) -> float:
 
 
 def seen(model: PreparedModel, turn: int) -> str:
-    """What the model was told before a turn."""
-    return model.asked[turn]["messages"][-1]["content"]
+    """The last message that the model got before a turn."""
+    return model.requests[turn]["messages"][-1]["content"]
 
 
 @needs_bubblewrap

@@ -1,4 +1,4 @@
-"""What every tracker promises, read back with the library it writes for. None needs a network."""
+"""The contract of every tracker, read back with the library it writes for. None needs a network."""
 
 import time
 from collections.abc import Callable
