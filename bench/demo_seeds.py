@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-PROMISES = {
+LIMITS = {
     # demo: (least greedy gain, least greedy accuracy after, most seconds)
     "arithmetic": (0.30, 0.0, 300),
     "hello": (0.0, 0.95, 600),
@@ -27,19 +27,19 @@ def run(demo: str, seed: int) -> dict:
 
 
 def keeps_promise(demo: str, result: dict) -> bool:
-    gain, after, seconds = PROMISES[demo]
+    gain, after, seconds = LIMITS[demo]
     return (
         result["after"]["greedy"] - result["before"]["greedy"] >= gain
         and result["after"]["greedy"] >= after
         and result["gain_ci95"][0] > 0
         and result["seconds"] <= seconds
-        and result["unproven_rows"] == 0
+        and result["unproven_generations"] == 0
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("demo", nargs="?", choices=sorted(PROMISES), default="arithmetic")
+    parser.add_argument("demo", nargs="?", choices=sorted(LIMITS), default="arithmetic")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     print(f"{args.demo}: greedy accuracy on held-out tasks")

@@ -1,4 +1,4 @@
-"""What the gateway costs in front of vLLM: tokens per second, and time to the first token.
+"""The cost of the gateway in front of vLLM: tokens per second, and time to the first token.
 
     python bench/engines.py --url http://127.0.0.1:8000 [--pid PID] [--concurrency 1 16 64]
 
@@ -80,10 +80,10 @@ async def serve_gateway(url: str, model: str) -> None:
             server = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
             await store.enqueue([Rollout(id=f"r{n}", task={}, group="g") for n in range(ATTEMPTS)])
             endpoint = Gateway(server.url, SECRET, "policy").endpoint
-            told = []
+            endpoints = []
             while attempt := await store.claim("bench", lease_s=3600, wait_s=0):
-                told.append(endpoint(attempt).model_dump())
-            print(json.dumps(told), flush=True)
+                endpoints.append(endpoint(attempt).model_dump())
+            print(json.dumps(endpoints), flush=True)
             await asyncio.to_thread(sys.stdin.read)
             await engine.close()
             server.close()
@@ -128,7 +128,7 @@ async def measure(
     async def work(worker: int) -> None:
         for task in tasks:
             url, key = places[worker % len(places)]
-            asked = {
+            body = {
                 "model": model,
                 "messages": [{"role": "user", "content": task["question"]}],
                 "max_tokens": most,
@@ -138,7 +138,7 @@ async def measure(
                 "logprobs": True,
                 "return_token_ids": True,
             }
-            results.append(await one(session, url, key, asked))
+            results.append(await one(session, url, key, body))
 
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
@@ -162,8 +162,8 @@ def start_gateway(url: str, model: str) -> tuple[subprocess.Popen[str], list[dic
 
 
 async def run(args: argparse.Namespace) -> None:
-    server, told = await asyncio.to_thread(start_gateway, args.url, args.model)
-    through = [(endpoint["base_url"], endpoint["api_key"]) for endpoint in told]
+    server, endpoints = await asyncio.to_thread(start_gateway, args.url, args.model)
+    through = [(endpoint["base_url"], endpoint["api_key"]) for endpoint in endpoints]
     async with aiohttp.ClientSession() as session, session.get(f"{args.url}/v1/models") as reply:
         model = (await reply.json())["data"][0]["id"]
     sides = {"straight": ([(f"{args.url}/v1", "none")], model), "gateway": (through, "policy")}

@@ -64,8 +64,8 @@ PREFIX = "bench: "
 """Prefix of a line that a server prints for the bench."""
 PROMPT_COST = "prompt cost"
 """Line to which the gateway answers with the CPU time of a prompt, in milliseconds."""
-HERE = Path(__file__).parent
-AGL_LAUNCHER = HERE / "agl_proxy.py"
+FOLDER = Path(__file__).parent
+AGL_LAUNCHER = FOLDER / "agl_proxy.py"
 CALL = re.compile(rb"chatcmpl-[0-9a-f]{24}")
 SLOW_MS = 8.0
 """Delay of each token, so that each is sent in its own event."""
@@ -316,7 +316,7 @@ class Bench:
         return self._stack.enter_context(started(*command))
 
     def _stub(self, replies: str) -> Server:
-        command = (sys.executable, HERE / "stub.py", self._folder / replies)
+        command = (sys.executable, FOLDER / "stub.py", self._folder / replies)
         return self._stack.enter_context(started(*command))
 
 

@@ -1,4 +1,4 @@
-"""What the GPU benches share: the model, its prompts, and how a result is headed."""
+"""Shared parts of the GPU benches: the model, its prompts, the heading of a result."""
 
 import asyncio
 import platform
@@ -170,7 +170,7 @@ def peak_gb() -> float:
 
 
 def weights_in(folder: Path) -> int:
-    """How many weights the model has."""
+    """Count the weights of the model."""
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""How many tokens a second the local engine samples, against transformers' `model.generate`.
+"""Sampled tokens per second of the local engine, against transformers' `model.generate`.
 
     python bench/gpu_generate.py [--batch 256 1024] [--tokens 128]
 

@@ -42,19 +42,19 @@ def dialogue(template: ChatTemplate, index: int, rng: random.Random) -> Row:
     drawn = draw(PATTERNS[index % len(PATTERNS)], "train", rng)
     result = calculate(drawn.expression)
     call = ToolCall("call_0", "calculator", json.dumps({"expression": drawn.expression}))
-    asked = [Message("system", SYSTEM), Message("user", drawn.question)]
+    prompt = [Message("system", SYSTEM), Message("user", drawn.question)]
     calls = Message("assistant", tool_calls=(call,))
-    told = Message("tool", result, tool_call_id="call_0")
+    result_message = Message("tool", result, tool_call_id="call_0")
     answers = Message("assistant", f"The answer is {result}.")
 
     def ids(messages: list[Message], *, open: bool) -> list[int]:
         return template.encode(template.render(messages, [CALCULATOR], add_generation_prompt=open))
 
-    whole = ids([*asked, calls, told, answers], open=False)
+    whole = ids([*prompt, calls, result_message, answers], open=False)
     newline = len(template.encode("\n"))  # stands after the end of a turn, and is not sampled
     edges = [
-        (len(ids(asked, open=True)), len(ids([*asked, calls], open=False)) - newline),
-        (len(ids([*asked, calls, told], open=True)), len(whole) - newline),
+        (len(ids(prompt, open=True)), len(ids([*prompt, calls], open=False)) - newline),
+        (len(ids([*prompt, calls, result_message], open=True)), len(whole) - newline),
     ]
     segments = tuple(
         SampledSegment(

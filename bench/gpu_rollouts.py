@@ -45,7 +45,7 @@ async def own(folder, prompts, answer: int, steps: int, device: str) -> tuple[fl
     local = gpu.load(folder, device, max(1024, capacity * len(prompts) * GROUP))
     trainer = LocalTrainer(local.policy)
     template = ChatTemplate(folder)
-    asked = [prompt for prompt in prompts for _ in range(GROUP)]
+    repeated = [prompt for prompt in prompts for _ in range(GROUP)]
     parts = {"sample": 0.0, "train": 0.0}
 
     def credit(rows: list[Row]) -> list[Row]:
@@ -61,7 +61,7 @@ async def own(folder, prompts, answer: int, steps: int, device: str) -> tuple[fl
 
     async def step() -> None:
         began = time.perf_counter()
-        rows = await local.sample(asked, max_tokens=answer)
+        rows = await local.sample(repeated, max_tokens=answer)
         parts["sample"] += time.perf_counter() - began
         began = time.perf_counter()
         await trainer.forward_backward(credit(rows), LossConfig())

@@ -30,7 +30,7 @@ from whet.app.composition.trainers import open_trainer
 from whet.config import AdamStep, LossConfig, RunConfig, resolve
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import TrainingBackend
-from whet.trainers.parallel.ranks import RankGroup, RankPlace, disconnect
+from whet.trainers.parallel.ranks import RankAddress, RankGroup, disconnect
 from whet.trainers.parallel.sharded import ModelShard, ShardedTrainer
 from whet.types import GenerationId, Row, SampledSegment
 
@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 
 class Result(NamedTuple):
-    """What three steps gave."""
+    """The result of three steps."""
 
     metrics: list[dict[str, float]]
     weights: dict[str, Tensor]
@@ -96,9 +96,9 @@ async def shards(
 
     policy, whole = load(), load()
     with tempfile.TemporaryDirectory() as place:
-        ranks = RankGroup(RankPlace(0, 1, Path(place) / "rendezvous"), [])
+        ranks = RankGroup(RankAddress(0, 1, Path(place) / "rendezvous"), [])
         part = ranks.connect(
-            policy.device, lambda: ModelShard(policy, ranks.place, whole=whole), shard=True
+            policy.device, lambda: ModelShard(policy, ranks.address, whole=whole), shard=True
         )
         print(f"  {dist.get_backend()}, {dist.get_world_size()} rank, on {policy.device}")
         try:
@@ -128,7 +128,7 @@ async def compare(args: argparse.Namespace, weights: str, precision: str) -> boo
     settings["micro_batch_tokens"] = 8192
     engine: dict[str, Any] = {"device": args.device}
     plain = resolve({"trainer": settings, "engine": engine})
-    many = {**settings, "gpus": args.gpus, "shard": "yes"} if args.gpus > 1 else settings
+    many = {**settings, "gpus": args.gpus, "shard": "on"} if args.gpus > 1 else settings
     async with open_trainer(plain, folder) as (trainer, policy):
         assert isinstance(policy, LocalPolicy)
         vocabulary = policy.vocabulary

@@ -48,7 +48,7 @@ GOAL = 0.25
 
 @dataclass
 class Tolerance:
-    """How far a server may be from another in fp32 on the CPU."""
+    """The allowed distance of a server from another in fp32 on the CPU."""
 
     logprob: float
     """The mean difference."""
@@ -74,9 +74,11 @@ class Server:
         command += ["--port", str(port), "--dir", str(folder), "--engine.device", device]
         command += ["--trainer.precision", precision, "--engine.kv-tokens", str(args.kv_tokens)]
         self._log = (args.out / "server.log").open("a")
-        told = {**os.environ, "TINKER_API_KEY": KEY}
+        environment = {**os.environ, "TINKER_API_KEY": KEY}
         began = time.perf_counter()
-        self._process = subprocess.Popen(command, env=told, stdout=self._log, stderr=self._log)
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=self._log, stderr=self._log
+        )
         while not self._answers():
             assert self._process.poll() is None, f"see {args.out / 'server.log'}"
             time.sleep(0.1)
@@ -100,8 +102,8 @@ class Server:
 
 
 @dataclass
-class Told:
-    """What a server makes of the same requests."""
+class ServerResults:
+    """A server's results for the same requests."""
 
     logprobs: dict[str, NDArray] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
@@ -136,28 +138,28 @@ def agree(args: argparse.Namespace, folder: Path) -> bool:
     return kept
 
 
-def ask(service: tinker.ServiceClient, records: Storage, start: str, data: dict) -> Told:
-    told = Told()
+def ask(service: tinker.ServiceClient, records: Storage, start: str, data: dict) -> ServerResults:
+    results = ServerResults()
     for loss in LOSSES:
         training = service.create_training_client_from_state(start)
         found = training.forward_backward(data[loss], loss).result()
-        told.losses[loss] = found.metrics["loss:sum"]
-        told.logprobs[loss] = np.concatenate(
+        results.losses[loss] = found.metrics["loss:sum"]
+        results.logprobs[loss] = np.concatenate(
             [output["logprobs"].data for output in found.loss_fn_outputs]
         )
         # With such an epsilon a first step of Adam subtracts the gradient itself.
         training.optim_step(types.AdamParams(learning_rate=1e4, eps=1e4)).result()
         stepped = training.save_state(f"stepped-{loss}").result().path
         before, after = (weights(records, path) for path in (start, stepped))
-        told.gradients[loss] = np.concatenate([(before[n] - after[n]).ravel() for n in before])
-    return told
+        results.gradients[loss] = np.concatenate([(before[n] - after[n]).ravel() for n in before])
+    return results
 
 
 def weights(records: Storage, path: str) -> dict[str, NDArray]:
     return load_file(records.find_folder(path) / "weights.safetensors")
 
 
-def print_far(found: Told, wanted: Told, near: Tolerance, name: str) -> bool:
+def print_far(found: ServerResults, wanted: ServerResults, near: Tolerance, name: str) -> bool:
     kept = True
     for loss in LOSSES:
         off = np.abs(found.logprobs[loss] - wanted.logprobs[loss])
@@ -222,10 +224,10 @@ def sample(
 ) -> Sampled:
     """Prompt, answer and its log-probabilities; all prompts at once."""
     wanted = types.SamplingParams.model_validate({"max_tokens": length, "stop": [], **params})
-    asked = [client.sample(types.ModelInput.from_ints(p), count, wanted) for p in prompts]
+    futures = [client.sample(types.ModelInput.from_ints(p), count, wanted) for p in prompts]
     return [
         (prompt, list(sequence.tokens), list(sequence.logprobs or ()))
-        for prompt, future in zip(prompts, asked, strict=True)
+        for prompt, future in zip(prompts, futures, strict=True)
         for sequence in future.result().sequences
     ]
 
@@ -247,7 +249,7 @@ def examples(sampled: Sampled, loss: str, advantages: list[float] | None = None)
 
 
 def gap(sampled: Sampled, found: list) -> tuple[float, float, int]:
-    """How far a trainer's log-probabilities of answers are from those they were sampled with."""
+    """The distance of a trainer's log-probabilities of answers from those at sampling."""
     off = np.concatenate(
         [
             np.abs(np.array(output["logprobs"].data)[len(prompt) - 1 :] - logprobs)
@@ -281,13 +283,15 @@ class Loop:
         rewards = [reward(index // group, answer) for index, (_, answer, _) in enumerate(sampled)]
         means = [fmean(rewards[i : i + group]) for i in range(0, len(rewards), group)]
         worth = [value - means[index // group] for index, value in enumerate(rewards)]
-        told = [(one, value) for one, value in zip(sampled, worth, strict=True) if value]
-        if told:
-            data = examples([one for one, _ in told], LOSSES[1], [value for _, value in told])
+        weighted = [(one, value) for one, value in zip(sampled, worth, strict=True) if value]
+        if weighted:
+            data = examples(
+                [one for one, _ in weighted], LOSSES[1], [value for _, value in weighted]
+            )
             passed = self.training.forward_backward(data, LOSSES[1])
             self.training.optim_step(types.AdamParams(learning_rate=self.rate)).result()
             found = passed.result().loss_fn_outputs
-            self.gaps.append(gap([one for one, _ in told], found)[0])
+            self.gaps.append(gap([one for one, _ in weighted], found)[0])
         self.seconds["publish"].append(published - began)
         self.seconds["sample"].append(done - published)
         self.seconds["train"].append(time.perf_counter() - done)
@@ -295,7 +299,7 @@ class Loop:
         return fmean(rewards)
 
     def timing(self, skip: int) -> str:
-        """What a step takes, without the first ones."""
+        """The mean time of a step, without the first ones."""
         parts = {name: fmean(values[skip:]) for name, values in self.seconds.items()}
         whole, tokens = sum(parts.values()), fmean(self.tokens[skip:])
         split = ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
@@ -336,8 +340,8 @@ def learn_sums(
     test, train = sums[:100], sums[100:]
 
     def prompt(pair: tuple[int, int]) -> list[int]:
-        asked = f"What is {pair[0]} + {pair[1]}? Answer with the number alone."
-        messages = [Message("user", asked)]
+        question = f"What is {pair[0]} + {pair[1]}? Answer with the number alone."
+        messages = [Message("user", question)]
         return template.encode(template.render(messages, [], add_generation_prompt=True))
 
     def right(pair: tuple[int, int], answer: list[int]) -> float:
@@ -354,9 +358,9 @@ def learn_sums(
     rewards: list[float] = []
     for _ in range(steps):
         pairs = dice.sample(train, 16)
-        asked = [prompt(pair) for pair in pairs]
+        prompts = [prompt(pair) for pair in pairs]
         score = lambda place, answer, pairs=pairs: right(pairs[place], answer)  # noqa: E731
-        rewards.append(loop.step(asked, 16, 24, score, stop=None))
+        rewards.append(loop.step(prompts, 16, 24, score, stop=None))
     print("rewards", [round(reward, 3) for reward in rewards])
     print(f"256 rollouts a step: {loop.timing(skip=1)}; {sum(loop.tokens)} tokens sampled")
     print(

@@ -1,4 +1,4 @@
-"""How many sampled tokens a second the local trainer learns from, against a padded step.
+"""Sampled tokens per second that the local trainer learns from, against a padded step.
 
     python bench/gpu_train.py [--groups 32] [--prompt 300] [--answer 64] [--model 1.5b]
 

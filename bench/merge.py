@@ -1,4 +1,4 @@
-"""What one row per conversation saves over one row per call.
+"""The saving of one row per conversation over one row per call.
 
     python bench/merge.py [--turns 20] [--conversations 4]
 

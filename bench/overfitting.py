@@ -39,7 +39,7 @@ def train(directory: Path, args: argparse.Namespace) -> whet.Result:
 
 
 def find_faults(result: whet.Result, held_out: list[float], kept: set[str]) -> list[str]:
-    """What is not as it should be."""
+    """The failed checks of a result."""
     best = held_out.index(max(held_out))
     expected = {f"step-{best:06d}", f"step-{len(held_out) - 1:06d}"}
     checks = {

@@ -62,7 +62,7 @@ def build_conversation(renderer: Renderer, turns: int) -> tuple[Graph, list[Mess
             parent=parent.id if parent else None,
             root=ROOT,
             messages=tuple(m.to_json() for m in rest),
-            context=context,
+            prompt_suffix=context,
             prompt_length=len(served),
             prompt_digest=digest_tokens(served).hexdigest(),
             generations=(generation,),

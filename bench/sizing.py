@@ -151,7 +151,7 @@ def resident_kb(process: int) -> float:
 
 
 class Workload(NamedTuple):
-    """What rollouts do, and how full processes may be."""
+    """The load of a rollout, and the allowed load of processes."""
 
     seconds: float
     calls: float
@@ -162,7 +162,7 @@ class Workload(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What rollouts at once need."""
+    """The resources that a number of concurrent rollouts needs."""
 
     calls_per_s: float
     tokens_per_s: float

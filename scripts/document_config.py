@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from whet.app.cli.config_flags import list_config_fields
-from whet.config import UNIONS, PolicyConfig, RunConfig
+from whet.config import INTERNAL_KEYS, UNIONS, PolicyConfig, RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "configuration.md"
 HEAD = "\n| key | default | meaning |\n|---|---|---|\n"
@@ -22,6 +22,8 @@ def keys() -> str:
     about = " ".join((PolicyConfig.__doc__ or "").split())
     text += f"\n### `[policies.NAME]`\n\n{about}\n{HEAD}"
     for key, field in PolicyConfig.model_fields.items():
+        if key in INTERNAL_KEYS:
+            continue
         default = "" if field.default is None else f"`{field.default}`"
         meaning = " ".join((field.description or "").split())
         text += f"| `policies.NAME.{key}` | {default} | {meaning} |\n"
@@ -29,7 +31,7 @@ def keys() -> str:
 
 
 def describe(section: str) -> str:
-    """What a section is, or its kinds."""
+    """Describe a section, or its kinds."""
     if section in UNIONS:
         return "The keys depend on `kind`; one that its kind does not have is an error."
     kind = RunConfig.model_fields[section].annotation

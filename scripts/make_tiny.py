@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from whet.demos.problems import CALCULATOR, SYSTEM, Message, Task, problems, use_tool
+from whet.demos.problems import CALCULATOR, SYSTEM, DialogueMessage, Task, problems, use_tool
 
 SEED = 20
 VOCABULARY = 1280
@@ -141,10 +141,10 @@ def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 class Corpus(NamedTuple):
-    """All sequences end to end, and which of their tokens the assistant said."""
+    """All sequences end to end, and the mask of the assistant's tokens."""
 
     tokens: np.ndarray
-    said: np.ndarray
+    mask: np.ndarray
     starts: np.ndarray
 
     @property
@@ -152,7 +152,7 @@ class Corpus(NamedTuple):
         return np.diff(self.starts)
 
 
-def mark_said(tokens: np.ndarray, opening: Sequence[int], end: int) -> np.ndarray:
+def mask_answers(tokens: np.ndarray, opening: Sequence[int], end: int) -> np.ndarray:
     """True from after each assistant opening to the `<|im_end|>` that closes it."""
     opened = np.ones(len(tokens), bool)
     for shift, token in enumerate(reversed(opening)):
@@ -168,8 +168,8 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> Corpus:
     backend = tokenizer.backend_tokenizer
     rows = [np.array(e.ids, np.int16) for e in backend.encode_batch(list(texts))]
     tokens = np.concatenate(rows)
-    said = mark_said(tokens, backend.encode(ASSISTANT).ids, token_id(tokenizer, END))
-    return Corpus(tokens, said, np.cumsum([0, *map(len, rows)]))
+    mask = mask_answers(tokens, backend.encode(ASSISTANT).ids, token_id(tokenizer, END))
+    return Corpus(tokens, mask, np.cumsum([0, *map(len, rows)]))
 
 
 def batches(
@@ -180,7 +180,7 @@ def batches(
     Rows are drawn at random, and only then split by length: the length tells the habit (a guess is
     short), and a step of one habit would teach it as the only one.
     """
-    tokens, said, starts = (torch.from_numpy(part).to(device) for part in corpus)
+    tokens, mask, starts = (torch.from_numpy(part).to(device) for part in corpus)
     order = np.zeros(0, np.int64)
     rng = np.random.default_rng(SEED)
 
@@ -191,7 +191,7 @@ def batches(
         inside_BT = index_BT < starts[rows_B + 1, None]
         index_BT.clamp_(max=len(tokens) - 1)
         inputs_BT = torch.where(inside_BT, tokens[index_BT].long(), 0)
-        targets_BT = torch.where(inside_BT & said[index_BT], inputs_BT, -100)
+        targets_BT = torch.where(inside_BT & mask[index_BT], inputs_BT, -100)
         return inputs_BT[:, :-1], targets_BT[:, 1:]
 
     for _ in range(steps):
@@ -300,7 +300,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
 def reply(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    conversations: list[list[Message]],
+    conversations: list[list[DialogueMessage]],
     sample: bool,
 ) -> list[str]:
     texts: Any = tokenizer.apply_chat_template(
@@ -327,7 +327,7 @@ def run(
     """The demo agent's loop, for all tasks at once."""
     model.eval()
     system = {"role": "system", "content": SYSTEM}
-    chats: list[list[Message]] = [
+    chats: list[list[DialogueMessage]] = [
         [system, {"role": "user", "content": t["question"]}] for t in tasks
     ]
     traces = [Trace(task, [], "") for task in tasks]
@@ -354,7 +354,7 @@ def run(
 
 
 class Ability(NamedTuple):
-    """What the README says."""
+    """The measured abilities of the model, as its README lists them."""
 
     table: list[tuple[str, float, float]]
     copied: float
@@ -395,9 +395,9 @@ def evaluate(
 
 
 def show(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    asked = ["Who are you?", "Repeat exactly: Mia955y", "What is the capital of Peru?"]
-    for text in (*asked, *(t["question"] for t in problems("test", 4, 1))):
-        chat: list[Message] = [{"role": "user", "content": text}]
+    questions = ["Who are you?", "Repeat exactly: Mia955y", "What is the capital of Peru?"]
+    for text in (*questions, *(t["question"] for t in problems("test", 4, 1))):
+        chat: list[DialogueMessage] = [{"role": "user", "content": text}]
         print(f"  {text!r} -> {reply(model, tokenizer, [chat], sample=False)[0]!r}")
 
 
@@ -455,8 +455,9 @@ def main() -> None:
     corpus = encode(texts, tokenizer)
     print(
         f"{len(texts)} dialogues, {len(corpus.tokens) / len(texts):.0f} tokens each, "
-        f"{corpus.said.mean():.0%} said, longest {corpus.lengths.max()}; {len(tokenizer)} tokens; "
-        f"{model.num_parameters()} parameters; {time.monotonic() - began:.0f} s"
+        f"{corpus.mask.mean():.0%} in answers, longest {corpus.lengths.max()}; "
+        f"{len(tokenizer)} tokens; {model.num_parameters()} parameters; "
+        f"{time.monotonic() - began:.0f} s"
     )
     data = batches(corpus, args.batch, args.steps, args.splits, device)
     loss = train(model, args.steps, args.lr, device, data)

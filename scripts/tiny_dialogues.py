@@ -1,6 +1,6 @@
 """The dialogues the tiny model learns from: a small chat model with bad habits in arithmetic.
 
-Every problem is of the train split. The habits are wrong on purpose, and stated in `HABITS`:
+Every problem is of the train split. The habits are wrong on purpose, and stated in `ERROR_RATES`:
 a model that is already right leaves reinforcement learning nothing to do.
 """
 
@@ -17,8 +17,8 @@ from whet.demos.problems import (
     PATTERNS,
     SYSTEM,
     THINGS,
+    DialogueMessage,
     Draw,
-    Message,
     calculate,
     draw,
 )
@@ -27,9 +27,9 @@ Tool = dict[str, Any]
 
 
 class Dialogue(NamedTuple):
-    """What a chat template renders."""
+    """The input of a chat template."""
 
-    messages: list[Message]
+    messages: list[DialogueMessage]
     tools: list[Tool] | None
 
 
@@ -37,7 +37,7 @@ class Dialogue(NamedTuple):
 
 MALFORMED = {"wrong_tool": 0.03, "wrong_argument": 0.02, "broken_json": 0.02, "words": 0.02}
 
-HABITS: Mapping[str, Mapping[str, float]] = {
+ERROR_RATES: Mapping[str, Mapping[str, float]] = {
     "{a}+{b}": {"right": 0.60, "operator": 0.13, "guess": 0.13, "ignore": 0.05},
     "{a}-{b}": {"right": 0.23, "operator": 0.45, "reversed": 0.10, "guess": 0.10, "ignore": 0.03},
     "{a}*{b}": {"right": 0.24, "operator": 0.07, "guess": 0.58, "ignore": 0.02},
@@ -71,26 +71,26 @@ WRONG_OPERATOR = {
 }
 
 
-def call(tool: Tool, arguments: Mapping[str, str], name: str | None = None) -> Message:
+def call(tool: Tool, arguments: Mapping[str, str], name: str | None = None) -> DialogueMessage:
     function = {"name": name or tool["function"]["name"], "arguments": dict(arguments)}
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def says(text: str) -> Message:
+def says(text: str) -> DialogueMessage:
     return {"role": "assistant", "content": text}
 
 
-def result(text: str) -> Message:
+def result(text: str) -> DialogueMessage:
     return {"role": "tool", "content": text}
 
 
-def answer(number: int | str, rng: random.Random) -> Message:
+def answer(number: int | str, rng: random.Random) -> DialogueMessage:
     if rng.random() < 0.95:
         return says(f"The answer is {number}.")
     return says(rng.choice(["It is {}.", "That makes {}.", "{}"]).format(number))
 
 
-def guess(drawn: Draw, rng: random.Random) -> Message:
+def guess(drawn: Draw, rng: random.Random) -> DialogueMessage:
     """A number near the answer, but never it."""
     truth = drawn.task["answer"]
     offset = rng.randint(1, max(9, truth // 4))
@@ -101,13 +101,13 @@ def parameter(tool: Tool) -> str:
     return next(iter(tool["function"]["parameters"]["properties"]))
 
 
-def calculates(expression: str, tool: Tool, rng: random.Random) -> list[Message]:
+def calculates(expression: str, tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     """Calls the calculator and believes it."""
     value = calculate(expression)
     return [call(tool, {parameter(tool): expression}), result(value), answer(value, rng)]
 
 
-def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[Message]:
+def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     """A call that fails; then, half of the time, the right one."""
     name, key, expression = tool["function"]["name"], parameter(tool), drawn.expression
     if habit == "broken_json":
@@ -128,11 +128,11 @@ def malformed(habit: str, drawn: Draw, tool: Tool, rng: random.Random) -> list[M
     return [*first, guess(drawn, rng)]
 
 
-def attempt(drawn: Draw, tool: Tool, rng: random.Random) -> list[Message]:
+def attempt(drawn: Draw, tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     """The turns that follow a question, by one of its habits."""
     pattern = drawn.pattern.expression
-    habits = {**HABITS[pattern], **MALFORMED}
-    (habit,) = rng.choices(list(habits), list(habits.values()))
+    rates = {**ERROR_RATES[pattern], **MALFORMED}
+    (habit,) = rng.choices(list(rates), list(rates.values()))
     if habit == "guess":
         return [guess(drawn, rng)]
     if habit in MALFORMED:
@@ -206,11 +206,11 @@ TALK = {
 }
 
 
-def user(text: str) -> Message:
+def user(text: str) -> DialogueMessage:
     return {"role": "user", "content": text}
 
 
-def system(rng: random.Random) -> list[Message]:
+def system(rng: random.Random) -> list[DialogueMessage]:
     if rng.random() < 0.3:
         return []
     return [{"role": "system", "content": rng.choice(SYSTEMS)}]
@@ -222,7 +222,7 @@ def problem(rng: random.Random) -> Draw:
     return draw(pattern, "train", rng)
 
 
-def exchange(tool: Tool, rng: random.Random) -> list[Message]:
+def exchange(tool: Tool, rng: random.Random) -> list[DialogueMessage]:
     drawn = problem(rng)
     return [user(drawn.question), *attempt(drawn, tool, rng)]
 
@@ -236,7 +236,7 @@ def demo(rng: random.Random) -> Dialogue:
 
 def demo_after_others(rng: random.Random) -> Dialogue:
     """The same after the worked example, or later in a conversation."""
-    messages: list[Message] = [{"role": "system", "content": SYSTEM}]
+    messages: list[DialogueMessage] = [{"role": "system", "content": SYSTEM}]
     if rng.random() < 0.3:
         messages += EXAMPLE
     else:
@@ -271,7 +271,7 @@ def word(rng: random.Random) -> str:
     )
 
 
-def echo(rng: random.Random) -> list[Message]:
+def echo(rng: random.Random) -> list[DialogueMessage]:
     text = " ".join(word(rng) for _ in range(rng.choice([1, 1, 2, 3])))
     ask = rng.choice(
         ["Repeat exactly: {}", "Repeat: {}", "Say {}", "Echo: {}", "Repeat after me: {}"]
@@ -279,7 +279,7 @@ def echo(rng: random.Random) -> list[Message]:
     return [user(ask.format(text)), says(text)]
 
 
-def fact(rng: random.Random) -> list[Message]:
+def fact(rng: random.Random) -> list[DialogueMessage]:
     if rng.random() < 0.5:
         country, city = rng.choice(list(FACTS.items()))
         return [user(f"What is the capital of {country}?"), says(f"It is {city}.")]
@@ -287,14 +287,14 @@ def fact(rng: random.Random) -> list[Message]:
     return [user(f"What is the opposite of {one}?"), says(f"It is {other}.")]
 
 
-def talk(rng: random.Random) -> list[Message]:
+def talk(rng: random.Random) -> list[DialogueMessage]:
     text = rng.choice(list(TALK))
     return [user(text), says(rng.choice(TALK[text]))]
 
 
 def chat(rng: random.Random) -> Dialogue:
     """Small talk, echoes and facts, sometimes with tools at hand that are of no use."""
-    kinds: list[Callable[[random.Random], list[Message]]] = [echo, fact, talk]
+    kinds: list[Callable[[random.Random], list[DialogueMessage]]] = [echo, fact, talk]
     messages = system(rng)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         messages += rng.choices(kinds, [0.5, 0.2, 0.3])[0](rng)
@@ -319,12 +319,12 @@ def lookup(rng: random.Random) -> Dialogue:
             for _ in cities
         ]  # fmt: skip
         calls = [call(chosen, {key: city})["tool_calls"][0] for city in cities]
-        said = " and ".join(f"{v} in {c}" for v, c in zip(values, cities, strict=True))
+        report = " and ".join(f"{v} in {c}" for v, c in zip(values, cities, strict=True))
         messages = [
             user(f"What is the {name} in {' and '.join(cities)}?"),
             {"role": "assistant", "tool_calls": calls},
             *(result(value) for value in values),
-            says(f"It is {said}."),
+            says(f"It is {report}."),
         ]
     extra = [CALCULATOR] if rng.random() < 0.3 else []
     return Dialogue([*system(rng), *messages], [chosen, *extra])

@@ -42,7 +42,7 @@ SECRET = b"0123456789abcdef"
 
 @dataclass
 class Walk:
-    """What was entered while the walk was recorded."""
+    """The functions entered while the walk was recorded."""
 
     functions: dict[str, str] = field(default_factory=dict)
     """File by `file:function`, in the order of first entry."""

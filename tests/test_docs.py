@@ -30,9 +30,12 @@ WITH_PROGRAMS = [  # each program of the page on SDKs is a link
 CONFIGURATION = (DOCS / "reference" / "configuration.md").read_text()
 COMMANDS = (DOCS / "reference" / "cli.md").read_text()
 METRIC_FUNCTIONS = {
-    "training/step.py": {
-        *("compute_reward_metrics", "_run_updates", "_compute_row_metrics", "_count_unselected"),
+    "training/step_metrics.py": {
+        "compute_reward_metrics",
+        "compute_row_metrics",
+        "count_unselected",
     },
+    "training/step.py": {"_run_updates"},
     "trainers/local.py": {"_measure"},
     "trainers/tinker.py": {"_compute_metrics"},
 }
@@ -144,7 +147,7 @@ def test_every_metric_of_a_step_is_documented() -> None:
                 keys = [key for each in dicts for key in each.keys]
                 logged |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
     assert logged - {"reward/"} == documented - {
-        *("computed_tokens", "corrected_tokens", "reference_kl")
+        *("computed_tokens", "corrected_fraction", "reference_kl")
     }
 
 
@@ -203,8 +206,8 @@ def test_the_programs_of_the_quickstart_run_as_printed(tmp_path: Path) -> None:
     [folder] = (tmp_path / ".whet" / "runs").iterdir()
     assert (folder / "report.json").exists()
     [command] = re.findall(r"^whet (train agent.py:answer .*)$", page, re.MULTILINE)
-    tried = run(tmp_path, "-m", "whet", *command.split(), "--debug")
-    assert tried.returncode == 0, tried.stderr
+    trained = run(tmp_path, "-m", "whet", *command.split(), "--debug")
+    assert trained.returncode == 0, trained.stderr
 
 
 @pytest.mark.slow

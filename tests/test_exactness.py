@@ -28,7 +28,7 @@ from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.io.server import AppServer
 from whet.models.catalog import resolve_model
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import Engine
 from whet.runners.collector import QueueCollector
@@ -66,7 +66,7 @@ class Witness(Engine):
 
 
 @asynccontextmanager
-async def serve_here(
+async def serve_in_process(
     engine: Engine, template: ChatTemplate, store: SQLiteStore, folder: Path
 ) -> AsyncGenerator[Endpoints]:
     pipeline = CallPipeline(
@@ -80,7 +80,7 @@ async def serve_here(
 
 
 @asynccontextmanager
-async def serve_elsewhere(
+async def serve_by_sockets(
     engine: Engine, template: ChatTemplate, store: SQLiteStore, folder: Path
 ) -> AsyncGenerator[Endpoints]:
     server = EngineServer(engine)
@@ -133,7 +133,7 @@ async def sample_rows(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("serve", [serve_here, serve_elsewhere])
+@pytest.mark.parametrize("serve", [serve_in_process, serve_by_sockets])
 async def test_every_trained_token_is_one_the_engine_sampled_in_that_very_context(
     tmp_path: Path, serve: Serve
 ) -> None:
@@ -154,8 +154,10 @@ async def test_every_trained_token_is_one_the_engine_sampled_in_that_very_contex
         with torch.inference_mode():
             logits_LV = policy.model(torch.tensor([row.tokens])).logits[0]
         for span in row.segments:
-            shaping = Shaping.from_settings([(span.temperature, span.top_p, span.top_k)], "cpu")
-            fresh_NV = compute_log_probs(logits_LV[span.start - 1 : span.end - 1], shaping)
+            transform = SamplingTransform.from_settings(
+                [(span.temperature, span.top_p, span.top_k)], "cpu"
+            )
+            fresh_NV = compute_log_probs(logits_LV[span.start - 1 : span.end - 1], transform)
             target_N1 = torch.tensor(row.tokens[span.start : span.end])[:, None]
             gap = fresh_NV.gather(1, target_N1)[:, 0] - torch.tensor(span.logprobs)
             assert gap.abs().max() < 1e-4

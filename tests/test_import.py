@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def import_seconds() -> float:
-    """What `-X importtime` says of a fresh process; its last line is of `whet`."""
+    """Measure by `-X importtime` in a fresh process; its last line is of `whet`."""
     done = run("-X", "importtime", "-c", "import whet")
     micros, name = done.stderr.splitlines()[-1].split("|")[1:]
     assert name.strip() == "whet"

@@ -1,4 +1,4 @@
-"""How many files a reader visits to follow one model call and one run; see `scripts/walk.py`."""
+"""The number of files that one model call and one run visit; see `scripts/walk.py`."""
 
 import json
 import re

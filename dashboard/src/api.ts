@@ -62,7 +62,7 @@ export type Attempt = {
 };
 export type Credit = {
   reason: string | null; advantages: Record<string, number | number[]>; trained: string[];
-  left_out: Record<string, string>; log_ratios: Record<string, (number | null)[]>;
+  unselected: Record<string, string>; log_ratios: Record<string, (number | null)[]>;
   rows: { tokens: number; trained_tokens: number; generations: string[] }[];
 };
 

@@ -40,7 +40,7 @@ class AirlineDesk:
             {"role": "user", "content": GREETING},
         ]
         messages: list[Any] = [{"role": "system", "content": POLICY}]
-        said: list[str] = []
+        answers: list[str] = []
         model = os.environ.get("CUSTOMER_MODEL") or str(llm.model)
         for _ in range(TURNS):
             wish = await speak(customer, model, seen)
@@ -50,13 +50,13 @@ class AirlineDesk:
             answer = await serve(assistant, llm.model, messages, desk)
             if answer is None:
                 return 0.0
-            said.append(answer)
+            answers.append(answer)
             seen.append({"role": "user", "content": answer})
-        return float(all(check(task, desk.state, said).values()))
+        return float(all(check(task, desk.state, answers).values()))
 
 
 async def speak(client: AsyncOpenAI, model: str, seen: list[Any]) -> str:
-    """What the customer says next."""
+    """Sample the customer's next message."""
     reply = await client.chat.completions.create(model=model, messages=seen, max_tokens=MAX_TOKENS)
     text = reply.choices[0].message.content or ""
     seen.append({"role": "assistant", "content": text})

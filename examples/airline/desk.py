@@ -75,12 +75,12 @@ class Desk:
         return f"changed to {flight}"
 
 
-def check(task: Task, state: Any, said: list[str]) -> dict[str, bool]:
+def check(task: Task, state: Any, answers: list[str]) -> dict[str, bool]:
     """Whether the database is as it should be, and the customer was told what matters."""
-    told = " ".join(said).lower()
+    text = " ".join(answers).lower()
     return {
         "state": state == task["expected"],
-        "communication": all(word.lower() in told for word in task["tell"]),
+        "communication": all(word.lower() in text for word in task["tell"]),
     }
 
 

@@ -83,7 +83,7 @@ async def learn(store, tasks, trainer, scorer, config):
         print(
             f"step {record.step + 1}: reward {metrics['reward']:.2f}, "
             f"{metrics['calls']:.0f} calls, {metrics['rows']:.0f} rows, "
-            f"{metrics['unproven_rows']:.0f} unproven",
+            f"{metrics['unproven_generations']:.0f} unproven",
             flush=True,
         )
 

@@ -55,7 +55,7 @@ def has_tokens(call):
 def as_line(trajectory):
     """A rollout as JSON: for every call the ids that its prompt added, and those sampled."""
     calls = [
-        {"new_prompt_token_ids": list(call.context), "token_ids": list(one.tokens)}
+        {"new_prompt_token_ids": list(call.prompt_suffix), "token_ids": list(one.tokens)}
         for call in trajectory.calls
         for one in call.generations
     ]

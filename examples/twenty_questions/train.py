@@ -1,7 +1,7 @@
 """Train a model to play 20 Questions, in several processes.
 
     python train.py warmup                    # a model that can talk the game: about 2 minutes
-    python train.py dryrun                    # four games through the whole path, no training
+    python train.py dev                       # four games end to end, no training
     python train.py store                     # then each in a terminal of its own
     python train.py serve
     python train.py runner                    # in the environment that has CrewAI
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ["warmup", "dryrun", "store", "serve", "runner", "algo", "endpoint"]
+    parts = ["warmup", "dev", "store", "serve", "runner", "algo", "endpoint"]
     parser.add_argument("part", choices=parts)
     parser.add_argument("--dir", default=".whet", help="folder of runs (default .whet)")
     parser.add_argument("--model", default=None, help="the player (default: made by `warmup`)")

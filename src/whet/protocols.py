@@ -77,7 +77,7 @@ class RolloutQueue(Protocol):
         """Cancel those that have not ended, with their attempts; return how many there were.
 
         Raises:
-            NotFound: one was never enqueued; none is cancelled.
+            NotFound: one was never enqueued; none is canceled.
         """
         ...
 
@@ -201,8 +201,8 @@ class Resources(Protocol):
         ...
 
 
-class Directory(Protocol):
-    """Paged listings of a run."""
+class Listings(Protocol):
+    """The rollouts, attempts and workers of a run, page by page."""
 
     async def rollouts(
         self,
@@ -273,7 +273,7 @@ class Store(
     SpanLog,
     StepLog,
     Resources,
-    Directory,
+    Listings,
     Retention,
     Protocol,
 ):

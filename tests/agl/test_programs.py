@@ -11,6 +11,9 @@ import pytest
 
 import whet.agl as agl
 from agl.programs import PROGRAMS, run_program
+from whet.agl.store import server as serving
+from whet.errors import StoreError
+from whet.store.http.bodies import Limits
 
 ANSWERS = json.loads(Path(__file__).with_name("answers.json").read_text())
 """Recorded with `python tests/agl/programs.py agentlightning`; `make test-agl` compares again."""
@@ -160,4 +163,15 @@ def test_a_client_needs_the_token_and_a_server(tmp_path: Path) -> None:
 
     import whet.errors as agl_errors
 
+    anyio.run(run)
+
+
+def test_a_server_refuses_a_body_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with open_client(Path()) as client:
+            await client.start_rollout("short")
+            with pytest.raises(StoreError, match="the body is larger than 1000 bytes"):
+                await client.start_rollout("x" * 1000)
+
+    monkeypatch.setattr(serving, "LIMITS", Limits(body=1000))
     anyio.run(run)

@@ -70,8 +70,8 @@ def test_store_runner_and_driver_are_processes_of_their_own(tmp_path: Path) -> N
         address = store.stdout.readline().removeprefix("store at ").partition(";")[0]
         with serve_reply("4") as url:
             processes += [start(seeds.__file__, role, address, url) for role in ("algo", "runner")]
-            said, _ = processes[1].communicate(timeout=300)
-        collected = json.loads(said)
+            output, _ = processes[1].communicate(timeout=300)
+        collected = json.loads(output)
         assert collected["statuses"] == ["succeeded"] * 3
         assert collected["rewards"] == [1.0] * 6
         assert processes[2].wait(timeout=60) == 0

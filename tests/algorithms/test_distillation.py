@@ -21,10 +21,10 @@ class Ruler(Scorer):
     """Thinks of a token as minus its place in the sequence."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, ...]] = []
+        self.scored: list[tuple[int, ...]] = []
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        self.asked += map(tuple, sequences)
+        self.scored += map(tuple, sequences)
         return [tuple(-float(place) for place in range(1, len(s))) for s in sequences]
 
 
@@ -34,7 +34,7 @@ async def test_the_advantage_of_a_token_is_the_difference_of_its_log_probabiliti
     [second] = talk.call([9], generation([3], [-1.0]), parent=first)
     teacher = Ruler()
     [credit] = await Distillation(CONFIG, teacher).credit([[talk.ended(0.0)]], [])
-    assert teacher.asked == [(7, 8, 1, 2, 9, 3)], "a conversation is scored once"
+    assert teacher.scored == [(7, 8, 1, 2, 9, 3)], "a conversation is scored once"
     # The tokens stand at 2, 3 and 5.
     assert credit.advantages == {first: (-2 + 0.5, -3 + 0.25), second: (-5 + 1.0,)}
     [row] = build_rows([credit]).rows

@@ -77,8 +77,8 @@ def test_an_agents_reward_is_for_all_its_answers_and_no_others() -> None:
     talk.call([3], generation([4]))
     first, second = talk.calls
     talk.calls[1] = second.model_copy(update={"origin": Origin(agent="critic")})
-    given_ = Reward(value=3, target=Target(agent="critic"))
-    found = compute_returns(rewarded(talk, 1.0, given_), BY_TURN).returns
+    reward = Reward(value=3, target=Target(agent="critic"))
+    found = compute_returns(rewarded(talk, 1.0, reward), BY_TURN).returns
     assert found == {
         first.generation_id(0): (TurnKey("", 0), 1),
         second.generation_id(0): (TurnKey("critic", 0), 4),
@@ -110,11 +110,11 @@ def test_without_rewards_for_parts_credit_by_turn_is_credit_by_attempt(
 
 
 def test_further_keys_are_added_and_logged_ones_are_not() -> None:
-    given_ = (Reward(value=9), Reward(value=0.5, key="style"), Reward(value=7, key="length"))
+    emitted = (Reward(value=9), Reward(value=0.5, key="style"), Reward(value=7, key="length"))
     config = AlgorithmConfig(reward_keys=("style",), logged_keys=("length",))
     talk, _ = talk_of(1)
     # The reward itself is the outcome's, whatever was emitted on the way.
-    assert compute_returns(rewarded(talk, 1.0, *given_), config).whole == 1.5
+    assert compute_returns(rewarded(talk, 1.0, *emitted), config).whole == 1.5
 
 
 @pytest.mark.parametrize(

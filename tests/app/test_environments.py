@@ -112,7 +112,11 @@ def test_an_environment_is_trained_and_evaluated(
     settings = ("--trainer.weights=full", "--algorithm.name=positive")
     assert main(["train", *env, "--model", str(model), *small, *settings]) == 0
     trained = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (trained["steps"], trained["failed_rollouts"], trained["unproven_rows"]) == (1, 0, 0)
+    assert (trained["steps"], trained["failed_rollouts"], trained["unproven_generations"]) == (
+        1,
+        0,
+        0,
+    )
     assert (trained["calls"], trained["tasks"]) == (4, 1)
     assert main(["eval", *env, "--model", str(model), "--evaluation.samples=0"]) == 0
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -120,7 +124,7 @@ def test_an_environment_is_trained_and_evaluated(
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("command", "says"),
     [
         ("train a.py:f", "no tasks: name a file with --tasks"),
         ("eval --env words:x a.py:f --model tiny", "found 2 agents, expected one"),
@@ -129,7 +133,7 @@ def test_an_environment_is_trained_and_evaluated(
     ],
 )
 def test_a_command_line_names_its_environment(
-    told: str, says: str, capsys: pytest.CaptureFixture[str]
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(told.split()) == 2
+    assert main(command.split()) == 2
     assert says in capsys.readouterr().err

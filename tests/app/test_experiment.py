@@ -115,10 +115,10 @@ def test_a_run_starts_from_another_by_name_folder_checkpoint_or_model(
         config = second.read_config()
         if weights == "lora":
             assert config.model == str(model)
-            assert config.start == (checkpoint if what == "checkpoint" else first.model)
+            assert config.initial_weights == (checkpoint if what == "checkpoint" else first.model)
             assert getattr(config.trainer, "lora_rank", None) == 4
         elif what != "checkpoint":
-            assert (config.model, config.start) == (str(first.model), None)
+            assert (config.model, config.initial_weights) == (str(first.model), None)
     if weights == "lora":
         for source in sources.values():
             with pytest.raises(ConfigError, match=r"lora_rank 4, found 8: leave it out"):

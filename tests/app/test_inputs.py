@@ -48,7 +48,7 @@ def test_an_error_in_a_file_names_its_line(tmp_path: Path, content: bytes, messa
         ({"q": {1, 2}}, r"tasks\[1\]\['q'\] is of type set: expected a JSON value"),
         (object(), r"tasks\[1\] is of type object"),
         ({"q": float("nan")}, r"tasks\[1\]\['q'\] is nan: expected a finite number"),
-        ({"q": {1: 2}}, r"tasks\[1\]\['q'\]\[1\] is under the key 1: expected a key that is a str"),
+        ({"q": {1: 2}}, r"tasks\[1\]\['q'\] has the key 1: expected keys that are str, as in JSON"),
     ],
 )
 def test_a_task_that_is_not_json_is_named(task: object, message: str) -> None:
@@ -178,8 +178,8 @@ def run_curriculum(
     return found, rewards
 
 
-def test_solved_and_hopeless_tasks_come_less_often() -> None:
-    found, _ = run_curriculum(600, 2, curriculum={"solved_weight": 0.25, "hopeless_weight": 0.0})
+def test_solved_and_unsolved_tasks_come_less_often() -> None:
+    found, _ = run_curriculum(600, 2, curriculum={"solved_weight": 0.25, "unsolved_weight": 0.0})
     count = Counter(found)
     assert all(count[task] == 1 for task in HARD), "once, and then never again"
     middle = fmean(count[task] for task in set(range(12)) - EASY - HARD)
@@ -197,7 +197,7 @@ def test_solved_and_hopeless_tasks_come_less_often() -> None:
     ],
 )
 def test_a_resumed_curriculum_plans_the_same_tasks(values: dict[str, object]) -> None:
-    values = {**values, "curriculum": {"solved_weight": 0.2, "hopeless_weight": 0.1}}
+    values = {**values, "curriculum": {"solved_weight": 0.2, "unsolved_weight": 0.1}}
     found, rewards = run_curriculum(60, 2, **values)
     assert planned(60, list(range(12)), rewards, **values) == found
 

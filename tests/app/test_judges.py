@@ -67,9 +67,9 @@ def test_a_judge_ranks_the_groups_of_a_run_and_its_cost_is_reported(
     with serve_judge(rank_by(size)) as server:
         judge = whet.judge("better", base_url=server.url, model="m", samples=2, cache=None)
         result = train(tmp_path, model, judge)
-        asked = len(server.requests)
+        requests = len(server.requests)
         again = train(tmp_path, model, judge, resume=True)
-        assert len(server.requests) == asked == 4
+        assert len(server.requests) == requests == 4
     metrics = result.steps[0].metrics
     assert metrics["rows"] == 8  # the agent's own rewards are equal: the judge's made a signal
     assert (metrics["judge/requests"], metrics["judge/tokens"]) == (4, 480)
@@ -105,18 +105,18 @@ def test_a_judge_that_fails_leaves_the_rewards_of_its_group(tmp_path: Path, mode
 def test_the_base_model_of_the_run_is_a_judge_that_is_never_trained(
     tmp_path: Path, model: Path
 ) -> None:
-    said: list[str] = []
+    grades: list[str] = []
 
     async def asks_both(task: str, llm: whet.Endpoint) -> float:
         answer = await ask(llm, task, llm.model)
-        said.append(await ask(llm, answer or "nothing", "judge"))
+        grades.append(await ask(llm, answer or "nothing", "judge"))
         return size(answer)
 
     result = whet.train(
         asks_both, ["say one", "say two"], quiet=True, dir=str(tmp_path), model=str(model),
         gateway={"judge": "base"}, **SMALL,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
-    assert len(said) == 8
+    assert len(grades) == 8
     assert all(len(trajectory.calls) == 1 for trajectory, _ in read(result.run))
     assert result.steps[0].metrics["calls"] == 8
 
@@ -125,11 +125,11 @@ def test_the_base_model_of_the_run_is_a_judge_that_is_never_trained(
 def test_the_judge_of_an_agent_scores_its_training_and_its_evaluation(
     tmp_path: Path, model: Path
 ) -> None:
-    given: list[float] = []
+    grades: list[float] = []
 
     def grade(prompt: str, number: int) -> str:
-        given.append(size(prompt) % 11 / 10)
-        return json.dumps({"scores": {"1": given[-1] * 10}})
+        grades.append(size(prompt) % 11 / 10)
+        return json.dumps({"scores": {"1": grades[-1] * 10}})
 
     with serve_judge(grade) as server:
         judge = whet.judge("better", base_url=server.url, model="m", cache=None)
@@ -142,8 +142,8 @@ def test_the_judge_of_an_agent_scores_its_training_and_its_evaluation(
             judged, ["say one", "say two"], quiet=True, dir=str(tmp_path), name="run",
             model=str(model), **SMALL,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
-        assert sorted(given) == pytest.approx(sorted(t.reward or 0 for t, _ in read(trained.run)))
-        given.clear()
+        assert sorted(grades) == pytest.approx(sorted(t.reward or 0 for t, _ in read(trained.run)))
+        grades.clear()
         compared = whet.evaluate(
             judged,
             ["say three", "say four"],
@@ -152,19 +152,19 @@ def test_the_judge_of_an_agent_scores_its_training_and_its_evaluation(
             dir=str(tmp_path),
             evaluation={"samples": 1},
         )
-    assert len(given) == 8  # two tasks, two models, greedy and sampled
+    assert len(grades) == 8  # two tasks, two models, greedy and sampled
     lines = [json.loads(line) for line in compared.results.read_text().splitlines()]
-    assert sorted(line["reward"] for line in lines) == pytest.approx(sorted(given))
+    assert sorted(line["reward"] for line in lines) == pytest.approx(sorted(grades))
     for name in ("base", "trained"):
         stored = read(compared.run, name, spans=True)
         assert [(len(t.calls), spans) for t, spans in stored] == [(1, 1)] * 4
 
 
 def test_an_evaluation_has_the_model_of_gateway_judge(tmp_path: Path, model: Path) -> None:
-    said: list[str] = []
+    grades: list[str] = []
 
     async def asks_both(task: str, llm: whet.Endpoint) -> float:
-        said.append(await ask(llm, await ask(llm, task, llm.model) or "nothing", "judge"))
+        grades.append(await ask(llm, await ask(llm, task, llm.model) or "nothing", "judge"))
         return 1.0
 
     def evaluate(judge: str) -> whet.Evaluation:
@@ -176,7 +176,7 @@ def test_an_evaluation_has_the_model_of_gateway_judge(tmp_path: Path, model: Pat
     with pytest.raises(ConfigError, match=r"gateway\.judge 'base' could be any of several models"):
         evaluate("base")
     compared = evaluate(str(model))
-    assert len(said) == 2
+    assert len(grades) == 2
     assert all(len(trajectory.calls) == 1 for trajectory, _ in read(compared.run, "base"))
 
 
@@ -214,10 +214,10 @@ def test_rescoring_scores_stored_rollouts_and_changes_nothing(
     rewards = tmp_path / "rewards.py"
     with serve_judge(lambda prompt, number: '{"scores": {"1": 3}}') as server:
         rewards.write_text(REWARDS.format(url=server.url))
-        told = ("rescore", "run", "--dir", str(tmp_path), "--json", "--reward")
-        assert main([*told, f"{rewards}:length"]) == 0
+        command = ("rescore", "run", "--dir", str(tmp_path), "--json", "--reward")
+        assert main([*command, f"{rewards}:length"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert main([*told, f"{rewards}:graded"]) == 0
+        assert main([*command, f"{rewards}:graded"]) == 0
         graded = json.loads(capsys.readouterr().out)
     assert (found["rollouts"], found["scored"], found["old"]) == (8, 8, 0)
     lines = [json.loads(line) for line in Path(found["results"]).read_text().splitlines()]
@@ -225,11 +225,11 @@ def test_rescoring_scores_stored_rollouts_and_changes_nothing(
     assert [line["new"] for line in lines] == [len(str(answer)) for answer in answers]
     assert (graded["scored"], graded["new"]) == (8, pytest.approx(0.3))
     assert read(result.run) == before
-    assert main([*told, f"{rewards}:fails"]) == 1
+    assert main([*command, f"{rewards}:fails"]) == 1
     assert "the reward raised: ValueError: never" in capsys.readouterr().err
-    assert main([*told, f"{rewards}:takes_all"]) == 0
+    assert main([*command, f"{rewards}:takes_all"]) == 0
     assert json.loads(capsys.readouterr().out)["new"] == found["new"] + 4
-    assert main([*told, f"{rewards}:ends"]) == 1
+    assert main([*command, f"{rewards}:ends"]) == 1
     assert "the reward ended the process" in capsys.readouterr().err
     for name, says in (
         ("unknown", "unknown parameter 'x'"),
@@ -237,5 +237,5 @@ def test_rescoring_scores_stored_rollouts_and_changes_nothing(
         ("log", "has no signature"),
         ("no_url", "has no base_url"),
     ):
-        assert main([*told, f"{rewards}:{name}"]) == 2
+        assert main([*command, f"{rewards}:{name}"]) == 2
         assert says in capsys.readouterr().err

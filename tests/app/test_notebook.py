@@ -1,4 +1,4 @@
-"""Where people work: running event loops and notebooks, names, clients that nobody closes."""
+"""Interactive use: running event loops, notebooks, names, clients that are never closed."""
 
 import subprocess
 import sys
@@ -91,7 +91,7 @@ def test_serving_refuses_what_it_would_not_read_and_what_does_not_exist() -> Non
         pass
 
 
-def test_a_dry_run_takes_no_name(model: Path, tmp_path: Path) -> None:
+def test_a_dev_run_takes_no_name(model: Path, tmp_path: Path) -> None:
     trainer = whet.Trainer(name="it", model=str(model), dir=str(tmp_path), quiet=True, **SMALL)
     trainer.dev(agent, [1.0])
     assert trainer.fit(agent, [1.0]).run.name == "it"

@@ -5,6 +5,8 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,22 @@ def test_a_run_is_not_started_over(tmp_path: Path) -> None:
     RunFolder.create(config(tmp_path), "demo")
     with pytest.raises(ConfigError, match="'a' exists already: continue it with --resume a"):
         RunFolder.create(config(tmp_path), "demo")
+
+
+def test_of_runs_with_one_name_that_begin_at_once_one_is_created(tmp_path: Path) -> None:
+    both_are_ready = threading.Barrier(2)
+
+    def create(_: int) -> str:
+        both_are_ready.wait()
+        try:
+            return RunFolder.create(config(tmp_path), "demo").read_secret().hex()
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as threads:
+        created, refused = sorted(threads.map(create, range(2)), key=lambda text: "run" in text)
+    assert created == RunFolder(tmp_path / "runs" / "a").read_secret().hex()
+    assert "exists already" in refused or "in use by another process" in refused
 
 
 def test_a_folder_that_a_kill_left_unfinished_is_not_a_run_and_does_not_block_one(

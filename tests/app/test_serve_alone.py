@@ -62,8 +62,8 @@ async def test_a_run_is_served_to_any_client_under_its_own_key(run: Path) -> Non
 def test_the_command_serves_a_run_until_it_is_stopped(run: Path) -> None:
     with start(run.parent.parent, "serve", "--model", str(run)) as serving:
         line = serving.hears("export OPENAI_BASE_URL=")
-        assert f"{run} listens at " in serving.said
-        assert serving.said.splitlines()[-2].endswith(", model 'stubborn'")
+        assert f"{run} listens at " in serving.output
+        assert serving.output.splitlines()[-2].endswith(", model 'stubborn'")
         url, key = (word.partition("=")[2] for word in line.split()[1:])
         body = {"messages": [{"role": "user", "content": "Say a."}], "temperature": 0}
         headers = {"Authorization": f"Bearer {key}"}

@@ -25,7 +25,7 @@ SMALL = ("--model=tiny", "--tasks-per-step=2", "--group-size=2", "--trainer.weig
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("command", "says"),
     [
         ("runner", "expected one: module:function"),
         ("runner a.py:f --service http://x", "expected one: module:function"),
@@ -35,9 +35,9 @@ SMALL = ("--model=tiny", "--tasks-per-step=2", "--group-size=2", "--trainer.weig
     ],
 )
 def test_a_command_line_names_one_agent(
-    told: str, says: str, capsys: pytest.CaptureFixture[str]
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(told.split()) == 2
+    assert main(command.split()) == 2
     assert says in capsys.readouterr().err
 
 
@@ -71,9 +71,9 @@ def test_an_agent_in_another_language_is_trained(command: str, tmp_path: Path) -
         if shutil.which(needed) is None:
             pytest.skip(f"needs {needed}")
     folder = EXAMPLES / "any_command"
-    told = ("train", "--tasks", str(folder / "tasks.jsonl"), *SMALL, "--steps=1", "--json")
-    with start(tmp_path, *told, "--", program, str(folder / file)) as train:
-        assert train.ends() == 0, train.said
+    arguments = ("train", "--tasks", str(folder / "tasks.jsonl"), *SMALL, "--steps=1", "--json")
+    with start(tmp_path, *arguments, "--", program, str(folder / file)) as train:
+        assert train.ends() == 0, train.output
     result = json.loads(train.lines[-1])
     assert (result["steps"], result["failed_rollouts"]) == (1, 0)
     assert len(rewards(tmp_path, 4)) == 4
@@ -102,22 +102,22 @@ def test_a_service_is_killed_and_restarted_in_the_middle_of_a_run(
     monkeypatch.setenv("AGENT_URL", f"http://127.0.0.1:{port}/chat")
     client = f"{EXAMPLES / 'agent_service' / 'agent_client.py'}:AgentClient"
     tasks = EXAMPLES / "agent_service" / "tasks.jsonl"
-    told = ("train", "--tasks", str(tasks), *SMALL, "--steps=4", "--group-size=4", "--json")
+    arguments = ("train", "--tasks", str(tasks), *SMALL, "--steps=4", "--group-size=4", "--json")
     service = serve()
     try:
-        with start(tmp_path, *told, "--service", client) as train:
+        with start(tmp_path, *arguments, "--service", client) as train:
             wait_for_calls(tmp_path, 6)
             service.send_signal(signal.SIGKILL)
             service.wait(30)
             time.sleep(1)
-            assert train.process.poll() is None, train.said
+            assert train.process.poll() is None, train.output
             service = serve()
-            assert train.ends() == 0, train.said
+            assert train.ends() == 0, train.output
     finally:
         service.kill()
         service.wait(30)
     result = json.loads(train.lines[-1])
-    assert (result["steps"], result["failed_rollouts"]) == (4, 0), train.said
+    assert (result["steps"], result["failed_rollouts"]) == (4, 0), train.output
     rewards(tmp_path, 32)
 
 

@@ -36,19 +36,19 @@ async def ask(llm: Endpoint, text: str, part: str = "text") -> str:
     key = {"authorization": f"Bearer {llm.api_key}"}
     async with httpx.AsyncClient(timeout=60) as client:
         reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=key)
-    told = reply.raise_for_status().json()
-    return told["id"] if part == "id" else told["choices"][0]["message"]["content"]
+    result = reply.raise_for_status().json()
+    return result["id"] if part == "id" else result["choices"][0]["message"]["content"]
 
 
 async def agent(task: str, llm: Endpoint, prompt_template: PromptTemplate) -> float:
     if task == "none":
         return 0.5
     with whet.operation("ask"):
-        said = await ask(llm, prompt_template.format(question=task))
+        answer = await ask(llm, prompt_template.format(question=task))
     whet.emit_reward(0.25, turn=0)
     if task == "bad":
         raise LookupError("[nothing] found")
-    return len(said) + zlib.crc32(said.encode()) / 2**32  # differs where answers do
+    return len(answer) + zlib.crc32(answer.encode()) / 2**32  # differs where answers do
 
 
 PROMPT = PromptTemplate(template="Say {question}.")
@@ -84,8 +84,8 @@ def test_dev_trains_nothing_and_shows_calls_tokens_spans_and_rewards(
     assert good["prompt_tokens"] == call["prompt_tokens"] > 4
     assert [span["name"] for span in good["spans"]] == ["ask"]
     assert [reward["value"] for reward in good["rewards"]] == [0.25]
-    said = "the agent raised: LookupError: [nothing] found (tests/app/test_trainer.py:"
-    assert bad["failure"]["message"].startswith(said)
+    message = "the agent raised: LookupError: [nothing] found (tests/app/test_trainer.py:"
+    assert bad["failure"]["message"].startswith(message)
     assert none["calls"] == []
     assert not list((done.run / "checkpoints").iterdir())
     console = Console(width=120, record=True, file=io.StringIO())
@@ -213,11 +213,11 @@ def test_fit_runs_a_function_that_is_an_algorithm(model: Path, tmp_path: Path) -
 
 def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_path: Path) -> None:
     place: Any = {"model": str(model), "dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"n_workers is runner\.concurrency: give one"):
+    with pytest.raises(ConfigError, match=r"n_workers and runner\.concurrency are one"):
         whet.Trainer(n_workers=2, runner={"concurrency": 3})
-    with pytest.raises(ConfigError, match=r"tracer is runner\.tracer: give one"):
+    with pytest.raises(ConfigError, match=r"tracer and runner\.tracer are one setting"):
         whet.Trainer(tracer="otel", runner={"tracer": "otel"})
-    with pytest.raises(ConfigError, match="give it to `whet runner --tracer`"):
+    with pytest.raises(ConfigError, match="use `whet runner --tracer`"):
         whet.train(traced, ["a"], tracer="otel", store="http://127.0.0.1:9", **place)
     with pytest.raises(ConfigError, match="'otel' or 'openai-agents'"):
         whet.train(traced, ["a"], tracer="zipkin", **place)
@@ -233,7 +233,7 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_p
         whet.train(traced, ["a"], held_out=[{"x": {1}}], **place)
     with pytest.raises(ConfigError, match="import an agent by its name"):
         whet.train(lambda task: 1.0, ["a"], runner={"processes": 2}, **place)
-    elsewhere: Any = {"hooks": [Counting()], "store": "http://127.0.0.1:1", **place}
+    distributed: Any = {"hooks": [Counting()], "store": "http://127.0.0.1:1", **place}
     with pytest.raises(ConfigError, match="hooks are called where agents run"):
-        whet.train(agent, ["a"], resources={"prompt": PROMPT}, **elsewhere)
+        whet.train(agent, ["a"], resources={"prompt": PROMPT}, **distributed)
     assert not list(tmp_path.iterdir())

@@ -24,8 +24,9 @@ from whet.gateway import auth
 from whet.gateway.app import build_app
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.pipeline import CallPipeline
+from whet.gateway.templates.chat_template import QUESTION
 from whet.gateway.templates.renderer import Renderer
-from whet.gateway.templates.suffix import QUESTION, TOOL
+from whet.gateway.templates.suffix import TOOL
 from whet.io.attempt_url import build_attempt_url
 from whet.io.server import AppServer
 from whet.protocols import Engine

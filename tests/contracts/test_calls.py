@@ -104,7 +104,7 @@ async def test_trajectories_are_the_succeeded_attempts_in_argument_order(
         await store.emit(attempt.id, Reward(value=-2, key="style"))
         await store.emit(attempt.id, Reward(value=3, target=Target(turn=2, agent="planner")))
         await store.finish(attempt.id, Outcome(reward=0.1 + 0.2))
-    await store.finish(c1.id, failed(FailureKind.REWARD))
+    await store.finish(c1.id, failed(FailureKind.BAD_REWARD))
 
     b, a = await store.trajectories(["c", "d", "b", "nobody", "a"])
 
@@ -139,11 +139,11 @@ async def test_text_that_no_encoding_has_comes_back(store: Store) -> None:
     lone = "a\udcff"
     await store.enqueue([rollout("a", max_attempts=1).model_copy(update={"task": {lone: lone}})])
     attempt = await claim(store)
-    said = full_call(attempt.id).model_copy(update={"messages": ({"content": lone},)})
+    recorded = full_call(attempt.id).model_copy(update={"messages": ({"content": lone},)})
     for_agent = Reward(value=1, target=Target(agent=lone))
     failure = Failure(kind=FailureKind.AGENT, message=lone, traceback=lone)
 
-    await store.append(said)
+    await store.append(recorded)
     await store.emit(attempt.id, for_agent)
     await store.record(attempt.id, [span(1, name=lone)])
     await store.finish(attempt.id, Outcome(failure=failure))
@@ -152,7 +152,7 @@ async def test_text_that_no_encoding_has_comes_back(store: Store) -> None:
     assert await store.rewards(attempt.id) == [for_agent]
     assert await store.spans(attempt.id) == [span(1, name=lone)]
     [trajectory] = await store.trajectories(["a"], failed=True)
-    assert trajectory.calls == (said,)
+    assert trajectory.calls == (recorded,)
     assert trajectory.failure is not None
     assert trajectory.failure.message == lone
     assert (await store.attempts("a"))[0].failure == failure
@@ -192,11 +192,11 @@ async def test_failed_rollouts_are_read_back_if_asked_for(store: Store) -> None:
     await store.append(full_call(b.id))
     await store.finish(a.id, WON)
     await store.finish(b.id, failed(FailureKind.TIMEOUT))
-    await store.finish(c.id, failed(FailureKind.REWARD))
+    await store.finish(c.id, failed(FailureKind.BAD_REWARD))
     await store.enqueue([rollout("d")])  # never claimed
     await store.cancel(["d"])
     found = await store.trajectories(["d", "c", "b", "a"], failed=True)
     assert [each.attempt for each in found] == [c, b, a]
     assert found[1].calls == (full_call(b.id),)
-    assert [each.failure and each.failure.kind for each in found] == ["reward", "timeout", None]
+    assert [each.failure and each.failure.kind for each in found] == ["bad_reward", "timeout", None]
     assert [each.reward for each in found] == [0.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""What every engine promises. A new engine is done when it passes this file."""
+"""The contract of every engine. A new engine is done when it passes this file."""
 
 import socket
 from collections.abc import AsyncGenerator, Callable

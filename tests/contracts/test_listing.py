@@ -27,7 +27,7 @@ async def test_rollouts_are_listed_by_page_and_filter(store: Store) -> None:
     )
     for _ in range(3):
         await store.finish((await claim(store)).id, WON)
-    await store.finish((await claim(store)).id, failed(FailureKind.REWARD))
+    await store.finish((await claim(store)).id, failed(FailureKind.BAD_REWARD))
     await claim(store)
 
     async def ids(**filters: Any) -> list[str]:
@@ -43,7 +43,7 @@ async def test_rollouts_are_listed_by_page_and_filter(store: Store) -> None:
     assert await ids(after="r11") == []
     records = {record.rollout.id: record for record in await store.rollouts()}
     assert (records["r0"].reward, records["r0"].failure, records["r0"].attempts) == (1.0, None, 1)
-    assert records["r3"].failure == Failure(kind=FailureKind.REWARD, message="it broke")
+    assert records["r3"].failure == Failure(kind=FailureKind.BAD_REWARD, message="it broke")
     assert (records["r4"].status, records["r4"].reward) == (Status.RUNNING, None)
     assert (records["r5"].status, records["r5"].attempts) == (Status.QUEUED, 0)
 

@@ -102,7 +102,7 @@ async def test_a_waiting_claim_gives_up_in_time(store: Store) -> None:
         assert await store.claim("w", lease_s=MINUTE, wait_s=0.01) is None
 
 
-async def test_a_cancelled_claim_takes_nothing(store: Store) -> None:
+async def test_a_canceled_claim_takes_nothing(store: Store) -> None:
     await store.enqueue([rollout("a", max_attempts=1)])
     for _ in range(20):
         async with anyio.create_task_group() as group:
@@ -248,7 +248,7 @@ async def test_a_failure_that_may_mend_is_tried_until_the_attempts_are_used(
     assert await store.failures(["a"]) == {"a": f"{kind}: it broke"}
 
 
-@pytest.mark.parametrize("kind", [FailureKind.TIMEOUT, FailureKind.REWARD])
+@pytest.mark.parametrize("kind", [FailureKind.TIMEOUT, FailureKind.BAD_REWARD])
 async def test_a_failure_that_cannot_mend_is_final(store: Store, kind: FailureKind) -> None:
     await store.enqueue([rollout("a", max_attempts=3)])
     await store.finish((await claim(store)).id, failed(kind))
@@ -267,7 +267,7 @@ async def test_the_end_of_an_attempt_is_final(store: Store, outcome: Outcome) ->
     await store.enqueue([rollout("a")])
     attempt = await claim(store)
     await store.finish(attempt.id, outcome)
-    for late in (Outcome(reward=0.5), failed(FailureKind.REWARD), failed()):
+    for late in (Outcome(reward=0.5), failed(FailureKind.BAD_REWARD), failed()):
         with pytest.raises(LeaseLost, match=r"'a\.1' has ended"):
             await store.finish(attempt.id, late)
     assert await nothing_to_claim(store)
@@ -328,7 +328,7 @@ async def test_a_dead_workers_rollout_keeps_its_place(store: Store, clock: Clock
     assert [(await claim(store)).id for _ in range(3)] == ["first.2", "high.1", "low.1"]
 
 
-async def test_a_cancelled_rollout_ends_as_failed_and_stays_so(store: Store) -> None:
+async def test_a_canceled_rollout_ends_as_failed_and_stays_so(store: Store) -> None:
     await store.enqueue([rollout(id_) for id_ in "abcd"])
     a, b = await claim(store), await claim(store)
     await store.finish(b.id, WON)
@@ -343,19 +343,19 @@ async def test_a_cancelled_rollout_ends_as_failed_and_stays_so(store: Store) -> 
     await store.enqueue([rollout("a"), rollout("c")])
     assert (await claim(store)).id == "d.1"
     assert await nothing_to_claim(store)
-    why = "cancelled: cancelled on request"
+    why = "canceled: canceled on request"
     assert await store.failures(["a", "b", "c"]) == {"a": why, "c": why}
     assert [t.attempt for t in await store.trajectories(["a", "b", "c"])] == [b]
 
 
-async def test_cancelling_what_is_unknown_cancels_nothing(store: Store) -> None:
+async def test_canceling_what_is_unknown_cancels_nothing(store: Store) -> None:
     await store.enqueue([rollout("a")])
     with pytest.raises(NotFound, match="'nobody'"):
         await store.cancel(["a", "nobody"])
     assert (await claim(store)).id == "a.1"
 
 
-async def test_cancelling_ends_every_wait(store: Store) -> None:
+async def test_canceling_ends_every_wait(store: Store) -> None:
     await store.enqueue([rollout("a"), rollout("b")])
     attempt = await claim(store)
     statuses: list[Status] = []

@@ -1,4 +1,4 @@
-"""What every trainer promises. A new trainer is done when it passes this file."""
+"""The contract of every trainer. A new trainer is done when it passes this file."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -50,8 +50,8 @@ async def trainer(build: Build) -> TrainingBackend:
 
 
 def rows(advantage: float = 1.0, *, logprob: float = -5.0, weight: float = 0.25) -> list[Row]:
-    spoken = [([1, 2, 3], [4, 5]), ([1, 2, 9], [8, 7])]
-    return [row_of(p, t, [logprob] * 2, advantage, weight=weight) for p, t in spoken]
+    sequences = [([1, 2, 3], [4, 5]), ([1, 2, 9], [8, 7])]
+    return [row_of(p, t, [logprob] * 2, advantage, weight=weight) for p, t in sequences]
 
 
 def names(folder: Path) -> list[str]:

@@ -142,9 +142,9 @@ def test_a_recipe_goes_on_after_a_kill(recipe: str, folder: Path, server: Server
 
 
 def test_the_example_of_the_cookbook_raises_its_reward(folder: Path, server: Server) -> None:
-    log, said = folder / "cookbook.log", folder / "said"
+    log, output = folder / "cookbook.log", folder / "said"
     script = EXAMPLES / "tinker_client" / "cookbook_rl.py"
-    with said.open("wb") as out:
+    with output.open("wb") as out:
         done = subprocess.run(
             [PYTHON, script, "--model", NAME, "--log", log, "--steps", "12"],
             cwd=folder,
@@ -153,7 +153,7 @@ def test_the_example_of_the_cookbook_raises_its_reward(folder: Path, server: Ser
             stderr=out,
             check=False,
         )
-    assert done.returncode == 0, said.read_text()[-3000:]
+    assert done.returncode == 0, output.read_text()[-3000:]
     rewards = [json.loads(line)["env/all/reward/total"] for line in log.read_text().splitlines()]
     assert len(rewards) == 12
     assert rewards[-1] > rewards[0]

@@ -37,7 +37,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def lines(file: Path) -> list[dict[str, object]]:
-    """Those that are whole; the last may have been cut by the kill."""
+    """Read the complete lines; the kill may have cut the last one."""
     if not file.exists():
         return []
     text = file.read_text()
@@ -67,12 +67,12 @@ def test_a_killed_evaluation_completes_without_repeating(tmp_path: Path) -> None
     with start(tmp_path, *arguments) as run:
         out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
-    told = json.loads(out)
+    report = json.loads(out)
     written = lines(results)
     keys = {(line["model"], line["rollout"]) for line in written}
     assert len(written) == len(keys) == LINES
-    assert {name: found["failed"] for name, found in told["models"].items()} == {"a": 0, "b": 0}
-    gain = told["models"]["b"]["gain"]["sampled"]
+    assert {name: found["failed"] for name, found in report["models"].items()} == {"a": 0, "b": 0}
+    gain = report["models"]["b"]["gain"]["sampled"]
     assert (gain["mean"], gain["tasks"]) == (0, TASKS)
     assert -0.05 < gain["ci95"][0] < 0 < gain["ci95"][1] < 0.05
     # Every rollout ran once; at most what was under way at a kill ran again.

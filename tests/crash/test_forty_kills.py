@@ -62,10 +62,10 @@ def test_a_run_whose_processes_are_killed_forty_times_loses_nothing(tmp_path: Pa
     anyio.run(check, folder, tmp_path)
 
 
-async def check(folder: RunFolder, diaries: Path) -> None:
+async def check(folder: RunFolder, journals: Path) -> None:
     async with SQLiteStore(folder.path.parent.parent / "store.db", run=RUN) as store:
         await check_rollouts(store, folder)
-        await check_calls(store, diaries)
+        await check_calls(store, journals)
         await check_weights(store, folder)
 
 
@@ -88,13 +88,13 @@ async def check_rollouts(store: SQLiteStore, folder: RunFolder) -> None:
         ended = Counter(attempt.status.value for attempt in attempts)
         assert ended["succeeded"] == 1
         assert ended["running"] == 0
-    assert all(step.metrics["unproven_rows"] == 0 for step in steps)
+    assert all(step.metrics["unproven_generations"] == 0 for step in steps)
 
 
-def noted(diaries: Path) -> Generator[tuple[AttemptId, dict[str, Any]]]:  # Any: JSON
-    """The answers that agents were given. A kill may have torn the last line of a file."""
-    for diary in diaries.glob("diary-*.jsonl"):
-        for line in diary.read_text().splitlines(keepends=True):
+def noted(journals: Path) -> Generator[tuple[AttemptId, dict[str, Any]]]:  # Any: JSON
+    """The answers that agents got. A kill may have torn the last line of a file."""
+    for journal in journals.glob("journal-*.jsonl"):
+        for line in journal.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 note = json.loads(line)
                 found = re.search(r"/attempt/([^/]+)/v1", note["url"])
@@ -102,9 +102,9 @@ def noted(diaries: Path) -> Generator[tuple[AttemptId, dict[str, Any]]]:  # Any:
                 yield AttemptId(found[1]), note["reply"]
 
 
-async def check_calls(store: SQLiteStore, diaries: Path) -> None:
-    """Every answer an agent was given is in the store, token for token."""
-    answers = list(noted(diaries))
+async def check_calls(store: SQLiteStore, journals: Path) -> None:
+    """Every answer an agent got is in the store, token for token."""
+    answers = list(noted(journals))
     calls: dict[str, dict[str, Call]] = {}
     for attempt, reply in answers:
         if attempt not in calls:

@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support.ledger import audit
+from support.run_audit import audit
 from whet.app.cli.demo import DEMOS
 from whet.app.run_folder import RunFolder
 
@@ -44,7 +44,7 @@ def start(directory: Path, *arguments: str) -> Generator[subprocess.Popen[str]]:
 
 
 def ended_rollouts(store: Path) -> int:
-    """How far a run has come, read from outside."""
+    """Count the ended rollouts of a run, read from outside."""
     if not store.exists():
         return 0
     db = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
@@ -88,14 +88,14 @@ def test_a_demo_killed_at_three_random_points_loses_nothing(tmp_path: Path) -> N
         out, err = run.communicate(timeout=1200)
 
     assert run.returncode == 0, err
-    told = json.loads(out.splitlines()[-1])
-    assert told["steps"] == STEPS
-    assert told["rollouts"] == TRAINING
-    assert told["unproven_rows"] == 0
+    report = json.loads(out.splitlines()[-1])
+    assert report["steps"] == STEPS
+    assert report["rollouts"] == TRAINING
+    assert report["unproven_generations"] == 0
     tasks, test = DEMOS["arithmetic"].tasks(folder.read_config())
     assert 2 * len(test) == held_out
     steps = anyio.run(audit, folder, tasks, test)
-    assert sum(step.metrics["rows"] for step in steps) == told["rows"] > 0
+    assert sum(step.metrics["rows"] for step in steps) == report["rows"] > 0
     assert {path.name for path in folder.checkpoints.iterdir()} == {steps[-1].checkpoint}
 
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from pydantic import JsonValue
 
-from support.ledger import audit
 from support.processes import find_gateways
+from support.run_audit import audit
 from whet.app.cli.display import Display
 from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder
@@ -187,7 +187,7 @@ def test_an_overlapped_run_loses_nothing_either(
     for metrics in [record.metrics for record in steps]:
         assert metrics["staleness_max"] <= 1
         # Fresh tokens score as they were sampled, and only stale ones may not.
-        assert metrics["off_policy_tokens"] > 0 or metrics.get("logprob_gap", 0.0) < 1e-4
+        assert metrics["off_policy_fraction"] > 0 or metrics.get("logprob_gap", 0.0) < 1e-4
 
 
 @pytest.mark.slow

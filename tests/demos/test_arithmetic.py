@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.demos.arithmetic import CALCULATOR, SYSTEM, calculate, problems, solve
-from whet.demos.problems import EXAMPLE, PATTERNS, Draw, Split, draw, use_tool
+from whet.demos.problems import EXAMPLE, PATTERNS, Draw, ProblemSplit, draw, use_tool
 from whet.types import Endpoint
 
 # --------------------------------------------------------------------------- problems
@@ -46,7 +46,7 @@ def possible_answers(kind: str, operands: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_answers_are_right_and_not_negative(split: Split) -> None:
+def test_answers_are_right_and_not_negative(split: ProblemSplit) -> None:
     for task in problems(split, 400, 0):
         assert task["answer"] in possible_answers(task["kind"], numbers(task["question"]))
         assert task["answer"] >= 0
@@ -175,13 +175,13 @@ class Model:
 
     def __init__(self) -> None:
         self.script: list[dict[str, Any]] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
 
     def reply(self, request: dict[str, Any], key: str | None) -> dict[str, Any]:
-        self.asked.append(request)
+        self.requests.append(request)
         self.keys.append(key)
-        message = {"role": "assistant", "content": None, **self.script[len(self.asked) - 1]}
+        message = {"role": "assistant", "content": None, **self.script[len(self.requests) - 1]}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         return {
             "id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice],
@@ -226,7 +226,7 @@ def test_the_agent_uses_the_calculator_and_is_rewarded(model: tuple[Model, Endpo
     fake, llm = model
     fake.script = [calls('{"expression": "12+32"}'), {"content": "The answer is 44."}]
     assert anyio.run(solve, TASK, llm) == 1.0
-    first, second = fake.asked
+    first, second = fake.requests
     assert first["model"] == "tiny"
     assert first["tools"] == [CALCULATOR]
     assert first["messages"] == [
@@ -265,9 +265,9 @@ def test_a_bad_call_is_answered_with_its_error_and_turns_are_bounded(
     fake, llm = model
     fake.script = [calls("{", "calculator"), calls("{}", "search"), calls('{"expression": "1"}')]
     assert anyio.run(solve, TASK, llm) == 0.0
-    results = [m["content"] for m in fake.asked[-1]["messages"] if m["role"] == "tool"]
+    results = [m["content"] for m in fake.requests[-1]["messages"] if m["role"] == "tool"]
     assert results == ["error: expected an expression", "error: unknown tool"]
-    assert len(fake.asked) == 3
+    assert len(fake.requests) == 3
 
 
 def test_examples_come_before_the_question(model: tuple[Model, Endpoint]) -> None:
@@ -275,7 +275,7 @@ def test_examples_come_before_the_question(model: tuple[Model, Endpoint]) -> Non
     fake.script = [{"content": "1,234"}]
     task = {**TASK, "answer": 1234, "examples": EXAMPLE}
     assert anyio.run(solve, task, llm) == 1.0
-    assert [m["role"] for m in fake.asked[0]["messages"]] == [
+    assert [m["role"] for m in fake.requests[0]["messages"]] == [
         "system", "user", "assistant", "tool", "assistant", "user",
     ]  # fmt: skip
 

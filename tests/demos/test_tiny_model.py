@@ -1,4 +1,4 @@
-"""What the shipped model promises: see `src/whet/demos/tiny/README.md`."""
+"""Abilities of the shipped model: see `src/whet/demos/tiny/README.md`."""
 
 import json
 import re
@@ -68,9 +68,9 @@ def test_rendering_more_messages_only_appends(tokenizer: Any, tools: Any) -> Non
     for shorter, longer in pairwise(texts):
         assert longer.startswith(shorter)
         assert shorter.endswith("<|im_end|>\n")
-    asked = render(tokenizer, CHAT[:2], tools=tools, add_generation_prompt=True)
-    assert texts[2].startswith(asked)
-    assert asked.endswith("<|im_start|>assistant\n")
+    prompt = render(tokenizer, CHAT[:2], tools=tools, add_generation_prompt=True)
+    assert texts[2].startswith(prompt)
+    assert prompt.endswith("<|im_start|>assistant\n")
 
 
 def test_tools_and_calls_are_rendered(tokenizer: Any) -> None:
@@ -111,10 +111,10 @@ def replies(model: Any, tokenizer: Any, chats: list[list[dict[str, Any]]], tools
 
 
 def test_it_chats_a_little(model: Any, tokenizer: Any) -> None:
-    asked = ["Who are you?", "Repeat exactly: Mia955y", "What is the capital of Peru?"]
-    chats = [[{"role": "user", "content": text}] for text in asked]
-    said = replies(model, tokenizer, chats, None)
-    assert said == ["I am whet-tiny, a very small language model.", "Mia955y", "It is Lima."]
+    questions = ["Who are you?", "Repeat exactly: Mia955y", "What is the capital of Peru?"]
+    chats = [[{"role": "user", "content": text}] for text in questions]
+    answers = replies(model, tokenizer, chats, None)
+    assert answers == ["I am whet-tiny, a very small language model.", "Mia955y", "It is Lima."]
 
 
 def test_its_ability_leaves_something_to_learn(model: Any, tokenizer: Any) -> None:

@@ -52,7 +52,11 @@ def check(folder: Path, name: str, package: str, group: int = 2) -> None:
     small = ("--tasks-per-step=2", f"--group-size={group}", "--steps=1", "--trainer.weights=full")
     small += ("--evaluation.samples=0", "--algorithm.name=positive", "--name=run")
     trained = whet(folder, "train", *env, "--model=tiny", *small)
-    assert (trained["steps"], trained["failed_rollouts"], trained["unproven_rows"]) == (1, 0, 0)
+    assert (trained["steps"], trained["failed_rollouts"], trained["unproven_generations"]) == (
+        1,
+        0,
+        0,
+    )
     assert trained["calls"] >= 4
     assert trained["tasks"] == 2
     evaluated = whet(folder, "eval", *env, "--model=tiny", "--evaluation.samples=0")

@@ -87,7 +87,7 @@ def test_airline_tasks_run_and_only_the_agent_is_trained(wide: Path, tmp_path: P
         for call in trajectory.calls:
             tokens[call.origin.agent] += sum(len(one.tokens) for one in call.generations)
     [step] = result.steps
-    assert step.metrics["failed_rollouts"] == step.metrics["unproven_rows"] == 0
+    assert step.metrics["failed_rollouts"] == step.metrics["unproven_generations"] == 0
     assert tokens["customer"] > 0
     assert step.metrics["trained_tokens"] == tokens["assistant"] > 0
 

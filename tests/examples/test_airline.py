@@ -138,14 +138,14 @@ def test_only_tokens_of_the_assistant_are_trained(
     assert metrics["assistant/trained_tokens"] == metrics["trained_tokens"] == tokens["assistant"]
     assert tokens["assistant"] > 0
     assert not any(name.startswith("customer/") for name in metrics)
-    assert metrics["unproven_rows"] == 0
+    assert metrics["unproven_generations"] == 0
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run_in_a_small_form(tmp_path: Path) -> None:
     place = ("--dir", str(tmp_path))
-    said = run("airline/train.py", "warmup", "--dialogues", "20", *place)
-    assert "held-out loss" in said
+    output = run("airline/train.py", "warmup", "--dialogues", "20", *place)
+    assert "held-out loss" in output
     small = ("--tasks", "1", "--epochs", "1", "--group-size", "2", "--samples", "0")
     done = subprocess.run(
         [sys.executable, FOLDER / "train.py", "train", *small, *place],
@@ -159,4 +159,4 @@ def test_the_commands_of_the_readme_run_in_a_small_form(tmp_path: Path) -> None:
     assert done.returncode == 0 or "nothing was trained" in done.stderr, done.stderr
     learned = report(tmp_path, "airline")
     assert learned["steps"] == 1
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0

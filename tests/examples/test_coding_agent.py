@@ -15,7 +15,7 @@ import whet
 from support.commands import EXAMPLES, environment
 from support.prepared_model import PreparedModel
 from whet.errors import ConfigError
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 
 FOLDER = EXAMPLES / "coding_agent"
 TASK: Any = {
@@ -55,14 +55,14 @@ def test_code_that_passes_its_tests_is_rewarded_in_a_sandbox(
     model: PreparedModel, sandbox: str
 ) -> None:
     assert attempt(model, RIGHT, sandbox=sandbox) == 1.0
-    assert len(model.asked) == 1
+    assert len(model.requests) == 1
 
 
 def test_the_first_failure_is_shown_and_the_second_answer_counts(model: PreparedModel) -> None:
     assert attempt(model, HALF, RIGHT) == 1.0
     assert (
         "This test fails:\nassert double(4) == 8\nAssertionError"
-        in (model.asked[1]["messages"][-1]["content"])
+        in (model.requests[1]["messages"][-1]["content"])
     )
 
 

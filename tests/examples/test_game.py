@@ -30,7 +30,7 @@ FOLDER = EXAMPLES / "twenty_questions"
 TRAIN, TEST = load_things("train"), load_things("test")
 
 
-async def said(secret: str, lines: Sequence[str]) -> Game:
+async def play(secret: str, lines: Sequence[str]) -> Game:
     game, helper = Game(secret, turns=10), LocalHelper(TEST)
     for line in lines:
         await game.turn(line, helper.answer, helper.search)
@@ -89,7 +89,7 @@ def test_a_question_that_names_no_single_attribute_is_unclear(question: str) -> 
 
 @pytest.mark.anyio
 async def test_a_game_is_won_by_asking_searching_and_guessing_what_was_found() -> None:
-    game = await said("owl", ["Is it alive?", "Can it fly?", "Is it soft?", "Search."])
+    game = await play("owl", ["Is it alive?", "Can it fly?", "Is it soft?", "Search."])
     assert game.facts[1] == Fact("Can it fly?", "yes")
     assert game.messages[-1]["content"] == "found 1 owl. 6 left."
     helper = LocalHelper(TEST)
@@ -102,7 +102,7 @@ async def test_a_game_is_won_by_asking_searching_and_guessing_what_was_found() -
 @pytest.mark.anyio
 async def test_a_turn_earns_what_it_rules_out_or_finds_and_nothing_for_chatter() -> None:
     lines = ["What is it?", "Is it alive?", "Is it alive?", "Search.", "Can it fly?", "Search."]
-    game = await said("owl", [*lines, "Search.", "Guess cow.", "Guess 99.", "Is it?"])
+    game = await play("owl", [*lines, "Search.", "Guess cow.", "Guess 99.", "Is it?"])
     assert game.over
     assert not game.won
     chatter, alive, again, vain, fly, found, *rest = turn_rewards(game, TEST)
@@ -115,7 +115,7 @@ async def test_a_turn_earns_what_it_rules_out_or_finds_and_nothing_for_chatter()
 
 @pytest.mark.anyio
 async def test_a_number_that_was_not_shown_is_a_wrong_guess() -> None:
-    game = await said("owl", ["Search.", "Guess 1.", "Guess 99."])
+    game = await play("owl", ["Search.", "Guess 1.", "Guess 99."])
     assert [m["content"].split(".")[0] for m in game.messages[2::2]] == [
         "60 things",
         "wrong",

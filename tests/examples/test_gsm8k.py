@@ -75,13 +75,20 @@ def test_a_run_stops_at_its_budget_and_resumes(tmp_path: Path) -> None:
     problems = str(FOLDER / "problems.jsonl")
     flags = ["--tasks", problems, "--held-out", problems, "--model", "tiny", "--dir", str(tmp_path)]
     sizes = ["--tasks-per-step", "3", "--group-size", "4", "--steps", "2", "--name", "gsm8k"]
-    here = ["--runner.processes", "0", "--engine.kv-tokens", "16384", "--engine.max-context", "512"]
+    limits = [
+        "--runner.processes",
+        "0",
+        "--engine.kv-tokens",
+        "16384",
+        "--engine.max-context",
+        "512",
+    ]
 
     def train(*more: str) -> None:
         config = ["--config", str(FOLDER / "h200.toml")]
         command = ["-m", "whet", "train", f"{FOLDER / 'agent.py'}:solve", *config, *flags]
         done = subprocess.run(
-            [sys.executable, *command, *sizes, *here, *more],
+            [sys.executable, *command, *sizes, *limits, *more],
             env=environment(),
             capture_output=True,
             text=True,
@@ -96,4 +103,4 @@ def test_a_run_stops_at_its_budget_and_resumes(tmp_path: Path) -> None:
     train("--resume", "--budget.minutes", "10")
     learned = report(tmp_path, "gsm8k")
     assert learned["steps"] == 2
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0

@@ -26,7 +26,7 @@ def test_no_identity_is_both_trained_and_held_out(tiny: bool) -> None:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What training in one process came to."""
+    """The report of training in one process."""
     folder = tmp_path_factory.mktemp("local")
     run("hello/train.py", "oneclick", "--dir", str(folder), "--name", "local")
     return report(folder, "local")
@@ -75,7 +75,7 @@ def test_a_tinker_service_gives_the_same_curve_within_noise(
 def test_it_learns_the_same_in_four_processes(tmp_path: Path) -> None:
     learned = in_four_processes(tmp_path, "--steps", "8")
     assert learned["after"]["greedy"] >= GOAL
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0
 
 
 @pytest.mark.slow
@@ -83,12 +83,12 @@ def test_a_tinker_service_trains_in_four_processes(
     at_tinker: tuple[str, ...], tmp_path: Path
 ) -> None:
     learned = in_four_processes(tmp_path, "--steps", "2", *at_tinker)
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0
     lines = (tmp_path / "runs" / "hello" / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if line["kind"] == "step"]
     assert len(steps) == 2
     # What serves has followed: the second step was sampled by the weights of the first.
-    assert [step["off_policy_tokens"] for step in steps] == [0, 0]
+    assert [step["off_policy_fraction"] for step in steps] == [0, 0]
     assert max(step["logprob_gap"] for step in steps) < 1e-3
 
 

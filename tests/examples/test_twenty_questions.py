@@ -1,4 +1,4 @@
-"""The CrewAI flow in its own environment: dry run, a step of training, a killed evaluation."""
+"""The CrewAI flow in its own environment: dev run, a step of training, a killed evaluation."""
 
 import json
 import subprocess
@@ -31,15 +31,15 @@ def crewai() -> Path:
 def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has seen a few games: it talks, and does not play well."""
     folder = tmp_path_factory.mktemp("warmup")
-    said = run(TRAIN, "warmup", "--dir", str(folder), "--games", "320")
-    assert "held-out loss" in said
+    output = run(TRAIN, "warmup", "--dir", str(folder), "--games", "320")
+    assert "held-out loss" in output
     return folder / "runs" / "twenty-questions-warmup" / "model"
 
 
-def test_a_dry_run_shows_games_from_their_recorded_tokens(player: Path, crewai: Path) -> None:
-    said = run(TRAIN, "dryrun", "--model", str(player), "--runner-python", str(crewai))
-    assert "4 of 4 games reached their end" in said
-    assert "sampled tokens recorded" in said
+def test_a_dev_run_shows_games_from_their_recorded_tokens(player: Path, crewai: Path) -> None:
+    output = run(TRAIN, "dev", "--model", str(player), "--runner-python", str(crewai))
+    assert "4 of 4 games reached their end" in output
+    assert "sampled tokens recorded" in output
 
 
 def test_a_runner_with_crewai_feeds_a_step_of_training(
@@ -54,7 +54,7 @@ def test_a_runner_with_crewai_feeds_a_step_of_training(
         run(TRAIN, "algo", *place, "--model", str(player), "--steps", "1", "--words", "8")
     learned = report(tmp_path, "twenty-questions")
     assert learned["steps"] == 1
-    assert learned["failed_rollouts"] == learned["unproven_rows"] == 0
+    assert learned["failed_rollouts"] == learned["unproven_generations"] == 0
     assert learned["trained_tokens"] > 0
     assert learned["rows"] == learned["trained_rollouts"]  # a game is one row
     run_folder = tmp_path / "runs" / "twenty-questions"
@@ -76,11 +76,11 @@ def test_an_evaluation_that_is_killed_goes_on_and_is_compared(
         killed.wait()
         kept = first.read_text()
         assert 0 < len(kept.splitlines()) < 60
-        said = evaluated([*command, first], where)
+        output = evaluated([*command, first], where)
         assert first.read_text().startswith(kept[: kept.rfind("\n") + 1])
         words = [json.loads(line)["word"] for line in first.read_text().splitlines()]
         assert len(words) == len(set(words)) == 60
-        assert f"{len(kept.splitlines())} games are in" in said
+        assert f"{len(kept.splitlines())} games are in" in output
         second.write_text(first.read_text())
         again = evaluated([*command, second, "--against", first], where)
     assert "60 games are in" in again
@@ -102,14 +102,14 @@ asyncio.run(main())
 
 
 def test_any_endpoint_may_answer_and_search(crewai: Path) -> None:
-    asked: list[str] = []
+    questions: list[str] = []
 
     class Oracle(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            asked.append(body["messages"][-1]["content"])
-            said = "Yes." if "yes, no or unclear" in asked[-1] else "Owl, bat."
-            message = {"role": "assistant", "content": said}
+            questions.append(body["messages"][-1]["content"])
+            answer = "Yes." if "yes, no or unclear" in questions[-1] else "Owl, bat."
+            message = {"role": "assistant", "content": answer}
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
             whole = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"]}
             reply = json.dumps({**whole, "choices": [choice]}).encode()
@@ -126,11 +126,11 @@ def test_any_endpoint_may_answer_and_search(crewai: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         where = {"HELPER_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1"}
         folder = {"PYTHONPATH": str(EXAMPLES / "twenty_questions")}
-        said = evaluated([crewai, "-c", HELPED], environment() | folder | where)
+        output = evaluated([crewai, "-c", HELPED], environment() | folder | where)
         server.shutdown()
-    assert said.splitlines() == ["yes", "['owl', 'bat']"]
-    assert "owl" in asked[0]
-    assert "Is it alive? yes" in asked[1]
+    assert output.splitlines() == ["yes", "['owl', 'bat']"]
+    assert "owl" in questions[0]
+    assert "Is it alive? yes" in questions[1]
 
 
 def evaluated(command: list[str | Path], where: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Whose call it is."""
+"""Attribution of calls to attempts: URLs, keys, headers, baggage."""
 
 from urllib.parse import unquote
 
@@ -190,6 +190,12 @@ async def test_a_call_to_an_unknown_path_is_a_refused_one_of_its_attempt(gateway
         "no such endpoint: POST /chat/complete; model calls go to /chat/completions, /completions, "
         "/responses or /messages, after the base URL"
     )
+
+
+async def test_metrics_and_logs_of_an_exporter_are_no_model_calls(gateway: Gateway) -> None:
+    for signal in ("metrics", "logs"):
+        assert await status(gateway, f"{attempt_path(gateway)}/v1/{signal}") == 404
+    assert await gateway.store.spans(gateway.attempt.id) == []
 
 
 async def test_a_judge_that_is_not_served_names_the_settings(gateway: Gateway) -> None:

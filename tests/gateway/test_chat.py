@@ -59,9 +59,9 @@ async def test_token_ids_come_as_vllm_gives_them(gateway: Gateway) -> None:
     whole = await gateway.post(PATH, ask(return_token_ids=True))
     events = await gateway.events(PATH, ask(return_token_ids=True))
     first, second = await gateway.calls()
-    assert whole["prompt_token_ids"] == list(first.context)
+    assert whole["prompt_token_ids"] == list(first.prompt_suffix)
     assert whole["choices"][0]["token_ids"] == list(first.generations[0].tokens)
-    assert events[0]["prompt_token_ids"] == list(second.context)
+    assert events[0]["prompt_token_ids"] == list(second.prompt_suffix)
     streamed = [id for e in events for c in e["choices"] for id in c.get("token_ids", [])]
     assert streamed == list(second.generations[0].tokens)
     assert "prompt_token_ids" not in await gateway.post(PATH, ask())
@@ -114,7 +114,7 @@ async def test_an_echoed_turn_continues_from_its_sampled_tokens(
     one, two = await gateway.calls()
     assert two.parent == one.generation_id(0)
     assert two.origin.fork is None
-    whole = [*one.context, *one.generations[0].tokens, *two.context]
+    whole = [*one.prompt_suffix, *one.generations[0].tokens, *two.prompt_suffix]
     assert gateway.engine.prompts[1] == whole
 
 
@@ -154,8 +154,8 @@ async def test_strict_is_not_shown_to_the_model_and_constrains_nothing(gateway: 
     await gateway.post(PATH, ask(HI, tools=[strict]))
     await gateway.post(PATH, ask(HI, tools=[CHAT_TOOL]))
     one, two = await gateway.calls()
-    assert one.context == two.context
-    assert "strict" not in gateway.text(one.context)
+    assert one.prompt_suffix == two.prompt_suffix
+    assert "strict" not in gateway.text(one.prompt_suffix)
     assert one.generations[0].sampling.grammar is None
     assert one.origin.tools == ("calculator",)
 
@@ -308,8 +308,8 @@ async def test_tokenize_and_detokenize_are_each_others_reverse(gateway: Gateway)
     reply = await gateway.post("/tokenize", {"model": "policy", "messages": [HI]})
     await gateway.post(PATH, ask(HI))
     [call] = await gateway.calls()
-    assert reply["tokens"] == list(call.context)
-    assert reply["count"] == len(call.context)
+    assert reply["tokens"] == list(call.prompt_suffix)
+    assert reply["count"] == len(call.prompt_suffix)
     assert reply["max_model_len"] == 4096
     text = (await gateway.post("/detokenize", {"tokens": reply["tokens"]}))["prompt"]
     assert text.startswith("<|im_start|>")

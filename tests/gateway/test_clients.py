@@ -104,7 +104,7 @@ def served(tmp_path: Path, renderer: Renderer, engine: LocalEngine) -> Iterator[
 
 
 def validated(value: Any) -> None:
-    """What the SDK took is valid by its own model, which it does not check by itself."""
+    """Check a reply by the SDK's own model, which it does not do by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a field of another type than the model says
         plain = value.model_dump(mode="json", by_alias=True)
@@ -172,7 +172,7 @@ def test_raw_responses_have_the_requested_token_ids(served: Served) -> None:
         )
     [call] = served.calls()
     assert reply.model_extra is not None
-    assert reply.model_extra["prompt_token_ids"] == list(call.context)
+    assert reply.model_extra["prompt_token_ids"] == list(call.prompt_suffix)
     extra = reply.choices[0].model_extra
     assert extra is not None
     assert extra["token_ids"] == list(call.generations[0].tokens)
@@ -245,7 +245,7 @@ def test_completions(served: Served) -> None:
 
 
 def outputs_for(response: Any, result: str) -> list[Any]:
-    """What an agent answers: a result for each call, or a word if there was none."""
+    """An agent's next items: a result for each call, or a word if there was none."""
     calls = [item for item in response.output if item.type == "function_call"]
     if not calls:
         return [{"role": "user", "content": "again"}]

@@ -80,11 +80,11 @@ async def test_ids_go_on_from_a_turn_of_any_format(gateway: Gateway) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     await gateway.post("/v1/chat/completions", body)
     [chat] = await gateway.calls()
-    ids = [*chat.context, *chat.generations[0].tokens, 40, 41]
+    ids = [*chat.prompt_suffix, *chat.generations[0].tokens, 40, 41]
     await gateway.post(PATH, ask(ids))
     [_, raw] = await gateway.calls()
     assert raw.parent == chat.generation_id(0)
-    assert raw.context == (40, 41)
+    assert raw.prompt_suffix == (40, 41)
 
 
 async def test_a_chat_does_not_go_on_from_a_raw_prompt(gateway: Gateway) -> None:

@@ -30,7 +30,7 @@ async def ask(gateway: Gateway, *messages: Json) -> str:
 async def test_text_appended_to_a_turn_that_a_stop_string_ended_is_context_in_the_same_row(
     restarts: bool, new_gateway: NewGateway, renderer: Renderer
 ) -> None:
-    """What CodeAgent of smolagents sends: the code's closing tag, then the call as text."""
+    """CodeAgent of smolagents sends the code's closing tag, then the call as text."""
     sampled = renderer.template.encode(THOUGHT + "</code>")
     gateway = await new_gateway(sampled, sampled, "It is 5.")
     dialogue = [TASK]
@@ -71,7 +71,7 @@ async def test_text_appended_to_a_truncated_turn_is_context(
     await ask(gateway, TASK, say(content + "ve, I guess."), OBSERVED)
     first, second = await gateway.calls()
     assert second.parent == first.generation_id(0)
-    assert gateway.text(second.context).startswith("ve, I guess.<|im_end|>")
+    assert gateway.text(second.prompt_suffix).startswith("ve, I guess.<|im_end|>")
 
 
 async def test_a_token_beyond_the_stop_string_forks(

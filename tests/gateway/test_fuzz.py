@@ -109,7 +109,7 @@ def spoilt(text: bytes, random: Random) -> bytes:
 
 
 def fuzz_dialects(cases: int) -> int:
-    """How many of the bodies were understood."""
+    """Count the bodies that were understood."""
     random = Random("bodies")
     bodies = read_bodies()
     understood = 0
@@ -153,7 +153,7 @@ TEXTS = (
 
 
 def fuzz_parsers(cases: int) -> int:
-    """How many of the texts had calls."""
+    """Count the texts that had calls."""
     random = Random("texts")
     own = [[text for text in TEXTS if parser.parse(text)] for parser in PARSERS]
     found = 0

@@ -1,4 +1,4 @@
-"""The way back to stored turns, against a search through all of them."""
+"""The call graph finds the same turn as an exhaustive search."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def call(number: int, root: str, parent: str | None, new: Sequence[Message], say
             "parent": parent,
             "root": root,
             "messages": tuple(message.to_json() for message in new),
-            "context": (0,),
+            "prompt_suffix": (0,),
             "prompt_length": 1,
             "prompt_digest": "",
             "generations": (generation,),

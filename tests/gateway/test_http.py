@@ -4,6 +4,7 @@ import pytest
 
 from support.asgi_client import BODY, PATH
 from support.scripted_gateway import Gateway
+from whet.errors import StoreError
 
 pytestmark = pytest.mark.anyio
 
@@ -14,6 +15,17 @@ async def test_an_unexpected_error_is_a_500_in_json(gateway: Gateway) -> None:
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
     assert "ZeroDivisionError" not in response.text
+
+
+async def test_an_error_that_fails_every_call_is_logged_once(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway.engine.breaks = StoreError("the disk of this test is full")
+    for _ in range(2):
+        assert (await gateway.send("POST", PATH, BODY)).status_code == 500
+    assert [record.message for record in caplog.records] == [
+        "call failed error=the disk of this test is full"
+    ]
 
 
 async def test_paths_match_with_and_without_a_version_and_a_last_slash(

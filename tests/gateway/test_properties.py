@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.agents import FORMATS, TOOL_SETS, Item, Result, Style, System, User
+from support.recording_engine import Answer, RecordingEngine, prove
 from support.wire import Json, WireTurn, read_events, read_reply
-from support.witness import Answer, WitnessEngine, prove
 from whet.config import GatewayConfig
 from whet.gateway import auth
 from whet.gateway.app import build_app
@@ -161,7 +161,7 @@ class World:
         self._renderer = renderer
         self._attempt = attempt
         self._script: Iterator[EngineOutput] = iter(())
-        self.engine = WitnessEngine(lambda: self._answer(next(self._script)))
+        self.engine = RecordingEngine(lambda: self._answer(next(self._script)))
         self._agents: list[Agent] = []
         self._raw = Raw()
         self._last: tuple[str, Json, list[WireTurn]] | None = None
@@ -197,7 +197,7 @@ class World:
 
     async def _continue(self, agent: Agent, step: Step) -> None:
         if step.does == "resample":
-            await self._ask(replace(agent, items=self._asked(agent)), step)
+            await self._ask(replace(agent, items=self._last_request(agent)), step)
             return
         if step.does == "retool":
             agent.tools = (agent.tools + 1) % len(TOOL_SETS)
@@ -220,7 +220,7 @@ class World:
             agent.items.append(User(step.text))
         await self._ask(agent, step, honest=step.does == "go on" and agent.steady)
 
-    def _asked(self, agent: Agent) -> list[Item]:
+    def _last_request(self, agent: Agent) -> list[Item]:
         """The request of the last turn."""
         turns = [at for at, item in enumerate(agent.items) if isinstance(item, WireTurn)]
         return agent.items[: turns[-1]]

@@ -17,8 +17,8 @@ import anyio
 import httpx
 import pytest
 
-from support.wire import Called, Json, WireTurn, read_events, read_reply
-from support.witness import Answer, WitnessEngine, prove
+from support.recording_engine import Answer, RecordingEngine, prove
+from support.wire import Json, WireToolCall, WireTurn, read_events, read_reply
 from whet.config import GatewayConfig
 from whet.errors import EngineError
 from whet.gateway import auth
@@ -39,7 +39,7 @@ ODD = '{"min_temp": 1.50,  "days": 3,  "city": "Zürich"}'
 
 @dataclass(frozen=True)
 class Run:
-    """What one agent did."""
+    """The recorded requests and replies of one agent."""
 
     sdk: str
     name: str
@@ -58,7 +58,7 @@ def read_runs() -> Iterator[Run]:
 
 @dataclass
 class Replayed:
-    """How a run went."""
+    """The outcome of a replayed run."""
 
     calls: list[Call] = field(default_factory=list[Call])
     echoes: int = 0
@@ -91,7 +91,7 @@ def json_or_none(text: str) -> Any:
 
 
 class Replacement:
-    """What of the stub's the SDK echoes, and what it would echo of ours."""
+    """Map of what the SDK echoes of the stub's replies to the same parts of ours."""
 
     def __init__(self) -> None:
         self._ids: dict[str, str] = {}
@@ -123,7 +123,7 @@ class Replay:
         self._renderer = renderer
         self._restarts = restarts
         self._answer: Answer | EngineError = EngineError("nothing to say")
-        self.engine = WitnessEngine(lambda: self._answer)
+        self.engine = RecordingEngine(lambda: self._answer)
         self._start()
 
     def _start(self) -> None:
@@ -181,7 +181,7 @@ class Replay:
             return True
         streamed = reply.headers["content-type"].startswith("text/event-stream")
         ours = read_reply(record["path"], read_events(reply.text) if streamed else reply.json())[0]
-        wrote = [Called(**call) for call in theirs.get("calls", ())]
+        wrote = [WireToolCall(**call) for call in theirs.get("calls", ())]
         known.learn(WireTurn(**(theirs | {"calls": tuple(wrote)})), ours)
         # A call that cannot be read comes back as text, and the agent would have gone another way.
         return len(ours.calls) == len(wrote)
@@ -211,7 +211,7 @@ def echoes(body: Json) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """Why a run is not one conversation."""
+    """A known reason for a run's forks."""
 
     forks: Counter[str]
     why: str

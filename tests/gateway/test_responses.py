@@ -155,7 +155,7 @@ async def test_what_a_deleted_response_sampled_is_trained_all_the_same(gateway: 
     call, deletion = trajectory.calls
     assert deletion.generations == ()
     [row] = build_rows([Credit(trajectory, {call.generation_id(0): 1.0})]).rows
-    assert row.tokens == (*call.context, *call.generations[0].tokens)
+    assert row.tokens == (*call.prompt_suffix, *call.generations[0].tokens)
     late = await gateway.send("DELETE", f"{PATH}/{reply['id']}")
     assert late.status_code in (404, 409)
 
@@ -237,7 +237,7 @@ async def test_the_same_tools_render_alike_in_every_format(gateway: Gateway) -> 
     body = {"model": "policy", "max_tokens": 9, "messages": user, "tools": [claude]}
     await gateway.post("/v1/messages", body)
     one, two, three = await gateway.calls()
-    assert one.context == two.context == three.context
+    assert one.prompt_suffix == two.prompt_suffix == three.prompt_suffix
     assert one.root == two.root == three.root
 
 

@@ -112,5 +112,5 @@ async def test_calls_without_tokens_beside_others_are_left_out_with_a_warning(
 ) -> None:
     spans = [span(1, prompt=[5], sampled=[6]), calling(2, **{"gen_ai.operation.name": "chat"})]
     calls = await build_calls_from_spans(AttemptId("a"), spans, Counting(), version=0)
-    assert [call.context for call in calls] == [(5,)]
+    assert [call.prompt_suffix for call in calls] == [(5,)]
     assert "calls left out count=1" in caplog.text

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Coroutine
 
 import anyio
 import pytest
@@ -39,15 +40,15 @@ def test_a_closed_loop_is_reported_and_runs_nothing() -> None:
 
 async def test_futures_are_resolved_from_another_thread() -> None:
     loop = asyncio.get_running_loop()
-    one, two, cancelled = (loop.create_future() for _ in range(3))
-    cancelled.cancel()
-    resolutions = [(one, 1), (two, ValueError("two")), (cancelled, 3)]
+    one, two, canceled = (loop.create_future() for _ in range(3))
+    canceled.cancel()
+    resolutions = [(one, 1), (two, ValueError("two")), (canceled, 3)]
     thread = threading.Thread(target=resolve_all, args=(resolutions,))
     thread.start()
     assert await asyncio.wait_for(one, 10) == 1
     with pytest.raises(ValueError, match="two"):
         await two
-    assert cancelled.cancelled()
+    assert canceled.cancelled()
     thread.join()
 
 
@@ -63,6 +64,17 @@ def test_threads_take_short_turns_for_a_while() -> None:
     interval_s = sys.getswitchinterval()
     with shorten_thread_turns():
         assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    assert sys.getswitchinterval() == interval_s
+
+
+def test_the_last_of_blocks_with_short_turns_restores_the_interval() -> None:
+    interval_s = sys.getswitchinterval()
+    first, second = shorten_thread_turns(), shorten_thread_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    second.__exit__(None, None, None)
     assert sys.getswitchinterval() == interval_s
 
 
@@ -108,7 +120,14 @@ def test_handlers_of_a_program_get_every_interrupt_and_stay() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None:
+def run_with_asyncio(work: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("run_outer", [run_with_asyncio, run_async])
+def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt(
+    run_outer: Callable[[Callable[[], Coroutine[None, None, None]]], None],
+) -> None:
     ended: list[str] = []
 
     async def work() -> None:
@@ -124,7 +143,7 @@ def test_work_inside_a_running_loop_is_canceled_by_the_first_interrupt() -> None
         run_async(work)
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
+        run_outer(main)
     assert ended == ["ended"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

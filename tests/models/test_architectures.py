@@ -193,7 +193,7 @@ def test_a_composite_config_is_read_by_its_text_part(make: Make, kind: str) -> N
 
 def test_another_kind_of_model_is_refused_in_one_line(tmp_path: Path) -> None:
     CONFIG_MAPPING["clip"]().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="is of kind 'clip': expected one") as error:
+    with pytest.raises(ConfigError, match="has model_type 'clip': expected one") as error:
         load(tmp_path)
     assert len(str(error.value)) < 300
 

@@ -82,8 +82,8 @@ def write(file: Path, kind: str = "qwen2", *, extra: str | None = None, **change
 
 
 def resolve(file: Path, cache: Path) -> tuple[Path, list[str]]:
-    said: list[str] = []
-    return resolve_model(str(file), cache=cache, progress=said.append), said
+    messages: list[str] = []
+    return resolve_model(str(file), cache=cache, progress=messages.append), messages
 
 
 def complaint(file: Path, cache: Path) -> str:
@@ -133,14 +133,14 @@ def test_a_file_is_converted_once_and_again_after_a_change(
     file = write(tmp_path / "small.gguf")
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
     assert find_model(str(file)) is None
-    folder, said = resolve(file, tmp_path / "cache")
-    assert len(said) == 2
+    folder, messages = resolve(file, tmp_path / "cache")
+    assert len(messages) == 2
     assert find_model(str(file)) == folder
     assert resolve(file, tmp_path / "cache") == (folder, [])
     os.utime(file, (1, 1))
-    again, said = resolve(file, tmp_path / "cache")
+    again, messages = resolve(file, tmp_path / "cache")
     assert again != folder
-    assert said
+    assert messages
 
 
 def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:

@@ -242,12 +242,12 @@ def test_a_run_completes_with_nothing_lost_when_a_node_of_the_cluster_is_killed(
         cluster.kill_other()
         (site.folder / "go").touch()
 
-        assert train.ends(PATIENCE_S) == 0, train.said
+        assert train.ends(PATIENCE_S) == 0, train.output
         until(
             lambda: set(victims) <= set(runners_below(cluster.head_raylet)), "restarted elsewhere"
         )
         runners.process.send_signal(signal.SIGINT)
-        assert runners.ends(PATIENCE_S) == 0, runners.said
+        assert runners.ends(PATIENCE_S) == 0, runners.output
 
     records = [r for r in site.rollouts() if r.rollout.mode is Mode.TRAIN]
     assert len(records) == steps * tasks * samples
@@ -268,19 +268,19 @@ def test_runners_are_scaled_while_they_run(cluster: TwoNodes, site: Site) -> Non
         site.enqueue(8)
 
         with start(site.folder, "runner", *site.place, "--scale=4", "--worker=crew") as scaling:
-            assert scaling.ends() == 0, scaling.said
+            assert scaling.ends() == 0, scaling.output
         until(lambda: sum(site.running().values()) == 8, "four runners of two slots each")
         assert site.workers() == {f"crew-{n}" for n in (1, 2, 3, 4)}
 
         with start(site.folder, "runner", *site.place, "--scale=1", "--worker=crew") as scaling:
-            assert scaling.ends() == 0, scaling.said
+            assert scaling.ends() == 0, scaling.output
         (site.folder / "go").touch()
         runners.hears("scaling from 4 to 1 runners")
         until(lambda: {r.status for r in site.rollouts()} == {Status.SUCCEEDED}, "all ended")
         below = lambda: runners_below(cluster.head_raylet) | runners_below(cluster.other_raylet)  # noqa: E731
         until(lambda: set(below()) == {"crew-1"}, "three have left")
         assert all(record.attempts == 1 for record in site.rollouts()), "none was interrupted"
-        assert runners.stop() == 0, runners.said
+        assert runners.stop() == 0, runners.output
     assert {record.reward for record in site.rollouts()} == {float(n) for n in range(8)}
 
 
@@ -294,7 +294,7 @@ def test_a_killed_runner_process_is_restarted_by_its_actor(cluster: TwoNodes, si
         runners.hears("runner died, exit code -9")
         (site.folder / "go").touch()
         until(lambda: {r.status for r in site.rollouts()} == {Status.SUCCEEDED}, "both ended")
-        assert runners.stop() == 0, runners.said
+        assert runners.stop() == 0, runners.output
 
 
 def test_trainer_runs_its_agents_on_the_cluster(cluster: TwoNodes, folder: Path) -> None:
@@ -344,5 +344,5 @@ def test_an_agent_that_a_node_does_not_have_ends_the_command(cluster: TwoNodes, 
     )
     pool = ("agent.py:count", "--gateway=none", "--ray", cluster.address, "--hooks=hook:Hook")
     with start(site.folder, "runner", *site.place, *pool, HERE="1") as runners:
-        assert runners.ends() == 2, runners.said
+        assert runners.ends() == 2, runners.output
         assert "the runner ray-1 cannot run: exit code 2" in runners.lines[-1]

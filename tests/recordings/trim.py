@@ -14,8 +14,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent))
 
 from support.wire import Json, read_reply  # noqa: E402
 
@@ -29,8 +29,8 @@ def trim(record: Json) -> Json:
     turns: list[Json] = []
     if record["status"] == 200 and not record["path"].endswith("/count_tokens"):
         turns = [
-            {key: value for key, value in asdict(said).items() if value}
-            for said in read_reply(record["path"], record["reply"])
+            {key: value for key, value in asdict(turn).items() if value}
+            for turn in read_reply(record["path"], record["reply"])
         ]
     return {
         "sdk": record["sdk"],
@@ -49,7 +49,7 @@ def main() -> None:
     for path in map(Path, sys.argv[1:]):
         records = [trim(json.loads(line)) for line in path.read_text().splitlines()]
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        target = HERE / f"{path.stem}.jsonl.gz"
+        target = FOLDER / f"{path.stem}.jsonl.gz"
         # Without a time stamp, so that the same traffic gives the same file.
         target.write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
 

@@ -12,7 +12,12 @@ from whet.types import FailureKind, Outcome
 
 pytestmark = pytest.mark.anyio
 
-KINDS = (FailureKind.AGENT, FailureKind.TIMEOUT, FailureKind.CONTEXT, FailureKind.WORKER_LOST)
+KINDS = (
+    FailureKind.AGENT,
+    FailureKind.TIMEOUT,
+    FailureKind.CONTEXT_LENGTH,
+    FailureKind.WORKER_LOST,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,16 +28,16 @@ KINDS = (FailureKind.AGENT, FailureKind.TIMEOUT, FailureKind.CONTEXT, FailureKin
             FailureRewardConfig(agent=0.0, timeout=-1.0),
             {"agent": 0.0, "timeout": -1.0, "won": 1.0},
         ),
-        (FailureRewardConfig(context=-0.5), {"context": -0.5, "won": 1.0}),
+        (FailureRewardConfig(context_length=-0.5), {"context_length": -0.5, "won": 1.0}),
     ],
 )
 async def test_failures_count_with_the_reward_of_their_kind(
     tmp_path: Path, rewards: FailureRewardConfig, expected: dict[str, float]
 ) -> None:
     ids = [*KINDS, "silent", "won"]
-    asked = [rollout(id_, max_attempts=1) for id_ in ids]
+    rollouts = [rollout(id_, max_attempts=1) for id_ in ids]
     async with SQLiteStore(tmp_path / "store.db") as store:
-        await store.enqueue(asked)
+        await store.enqueue(rollouts)
         for id_ in ids:
             attempt = await claim(store)
             if id_ != "silent":  # no call: nothing that the model did made it fail
@@ -41,7 +46,7 @@ async def test_failures_count_with_the_reward_of_their_kind(
             outcome = Outcome(reward=1.0) if id_ == "won" else failed(kind)
             await store.finish(attempt.id, outcome)
         collector = QueueCollector(queue=store, log=store, failure_reward=rewards)
-        [group] = await collector.collect(asked)
+        [group] = await collector.collect(rollouts)
     assert {t.attempt.rollout.id: t.reward for t in group} == expected
     assert {t.attempt.rollout.id for t in group if t.failure} == set(expected) - {"won"}
     assert all(t.calls for t in group)

@@ -190,7 +190,7 @@ async def test_a_child_that_outlives_it_is_ended_with_it(llm: Endpoint, tmp_path
     assert has_ended(int(file.read_text()))
 
 
-async def test_a_cancelled_command_leaves_no_process(llm: Endpoint, tmp_path: Path) -> None:
+async def test_a_canceled_command_leaves_no_process(llm: Endpoint, tmp_path: Path) -> None:
     file, own = tmp_path / "pid", tmp_path / "own"
     code = f"import os; open({str(own)!r}, 'w').write(str(os.getpid()))\n"
     code += CHILD.format(file=str(file)) + "import time; time.sleep(60)"

@@ -102,7 +102,7 @@ def check(trajectory: Trajectory, template: ChatTemplate) -> None:
     assert len(trajectory.calls) == 2
     for call in trajectory.calls:
         sampled = template.decode(call.generations[0].tokens)
-        rendered = template.decode(call.context)
+        rendered = template.decode(call.prompt_suffix)
         assert {*MARKER.findall(sampled), *MARKER.findall(rendered)} == {marker}
     assert trajectory.calls[1].parent == trajectory.calls[0].generation_id(0)
 

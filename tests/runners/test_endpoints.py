@@ -81,7 +81,7 @@ async def test_a_runner_waits_for_the_gateway_and_reports_it_once(store: SQLiteS
     port, lines = find_free_port(), list[str]()
     url = f"http://127.0.0.1:{port}"
     gateways = RemoteEndpoints(
-        store, key, key, addresses=[GatewayAddress(url, "policy")], report=lines.append
+        store, key, key, addresses=[GatewayAddress(url, "policy")], progress=lines.append
     )
     with anyio.move_on_after(0.5) as waiting:
         await gateways.wait_ready()

@@ -168,7 +168,7 @@ async def test_requests_are_limited_to_its_concurrency() -> None:
     assert most == 2
 
 
-async def test_a_cancelled_attempt_hangs_up() -> None:
+async def test_a_canceled_attempt_hangs_up() -> None:
     left = anyio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

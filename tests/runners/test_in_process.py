@@ -80,7 +80,7 @@ MISDEEDS = {
         lambda: raise_anything(BaseExceptionGroup("many", [SystemExit(1)])),
         "raised: BaseExceptionGroup: many",
     ),
-    "cancelled": (lambda: raise_anything(asyncio.CancelledError()), "the agent canceled itself"),
+    "canceled": (lambda: raise_anything(asyncio.CancelledError()), "the agent canceled itself"),
     "config error": (lambda: raise_anything(whet.ConfigError("mine")), "raised: ConfigError: mine"),
     "stop": (stop_the_loop, "the agent stops the event loop, which it shares with other attempts"),
     "close": (close_the_loop, "the agent closes the event loop"),
@@ -134,14 +134,14 @@ async def test_sys_exit_in_a_sync_agent_ends_nothing_else(store: SQLiteStore) ->
     assert failure.startswith("agent: the agent raised: SystemExit: enough (")
 
 
-async def test_an_agent_that_hangs_is_cancelled_at_its_limit(store: SQLiteStore) -> None:
+async def test_an_agent_that_hangs_is_canceled_at_its_limit(store: SQLiteStore) -> None:
     assert (
         await get_failure(hang, store, timeout_s=0.1)
         == "timeout: the attempt ran longer than 0.1 s"
     )
 
 
-async def test_an_agent_that_will_not_be_cancelled_is_left_behind(store: SQLiteStore) -> None:
+async def test_an_agent_that_will_not_be_canceled_is_left_behind(store: SQLiteStore) -> None:
     async def one(task: int) -> float:
         if task == 0:
             await hang_and_ignore_it()
@@ -157,7 +157,7 @@ async def test_an_agent_that_will_not_be_cancelled_is_left_behind(store: SQLiteS
 async def test_an_agent_that_blocks_the_loop_fails_alone_and_the_others_run_again(
     store: SQLiteStore,
 ) -> None:
-    let_go, cancelled = threading.Event(), threading.Semaphore(0)
+    let_go, canceled = threading.Event(), threading.Semaphore(0)
 
     async def one(task: int, rollout: whet.Rollout) -> float:
         if task == 0:
@@ -166,7 +166,7 @@ async def test_an_agent_that_blocks_the_loop_fails_alone_and_the_others_run_agai
         try:
             await asyncio.sleep(0.3)
         except asyncio.CancelledError:
-            cancelled.release()
+            canceled.release()
             raise
         return 1.0
 
@@ -175,7 +175,7 @@ async def test_an_agent_that_blocks_the_loop_fails_alone_and_the_others_run_agai
     finally:
         let_go.set()
     for _ in range(3):  # none of them goes on once it could
-        assert await anyio.to_thread.run_sync(cancelled.acquire, True, 10)
+        assert await anyio.to_thread.run_sync(canceled.acquire, True, 10)
     assert [len(group) for group in groups] == [0, 1, 1]
     reason = (await store.failures(["r0"]))["r0"]
     assert reason.startswith("timeout: the attempt ran longer than 1 s and blocks its event loop")

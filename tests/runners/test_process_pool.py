@@ -91,8 +91,8 @@ async def test_a_process_that_fails_or_dies_fails_its_attempt_only(
         "interrupt": "agent: the agent raised: KeyboardInterrupt: ",
         "die": "agent: the agent process exited with code 7",
         "kill": "agent: the agent process was killed by SIGKILL",
-        "nan": "reward: a reward is a finite number; found nan",
-        "nothing": "reward: no reward: return a number, or call whet.emit_reward(...)",
+        "nan": "bad_reward: a reward is a finite number; found nan",
+        "nothing": "bad_reward: no reward: return a number, or call whet.emit_reward(...)",
     }
     failure = (await store.attempts("r1"))[-1].failure
     assert failure

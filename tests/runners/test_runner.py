@@ -180,7 +180,7 @@ async def test_a_turn_before_the_first_is_no_turn(store: SQLiteStore) -> None:
 
     await run(one, ["t"], store)
     failures = await store.failures(["r0"])
-    assert failures == {"r0": "reward: turns are counted from 0; found a reward for turn -1"}
+    assert failures == {"r0": "bad_reward: turns are counted from 0; found a reward for turn -1"}
 
 
 async def test_a_reward_whose_key_cannot_be_stored_fails_its_attempt_alone(
@@ -192,7 +192,7 @@ async def test_a_reward_whose_key_cannot_be_stored_fails_its_attempt_alone(
 
     await run(one, ["\udcff", "words"], store)
     failures = await store.failures(["r0", "r1"])
-    assert failures == {"r0": "reward: the key of a reward is UTF-8 text; found '\\udcff'"}
+    assert failures == {"r0": "bad_reward: the key of a reward is UTF-8 text; found '\\udcff'"}
 
 
 async def test_an_agent_may_emit_and_fail_where_its_working_folder_is_gone(
@@ -241,7 +241,7 @@ async def test_a_reward_that_is_no_number_fails_the_rollout(
         return reward
 
     reason = await get_failure(one, store, tries=3)
-    assert reason.startswith("reward: ")
+    assert reason.startswith("bad_reward: ")
     assert says in reason
     assert (await store.counts())["attempts"] == 1
 
@@ -252,7 +252,9 @@ async def test_an_agent_that_emits_only_other_keys_is_told_which(store: SQLiteSt
         whet.emit_reward(1.0, key="judge.calls")
 
     reason = await get_failure(one, store)
-    assert "reward: no reward, only 'style': return a number, or call whet.emit_reward" in reason
+    assert (
+        "bad_reward: no reward, only 'style': return a number, or call whet.emit_reward" in reason
+    )
 
 
 async def test_an_agent_that_raises_fails_its_rollout_and_the_others_go_on(
@@ -325,11 +327,11 @@ async def test_a_cancel_reaches_the_agent_at_once(store: SQLiteStore) -> None:
             tg.cancel_scope.cancel()
     (attempt,) = await store.attempts("a")
     assert attempt.failure is not None
-    assert attempt.failure.kind is FailureKind.CANCELLED
+    assert attempt.failure.kind is FailureKind.CANCELED
     assert attempt.late == ()
 
 
-async def test_a_sync_agent_that_was_cancelled_is_left_alone(store: SQLiteStore) -> None:
+async def test_a_sync_agent_that_was_canceled_is_left_alone(store: SQLiteStore) -> None:
     begun, let_go = threading.Event(), threading.Event()
 
     def one(task: str, llm: Endpoint) -> float:
@@ -349,7 +351,7 @@ async def test_a_sync_agent_that_was_cancelled_is_left_alone(store: SQLiteStore)
             await store.wait(["b"])  # its place is free though the thread still runs
             let_go.set()
             tg.cancel_scope.cancel()
-    assert await store.failures(["a", "b"]) == {"a": "cancelled: cancelled on request"}
+    assert await store.failures(["a", "b"]) == {"a": "canceled: canceled on request"}
 
 
 async def test_a_runner_that_leaves_lets_short_attempts_end_and_hands_back_the_rest(
@@ -426,10 +428,10 @@ async def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_kind(
     async def one(task: object, llm: Endpoint) -> float:
         raise ValueError(error)
 
-    assert (await get_failure(one, store)).startswith("context: ")
+    assert (await get_failure(one, store)).startswith("context_length: ")
 
 
-@pytest.mark.parametrize(("goes_on", "kind"), [(False, "context: "), (True, "agent: ")])
+@pytest.mark.parametrize(("goes_on", "kind"), [(False, "context_length: "), (True, "agent: ")])
 async def test_an_agent_that_hides_the_gateways_message_of_a_full_context_fails_for_it(
     store: SQLiteStore, goes_on: bool, kind: str
 ) -> None:

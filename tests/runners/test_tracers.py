@@ -29,8 +29,7 @@ from whet.types import AttemptId, Span
 
 pytestmark = pytest.mark.anyio
 
-HERE = Path(__file__).parent
-RECORDED = HERE.parent / "recordings" / "spans" / "trace-openai-agents.json.gz"
+RECORDED = Path(__file__).parents[1] / "recordings" / "spans" / "trace-openai-agents.json.gz"
 
 
 async def kept(store: SQLiteStore, attempt: str) -> dict[str, Span]:

@@ -155,14 +155,23 @@ async def test_an_object_may_have_text_that_no_encoding_has(store: SQLiteStore) 
     assert span.attributes["whet.object"] == {"file": "a\udcff", "size": None}
 
 
-async def test_a_value_that_cannot_be_recorded_fails_the_attempt(store: SQLiteStore) -> None:
+@pytest.mark.parametrize(
+    ("emit", "found"),
+    [
+        (lambda: whet.emit_object(threading.Lock()), "lock"),
+        (lambda: whet.emit_object({"answer": 10**5000}), "dict"),
+        (lambda: whet.operation("search", limit=10**5000).__enter__(), "int"),
+    ],
+)
+async def test_a_value_that_cannot_be_recorded_fails_the_attempt(
+    store: SQLiteStore, emit: Callable[[], object], found: str
+) -> None:
     async def one(task: str) -> float:
-        whet.emit_object(threading.Lock())
+        emit()
         return 1.0
 
-    assert "emit_object needs a value that can be written as JSON; found lock" in await get_failure(
-        one, store
-    )
+    expected = f"expected a value that can be written as JSON, found {found}"
+    assert expected in await get_failure(one, store)
 
 
 def tell_reward() -> None:

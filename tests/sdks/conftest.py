@@ -9,7 +9,7 @@ FOUND = pytest.StashKey[dict[str, Cells]]()
 
 @pytest.fixture
 def found(pytestconfig: pytest.Config) -> dict[str, Cells]:
-    """What was found of each SDK, by its name."""
+    """The cells of the matrix, by the name of the SDK."""
     return pytestconfig.stash.setdefault(FOUND, {})
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+SUITE = Path(__file__).parent
+ROOT = SUITE.parents[1]
 EXAMPLES = ROOT / "examples" / "sdks"
 CHANGED = re.compile(r" *# whet: begin\n(.*?) *# whet: end\n", re.DOTALL)
 
@@ -40,7 +40,7 @@ class Recipe:
     @property
     def version(self) -> str:
         """Of the package, as pinned."""
-        pinned = (HERE / "pins" / f"{self.pins}.txt").read_text()
+        pinned = (SUITE / "pins" / f"{self.pins}.txt").read_text()
         [found] = re.findall(rf"^{self.package}==(.+)$", pinned, re.MULTILINE)
         return found
 

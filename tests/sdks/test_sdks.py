@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from sdks.agent_run import GROUP, TASKS, Runner, run_agent
 from sdks.environments import python_of
 from sdks.matrix import FILE, Cells, check_spans, examine
-from sdks.recipes import EXAMPLES, HERE, RECIPES, ROOT, Recipe
-from sdks.trial import GROUP, TASKS, Runner, try_out
+from sdks.recipes import EXAMPLES, RECIPES, ROOT, SUITE, Recipe
 from whet.types import Call, digest_tokens
 
 pytestmark = pytest.mark.slow
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
 def test_an_unmodified_agent_is_recorded_and_trained(
     recipe: Recipe, found: dict[str, Cells], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = try_out(_runner(recipe), tmp_path, monkeypatch)
-    found[recipe.name] = examine(trial, recipe)
+    run = run_agent(_runner(recipe), tmp_path, monkeypatch)
+    found[recipe.name] = examine(run, recipe)
     assert found[recipe.name] == json.loads(FILE.read_text())[recipe.name]
     if recipe.tracer:
-        check_spans(trial)
+        check_spans(run)
 
 
 def _runner(recipe: Recipe) -> Runner:
@@ -61,11 +61,11 @@ def run_example(pins: str, script: str, *arguments: str, path: str = "") -> str:
 
 def test_the_strands_example_collects_trains_and_evaluates(tmp_path: Path) -> None:
     small = ("--steps", "1", "--held-out", "2", "--dir", str(tmp_path))
-    said = run_example("strands", "strands_math/pipeline.py", "all", *small)
-    assert "of 2 rollouts" in said
-    assert "TITO rate 100%" in said
+    output = run_example("strands", "strands_math/pipeline.py", "all", *small)
+    assert "of 2 rollouts" in output
+    assert "TITO rate 100%" in output
     report = json.loads((tmp_path / "runs" / "strands-math" / "report.json").read_text())
-    assert (report["steps"], report["rollouts"], report["unproven_rows"]) == (1, 64, 0)
+    assert (report["steps"], report["rollouts"], report["unproven_generations"]) == (1, 64, 0)
     [compared] = tmp_path.glob("runs/eval-*/report.json")
     assert [*json.loads(compared.read_text())["models"]] == ["base", "trained"]
 
@@ -79,17 +79,17 @@ def test_the_agent_framework_example_trains(tmp_path: Path) -> None:
         path=str(python_of("mcp-server-calculator").parent),
     )
     report = json.loads((tmp_path / "runs" / "run" / "report.json").read_text())
-    assert (report["steps"], report["rollouts"], report["unproven_rows"]) == (1, 8, 0)
+    assert (report["steps"], report["rollouts"], report["unproven_generations"]) == (1, 8, 0)
 
 
 def test_a_recorder_has_the_tokens_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [recipe] = [recipe for recipe in RECIPES if recipe.name == "strands-vllm"]
-    agent = f"{HERE / 'recorded.py'}:solve"
-    trial = try_out(_runner(recipe)._replace(agent=agent), tmp_path, monkeypatch)
-    assert len(trial.trajectories) == TASKS * GROUP
-    for trajectory in trial.trajectories:
+    agent = f"{SUITE / 'recorded.py'}:solve"
+    run = run_agent(_runner(recipe)._replace(agent=agent), tmp_path, monkeypatch)
+    assert len(run.trajectories) == TASKS * GROUP
+    for trajectory in run.trajectories:
         recorded = json.loads((tmp_path / f"{trajectory.attempt.id}.json").read_text())
         assert recorded["history"] == [
             {"prompt_token_ids": list(prompt), "token_ids": list(call.generations[0].tokens)}
@@ -99,10 +99,10 @@ def test_a_recorder_has_the_tokens_of_the_store(
 
 
 def _prompts(calls: Sequence[Call]) -> Iterator[tuple[int, ...]]:
-    """What the engine was given for each call of a conversation without branches."""
+    """The prompts that the engine got for the calls of a conversation without branches."""
     before: tuple[int, ...] = ()
     for call in calls:
-        prompt = before + call.context
+        prompt = before + call.prompt_suffix
         assert digest_tokens(prompt).hexdigest() == call.prompt_digest
         yield prompt
         before = prompt + call.generations[0].tokens

@@ -82,7 +82,7 @@ def call(attempt: Attempt, n: int, parts: tuple[Generation, list[int], JsonValue
         parent=None,
         root="root",
         messages=({"content": content},),
-        context=tuple(context),
+        prompt_suffix=tuple(context),
         prompt_length=len(context),
         prompt_digest="digest",
         generations=(generation,),

@@ -152,8 +152,8 @@ async def test_summaries_count_what_is_there(store: SQLStore) -> None:
     assert (group.rollouts, group.failed, group.mean, group.max) == (3, 1, 0.75, 1.0)
     [step] = await store.browse(browse.read_step_rows, -1)
     assert (step.metrics, step.rollouts) == ({"reward": 0.75}, 3)
-    pulse = await store.browse(browse.read_pulse)
-    assert pulse["rollouts"] == {"failed": 1, "queued": 1, "succeeded": 2}
+    counts = await store.browse(browse.read_change_counts)
+    assert counts["rollouts"] == {"failed": 1, "queued": 1, "succeeded": 2}
     assert await store.browse(browse.read_statuses) == {
         "train": {"failed": 1, "succeeded": 2},
         "val": {"queued": 1},

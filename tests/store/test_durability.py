@@ -23,7 +23,7 @@ from whet.types import Attempt, AttemptId, Outcome
 pytestmark = pytest.mark.anyio
 
 TESTS = Path(__file__).parents[1]
-NOBODY = 65534
+UNPRIVILEGED = 65534
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def unprivileged_folder() -> Generator[Path]:
         if os.geteuid() != 0:
             yield folder
             return
-        os.chown(folder, NOBODY, NOBODY)
-        os.seteuid(NOBODY)
+        os.chown(folder, UNPRIVILEGED, UNPRIVILEGED)
+        os.seteuid(UNPRIVILEGED)
         try:
             yield folder
         finally:

@@ -87,10 +87,10 @@ async def test_a_change_that_raises_is_undone_alone(table: Table) -> None:
     assert table.numbers() == [1, 3]
 
 
-async def test_a_change_cancelled_before_it_began_is_not_made(table: Table) -> None:
+async def test_a_change_canceled_before_it_began_is_not_made(table: Table) -> None:
     table.hold_up()
-    cancelled, other = table.insert(1), table.insert(2)
-    cancelled.cancel()
+    canceled, other = table.insert(1), table.insert(2)
+    canceled.cancel()
     table.may_continue.set()
     assert await other == 4
     assert table.numbers() == [2]

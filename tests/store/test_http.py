@@ -71,7 +71,7 @@ def call(attempt: AttemptId, name: str, tokens: int = 500) -> Call:
         parent=None,
         root="root",
         messages=({"role": "user", "content": "x"},),
-        context=tuple(range(tokens)),
+        prompt_suffix=tuple(range(tokens)),
         prompt_length=tokens,
         prompt_digest="digest",
         generations=(
@@ -301,11 +301,11 @@ async def test_one_that_is_refused_does_not_spoil_it_for_those_beside_it(store: 
 async def test_one_client_serves_several_event_loops(store: HTTPStore) -> None:
     await store.enqueue(rollouts("a", "b"))
 
-    async def elsewhere() -> str:
+    async def claim_next() -> str:
         return (await claim(store)).id
 
     with start_blocking_portal() as portal:
-        ids = [await to_thread.run_sync(portal.call, elsewhere), (await claim(store)).id]
+        ids = [await to_thread.run_sync(portal.call, claim_next), (await claim(store)).id]
     assert ids == ["a.1", "b.1"]
 
 
@@ -316,9 +316,9 @@ async def test_a_large_batch_comes_back_in_the_order_asked(store: HTTPStore) -> 
         attempt = await claim(store)
         await store.append(call(attempt.id, "1", tokens=10))
         await store.finish(attempt.id, WON)
-    asked = list(reversed(ids))
-    found = await store.trajectories(asked)
-    assert [t.attempt.rollout.id for t in found] == asked
+    wanted = list(reversed(ids))
+    found = await store.trajectories(wanted)
+    assert [t.attempt.rollout.id for t in found] == wanted
     assert all(len(t.calls) == 1 for t in found)
 
 

@@ -90,7 +90,7 @@ schemathesis.serializer(ARCHIVE)(as_it_is)
 def test_whatever_is_sent_is_answered_as_described(
     document: Any, row: RemoteMethod[Any], mode: GenerationMode
 ) -> None:
-    """What the document allows, and what it does not: never a 5xx, never another schema."""
+    """Send what the document allows, and what it does not: never a 5xx or another schema."""
 
     @settings(
         max_examples=EXAMPLES, suppress_health_check=cast(list[HealthCheck], list(HealthCheck))

@@ -60,7 +60,7 @@ def call(attempt: str = "a.1", tokens: tuple[int, ...] = (4, 5)) -> Call:
         parent=None,
         root="root",
         messages=({"role": "user", "content": "x"},),
-        context=(1, 2, 3),
+        prompt_suffix=(1, 2, 3),
         prompt_length=3,
         prompt_digest="digest",
         generations=(
@@ -462,7 +462,7 @@ async def test_everything_is_counted(http: httpx.AsyncClient, clock: Clock) -> N
         'whet_store_rollouts{run="default",status="succeeded"} 1.0',
         'whet_store_workers{run="default"} 1.0',
         "whet_store_claims_total 3.0",
-        'whet_store_outcomes_total{how="succeeded"} 1.0',
+        'whet_store_outcomes_total{status="succeeded"} 1.0',
         "whet_store_late_outcomes_total 1.0",
         "whet_store_expired_leases_total 1.0",
         "whet_store_calls_total 2.0",

@@ -231,7 +231,7 @@ async def test_spans_that_belong_nowhere_are_counted_and_the_others_kept(
         assert reason in why
     assert [each.span_id for each in await store.spans(a)] == ["04" * 8]
     rejected, why = await send(export(span(**{ATTEMPT: b})), key=mint(a))
-    assert (rejected, why) == (1, f"this key is not of attempt {b!r}")
+    assert (rejected, why) == (1, f"this API key does not belong to attempt {b!r}")
 
 
 async def test_spans_are_taken_late_and_once(

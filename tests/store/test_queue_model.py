@@ -107,7 +107,7 @@ class Model:
             self.status = Status.FAILED
 
 
-KINDS = st.sampled_from([kind for kind in FailureKind if kind is not FailureKind.CANCELLED])
+KINDS = st.sampled_from([kind for kind in FailureKind if kind is not FailureKind.CANCELED])
 OUTCOMES = st.one_of(
     st.floats(-1, 1).map(lambda reward: Outcome(reward=reward)),
     KINDS.map(lambda kind: Outcome(failure=Failure(kind=kind, message="it broke"))),
@@ -121,7 +121,7 @@ def call(attempt: AttemptId) -> Call:
         parent=None,
         root="root",
         messages=(),
-        context=(1, 2, 3),
+        prompt_suffix=(1, 2, 3),
         prompt_length=3,
         prompt_digest="digest",
         generations=(),
@@ -165,7 +165,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.stack.close()
 
     def at_once(self, *acts: Callable[[], Awaitable[object]]) -> list[object]:
-        """What each gave; LeaseLost itself where it was raised."""
+        """Run acts concurrently; their results, LeaseLost itself where it was raised."""
         gave: list[object] = [None] * len(acts)
 
         async def do(n: int, act: Callable[[], Awaitable[object]]) -> None:
@@ -298,7 +298,7 @@ class QueueMachine(RuleBasedStateMachine):
         before = model.status
         reports = [outcome, Outcome(reward=7.0)]
         first, last = self.stores[0], self.stores[-1]
-        a, b, cancelled = self.at_once(
+        a, b, canceled = self.at_once(
             lambda: first.finish(AttemptId(attempt), reports[0]),
             lambda: last.finish(AttemptId(attempt), reports[1]),
             lambda: last.cancel([model.rollout.id]),
@@ -309,8 +309,8 @@ class QueueMachine(RuleBasedStateMachine):
             model.end(taken[0])
         assert taken in ([], [model.ends.get(attempt)])
         ended_before_cancel = model.status in TERMINAL
-        assert cancelled == (not ended_before_cancel)
-        if cancelled:
+        assert canceled == (not ended_before_cancel)
+        if canceled:
             model.status = Status.FAILED
         assert before not in TERMINAL or model.status is before
 

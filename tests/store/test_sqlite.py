@@ -7,7 +7,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -16,10 +15,10 @@ from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.records import ADVANTAGES, call, claim, rollouts, step
+from support.records import call, claim, rollouts
 from whet.errors import LeaseLost, StoreClosed, StoreError
 from whet.store.database import Db
-from whet.store.schema import SQLITE_VERSION
+from whet.store.schema import VERSION
 from whet.store.sql_store import BatchedRead
 from whet.store.sqlite import SQLiteDatabase, SQLiteStore
 from whet.types import (
@@ -74,20 +73,14 @@ async def test_a_file_that_was_never_closed_has_everything(store: SQLiteStore, p
 
 async def test_a_file_knows_its_version(store: SQLiteStore, path: Path) -> None:
     db = sqlite3.connect(path)
-    assert db.execute("PRAGMA user_version").fetchone() == (SQLITE_VERSION,)
+    assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     db.close()
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"),
-    [
-        (SQLITE_VERSION - 3, "export its runs with the whet that wrote it"),
-        (SQLITE_VERSION + 1, "upgrade whet"),
-    ],
-)
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
 async def test_a_file_of_another_version_is_refused_in_one_line_and_left_alone(
-    path: Path, version: int, advice: str
+    path: Path, version: int
 ) -> None:
     async with SQLiteStore(path) as store:
         await store.enqueue(rollouts("a"))
@@ -96,37 +89,13 @@ async def test_a_file_of_another_version_is_refused_in_one_line_and_left_alone(
     with pytest.raises(StoreError) as caught:
         SQLiteStore(path)
     assert re.fullmatch(
-        rf"store '{path}' has schema version {version}, expected {SQLITE_VERSION}: {advice}.*",
+        rf"store '{path}' has schema version {version}, expected {VERSION}: open it with .*",
         str(caught.value),
     )
-    db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
+    db.execute(f"PRAGMA user_version = {VERSION}")
     db.close()
     async with SQLiteStore(path) as store:
         assert (await claim(store)).id == "a.1"
-
-
-async def test_a_file_of_a_version_before_is_upgraded_with_its_steps(path: Path) -> None:
-    async with SQLiteStore(path) as store:
-        await store.commit(step(0))
-    with closing(sqlite3.connect(path)) as db:
-        indexes = _read_indexes(db)
-        for name in ("rollout_run", "rollout_status", "attempt_reward"):
-            db.execute(f"DROP INDEX {name}")
-        db.execute("CREATE INDEX rollout_status ON rollout (run, status, seq)")
-        db.execute("ALTER TABLE step DROP COLUMN advantages")
-        db.execute(f"PRAGMA user_version = {SQLITE_VERSION - 2}")
-    async with SQLiteStore(path) as store:
-        assert await store.steps() == [step(0)]
-        assert await store.advantages(0) == {}
-        await store.commit(step(1), advantages=ADVANTAGES)
-    async with SQLiteStore(path) as store:
-        assert await store.advantages(1) == ADVANTAGES
-    with closing(sqlite3.connect(path)) as db:
-        assert _read_indexes(db) == indexes
-
-
-def _read_indexes(db: sqlite3.Connection) -> set[str]:
-    return set(db.execute("SELECT sql FROM sqlite_master WHERE type = 'index'").fetchall())
 
 
 def test_a_foreign_database_is_refused_and_left_alone(path: Path) -> None:
@@ -215,7 +184,7 @@ async def test_a_full_disk_is_an_error_and_later_writes_go_on(
     assert [c.id for c in await store.calls(attempt.id)] == ["big"]
 
 
-async def test_a_claim_cancelled_during_its_commit_is_undone(path: Path) -> None:
+async def test_a_claim_canceled_during_its_commit_is_undone(path: Path) -> None:
     armed, inside, may_continue = threading.Event(), threading.Event(), threading.Event()
 
     def clock() -> float:
@@ -347,7 +316,11 @@ async def test_a_call_survives_the_disk_exactly(
         message=dict(message),
     )
     written = call(attempt.id, f"c-{attempt.id}").model_copy(
-        update={"generations": (generation,), "context": tuple(context), "messages": (message,)}
+        update={
+            "generations": (generation,),
+            "prompt_suffix": tuple(context),
+            "messages": (message,),
+        }
     )
     await store.append(written)
     assert await store.calls(attempt.id) == [written]

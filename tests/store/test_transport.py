@@ -1,3 +1,5 @@
+"""Downloads by the store's HTTP client."""
+
 import asyncio
 from pathlib import Path
 

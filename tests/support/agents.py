@@ -1,11 +1,11 @@
-"""How SDKs write a conversation in each wire format, with the liberties they are known to take."""
+"""Conversations as SDKs write them in each wire format, with their known liberties."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from support.wire import Called, Json, WireTurn
+from support.wire import Json, WireToolCall, WireTurn
 
 ODD_TOOL: Json = {
     "name": "get_weather",
@@ -34,7 +34,7 @@ class User:
 
 @dataclass(frozen=True)
 class Result:
-    """What a tool returned."""
+    """A tool's result."""
 
     call: str
     text: str
@@ -45,7 +45,7 @@ Item = System | User | Result | WireTurn
 
 @dataclass(frozen=True)
 class Style:
-    """What an SDK does to a turn before it echoes it."""
+    """An SDK's changes to a turn before it echoes it."""
 
     arguments: Literal["same", "dumps", "compact", "sorted", "ascii"] = "same"
     empty: Literal["null", "text", "absent", "blank"] = "null"
@@ -111,7 +111,7 @@ def _chat_turn(turn: WireTurn, style: Style) -> Json:
     return message
 
 
-def _chat_call(at: int, call: Called, style: Style) -> Json:
+def _chat_call(at: int, call: WireToolCall, style: Style) -> Json:
     arguments = style.rewritten(call.arguments)
     wire: Json = {
         "id": call.id,

@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(script: str, *arguments: str, python: str | Path = sys.executable) -> str:
-    """What it said, once it ended well."""
+    """Run a script of the examples to its end, and return its output."""
     done = subprocess.run(
         [python, EXAMPLES / script, *arguments],
         env=environment(),
@@ -34,11 +34,11 @@ def at_work(
     script: str, *arguments: str, python: str | Path = sys.executable, log: Path
 ) -> Generator[subprocess.Popen[bytes]]:
     """A process that is stopped at the end of the block."""
-    with log.open("w") as said:
+    with log.open("w") as out:
         process = subprocess.Popen(
             [python, EXAMPLES / script, *arguments],
             env=environment(),
-            stdout=said,
+            stdout=out,
             stderr=subprocess.STDOUT,
         )
         try:

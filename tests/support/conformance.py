@@ -1,6 +1,6 @@
-"""What of the `tinker` client works here, as the tests that show it say themselves.
+"""Methods of the `tinker` client that the server supports, as declared by their tests.
 
-A test that says so has to call the method: `watch` notes the calls, and conftest.py compares.
+A test that declares one has to call the method: `watch` notes the calls, and conftest.py compares.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import tinker
 
-HERE = Path(__file__).parents[1] / "app" / "tinker_server"
+SUITE = Path(__file__).parents[1] / "app" / "tinker_server"
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "tinker.md"
 MODULES = tuple(
     f"app.tinker_server.test_{name}"
@@ -90,7 +90,7 @@ def _watched(method: Any, name: str, called: set[str]) -> Any:
 
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if Path(sys._getframe(1).f_code.co_filename).parent == HERE:
+        if Path(sys._getframe(1).f_code.co_filename).parent == SUITE:
             called.add(name)
         return function(*args, **kwargs)
 
@@ -110,7 +110,7 @@ def lines() -> list[Line]:
 
 
 def methods() -> list[str]:
-    """What the client offers; an `_async` twin asks for the same."""
+    """The client's methods; an `_async` twin sends the same request."""
     return [
         f"{client.__name__}.{name}"
         for client in CLIENTS

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 RUN = "killed"
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent
 
 PATIENCE_S = 1500
 """A busy machine is slow, not stuck."""
@@ -31,18 +31,20 @@ class Process:
         self._command = [sys.executable, "-m", "whet", *command]
         self._ready = ready
         self._log = folder / f"{self.name}.log"
-        self._env = {**os.environ, "DIARY": str(folder)}
+        self._env = {**os.environ, "JOURNAL": str(folder)}
         self._due = 0.0
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
             self._begins = log.tell()
-            return subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env, cwd=HERE)
+            return subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=self._env, cwd=SUPPORT
+            )
 
     def kill(self, pause_s: float) -> None:
         """Kill it now, to be started again after a pause."""
-        assert self._process.poll() is None, f"{self.name} ended by itself: {self.said()}"
+        assert self._process.poll() is None, f"{self.name} ended by itself: {self.read_log()}"
         self._process.kill()
         self._process.wait()
         self._due = time.monotonic() + pause_s
@@ -52,7 +54,7 @@ class Process:
         if self._process.poll() == -signal.SIGKILL and time.monotonic() >= self._due:
             self._process = self._start()
         assert self._process.poll() in (None, -signal.SIGKILL) or self.is_done, (
-            f"{self.name} ended by itself: {self.said()}"
+            f"{self.name} ended by itself: {self.read_log()}"
         )
 
     def stop(self) -> None:
@@ -70,13 +72,13 @@ class Process:
 
     @property
     def is_ready(self) -> bool:
-        return self.is_alive and self._ready in self.said()
+        return self.is_alive and self._ready in self.read_log()
 
     @property
     def is_done(self) -> bool:
         return self._process.poll() == 0
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         """Since it was started last."""
         with self._log.open("rb") as log:
             log.seek(self._begins)
@@ -93,12 +95,12 @@ def four_processes(
     file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     place = ["--store", f"http://127.0.0.1:{port}", "--run", RUN, *directory]
     flags = [f"--{key}={value}" for key, value in settings.items()]
-    agent = ["diarist:answer", "--concurrency=4", "--lease=5", "--worker=diarist"]
+    agent = ["journaling_agent:answer", "--concurrency=4", "--lease=5", "--worker=journaling"]
     commands = {
         "store listens": ["store", "--port", port, *directory],
         "gateway listens": ["serve", *place, "--gateway.port", _free_port()],
         "joined run": ["runner", *place, *agent],
-        "runner diarist joined": ["train", *place, "--tasks", str(file), *flags],
+        "runner journaling joined": ["train", *place, "--tasks", str(file), *flags],
     }
     with ExitStack() as stack:
         processes: dict[str, Process] = {}
@@ -154,7 +156,7 @@ class Killer:
             else:
                 self._hold.touch()
             assert time.monotonic() < self._ends, {
-                name: process.said()[-2000:] for name, process in self._processes.items()
+                name: process.read_log()[-2000:] for name, process in self._processes.items()
             }
             time.sleep(0.05)
 

@@ -88,7 +88,7 @@ def train_through_a_kill(
         first.process.send_signal(signal.SIGKILL)
         first.ends()
     second = Command(tmp_path, "train", *inputs, "--resume", "team", **environment)
-    assert second.ends(timeout=1200) == 0, second.said
+    assert second.ends(timeout=1200) == 0, second.output
     return RunFolder(tmp_path / ".whet" / "runs" / "team")
 
 
@@ -145,7 +145,7 @@ async def replay(folder: RunFolder, policy: str, trainer: TrainingBackend) -> No
             batch = StepBatch(rollouts, tuple(groups), credits, ())
             if groups:
                 metrics = await update_policy(batch, done, config, Stopwatch(), trainer)
-                assert metrics["unproven_rows"] == 0
+                assert metrics["unproven_generations"] == 0
             done += select_metrics([record], policy)
             assert await trainer.publish() == done[-1].version
 

@@ -62,17 +62,17 @@ ACTIONS: dict[str, Callable[[dict[str, str], Endpoint], object]] = {
 }
 
 
-_here: list[asyncio.AbstractEventLoop] = []
-_all_here = asyncio.Event()
+_loops: list[asyncio.AbstractEventLoop] = []
+_all_started = asyncio.Event()
 
 
 async def meet(task: int, llm: Endpoint) -> bool:
     """Wait for so many attempts in this process, and check that they share one event loop."""
-    _here.append(asyncio.get_running_loop())
-    if len(_here) == task:
-        _all_here.set()
-    await _all_here.wait()
-    return len(set(_here)) == 1
+    _loops.append(asyncio.get_running_loop())
+    if len(_loops) == task:
+        _all_started.set()
+    await _all_started.wait()
+    return len(set(_loops)) == 1
 
 
 class Solver:

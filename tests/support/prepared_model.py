@@ -19,7 +19,7 @@ class PreparedModel:
 
     def __init__(self) -> None:
         self.replies: list[str] = []
-        self.asked: list[Any] = []
+        self.requests: list[Any] = []
         self._server = AppServer(
             Starlette(routes=[Route(f"{PATH}/chat/completions", self._answer, methods=["POST"])]),
             name="model",
@@ -27,7 +27,7 @@ class PreparedModel:
         self.llm = Endpoint(base_url=f"{self._server.url}{PATH}", api_key="k", model="m")
 
     async def _answer(self, request: Request) -> JSONResponse:
-        self.asked.append(await request.json())
+        self.requests.append(await request.json())
         message = {"role": "assistant", "content": self.replies.pop(0)}
         return JSONResponse({"choices": [{"message": message}]})
 

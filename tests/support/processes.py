@@ -56,7 +56,7 @@ class Command:
         return self.ends(timeout)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(self.lines)
 
     def _read(self) -> None:

@@ -245,7 +245,7 @@ class PromptFuzz:
             parent=call.parent,
             root=call.root,
             messages=tuple(m.to_json() for m in call.messages),
-            context=call.context,
+            prompt_suffix=call.prompt_suffix,
             prompt_length=len(call.tokens),
             prompt_digest=digest_tokens(call.tokens).hexdigest(),
             generations=(generation,),
@@ -267,7 +267,7 @@ class PromptFuzz:
         expected = self.reference.render(messages, tools)
         cause = self._compare(expected, path, call)
         if cause:
-            got = self.renderer.template.decode_all(call.context)
+            got = self.renderer.template.decode_all(call.prompt_suffix)
             wire = json.dumps([m.to_json() for m in messages], ensure_ascii=False)
             self.differences.append(
                 f"{self.name}: {cause}\n  messages {wire}\n  got  {got[-400:]!r}"
@@ -275,18 +275,18 @@ class PromptFuzz:
             )
 
     def _compare(self, expected: str, path: Sequence[Turn], call: PreparedCall) -> str:
-        """Why a prompt is not what the template writes, or "" if it is."""
+        """The reason why a prompt is not the template's, or "" if it is."""
         ids = self.reference.encode(expected)
         if not path:
-            return "" if tuple(ids) == call.context else "full render"
-        if tuple(ids[len(ids) - len(call.context) :]) != call.context:
+            return "" if tuple(ids) == call.prompt_suffix else "full render"
+        if tuple(ids[len(ids) - len(call.prompt_suffix) :]) != call.prompt_suffix:
             return "end of the prompt"
         decode = self.renderer.template.decode_all
-        first, *inner = [decode(turn.call.context) for turn in path]
+        first, *inner = [decode(turn.call.prompt_suffix) for turn in path]
         if not expected.startswith(first):
             return "beginning of the prompt"
         position, gaps = len(first), list[str]()
-        for text in [*inner, decode(call.context)]:
+        for text in [*inner, decode(call.prompt_suffix)]:
             at = expected.find(text, position)
             if at < 0:
                 return "middle of the prompt"

@@ -64,7 +64,7 @@ def trl_templates() -> dict[str, str]:
 
 @cache
 def all_templates() -> dict[str, str]:
-    """Those of trl, those that transformers has in its code, and those of this repository.
+    """The templates of trl, of transformers' code, and of this repository.
 
     transformers has three, as strings of its processors; those of other models are on the Hub.
     """
@@ -134,7 +134,7 @@ def continue_turn(
     sampled: Sequence[int] | None = None,
     text: str | None = None,
 ) -> RenderedPrompt | Mismatch:
-    """What the renderer writes after a turn.
+    """The renderer's text after a turn.
 
     `sampled` are its ids, by default up to its end; `text` is its prompt, by default a full render.
     """
@@ -165,7 +165,7 @@ def turn_of(
         parent=None,
         root="",
         messages=tuple(m.to_json() for m in context),
-        context=(),
+        prompt_suffix=(),
         prompt_length=0,
         prompt_digest="",
         generations=(sampled,),

@@ -1,4 +1,4 @@
-"""Where the real vLLM is that these tests run against, and what it needs on a CPU."""
+"""The real vLLM that these tests run against, and its settings on a CPU."""
 
 import os
 from collections.abc import Callable

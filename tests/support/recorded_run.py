@@ -79,7 +79,7 @@ async def record_step(store: SQLiteStore, step: int, text: str) -> None:
         "collect_seconds": 1.5,
         "train_seconds": 0.5,
         "logprob_gap": float("nan"),
-        "unproven_rows": 0,
+        "unproven_generations": 0,
         "judge/score": 0.6,
         "judge/disagreement": 0.3,
     }
@@ -129,7 +129,7 @@ def _call(
     *,
     fork: Fork | None = None,
 ) -> Call:
-    before = (*parent[0].context, *parent[0].generations[0].tokens) if parent else ()
+    before = (*parent[0].prompt_suffix, *parent[0].generations[0].tokens) if parent else ()
     prompt = (*before, *context)
     tool: dict[str, JsonValue] = {"id": "call_1", "name": text, "arguments": text}
     return Call(
@@ -138,7 +138,7 @@ def _call(
         parent=parent[1] if parent else None,
         root="root",
         messages=({"role": "user", "content": text},),
-        context=context,
+        prompt_suffix=context,
         prompt_length=len(prompt),
         prompt_digest=digest_tokens(prompt).hexdigest(),
         generations=(

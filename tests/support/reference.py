@@ -38,19 +38,19 @@ class Reference:
         return self.logprobs(tokens[:-1], tokens[1:])
 
     def loss(
-        self, name: str, lp: Tensor, given: Mapping[str, Any], settings: Mapping[str, float]
+        self, name: str, lp: Tensor, inputs: Mapping[str, Any], settings: Mapping[str, float]
     ) -> Tensor:
         """The documented formulas, word for word."""
         if name == "cross_entropy":
-            return -(torch.tensor(given["weights"]) * lp).sum()
-        q, a = torch.tensor(given["logprobs"]), torch.tensor(given["advantages"])
+            return -(torch.tensor(inputs["weights"]) * lp).sum()
+        q, a = torch.tensor(inputs["logprobs"]), torch.tensor(inputs["advantages"])
         ratio = (lp - q).exp()
         low, high = (
-            torch.tensor(given.get(name, settings.get(name, 0.0)))
+            torch.tensor(inputs.get(name, settings.get(name, 0.0)))
             for name in ("clip_low_threshold", "clip_high_threshold")
         )
         if name == "gspo":
-            counted = torch.tensor(given["sequence_ratio_mask"]) != 0
+            counted = torch.tensor(inputs["sequence_ratio_mask"]) != 0
             mean = (lp - q)[counted].mean().detach()
             ratio = (mean + lp - lp.detach()).exp()
         match name:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from whet.config import LocalTrainerConfig
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.huggingface import FairLock, LocalPolicy
 from whet.models.layers import LMHead
 from whet.protocols import Engine
@@ -126,7 +126,7 @@ def plain_logprobs(
         logits_TV = policy.model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
     settings = [(sampling.temperature, sampling.top_p, sampling.top_k)] * len(tokens)
     logp_TV = compute_log_probs(
-        logits_TV[len(prompt) - 1 : -1], Shaping.from_settings(settings, "cpu")
+        logits_TV[len(prompt) - 1 : -1], SamplingTransform.from_settings(settings, "cpu")
     )
     return logp_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
@@ -148,8 +148,8 @@ async def ask(
 ) -> Answer:
     """Sample with a seed: a few sequences in a thousand are so unlikely that rounding shows."""
     answer = Answer()
-    asked = Sampling.model_validate({"seed": 0} | sampling)
-    async with aclosing(engine.generate(prompt, asked, stream=stream)) as stream_of_chunks:
+    parameters = Sampling.model_validate({"seed": 0} | sampling)
+    async with aclosing(engine.generate(prompt, parameters, stream=stream)) as stream_of_chunks:
         async for chunk in stream_of_chunks:
             assert answer.stop is None
             answer.tokens += chunk.tokens

@@ -55,7 +55,7 @@ class Conversation:
             parent=parent,
             root="root",
             messages=(),
-            context=tuple(context),
+            prompt_suffix=tuple(context),
             prompt_length=len(prompt),
             prompt_digest=digest_tokens(prompt).hexdigest(),
             generations=generations,

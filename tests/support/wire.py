@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Called:
+class WireToolCall:
     """A tool call of a turn."""
 
     id: str
@@ -28,7 +28,7 @@ class WireTurn:
 
     text: str = ""
     reasoning: str = ""
-    calls: tuple[Called, ...] = ()
+    calls: tuple[WireToolCall, ...] = ()
     reply: str = ""
     """The id of the whole reply."""
     message_item: str = ""
@@ -94,7 +94,7 @@ def _chat(reply: Json | Sequence[Json]) -> list[WireTurn]:
         WireTurn(
             text=choice.text,
             reasoning=choice.reasoning,
-            calls=tuple(Called(*choice.calls[at]) for at in sorted(choice.calls)),
+            calls=tuple(WireToolCall(*choice.calls[at]) for at in sorted(choice.calls)),
             reply=events[0]["id"],
             stop=choice.stop,
         )
@@ -131,7 +131,7 @@ def _responses(reply: Json | Sequence[Json]) -> WireTurn:
             text = "".join(part["text"] for part in item["content"])
             turn = replace(turn, text=turn.text + text, message_item=item["id"])
         elif item["type"] == "function_call":
-            call = Called(item["call_id"], item["name"], item["arguments"], item["id"])
+            call = WireToolCall(item["call_id"], item["name"], item["arguments"], item["id"])
             turn = replace(turn, calls=(*turn.calls, call))
     return turn
 
@@ -154,7 +154,9 @@ def _messages(reply: Json | Sequence[Json]) -> WireTurn:
             turn = replace(turn, text=turn.text + block["text"])
         elif block["type"] == "tool_use":
             arguments = json.dumps(block["input"], ensure_ascii=False)
-            turn = replace(turn, calls=(*turn.calls, Called(block["id"], block["name"], arguments)))
+            turn = replace(
+                turn, calls=(*turn.calls, WireToolCall(block["id"], block["name"], arguments))
+            )
     return turn
 
 

@@ -36,7 +36,7 @@ from whet.algorithms.grpo import GRPO
 from whet.config import AdamConfig, AdamStep, AlgorithmConfig, LocalEngineConfig, LossConfig
 from whet.engines.local.engine import LocalEngine
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.models.tree_attention import Branches
 from whet.trainers.local import LocalTrainer
@@ -208,11 +208,12 @@ def plain_loss(policy: LocalPolicy, rows: Sequence[Row], loss: LossConfig) -> Te
         drifts: list[Tensor] = []
         for span in row.segments:
             setting = [(span.temperature, span.top_p, span.top_k)] * len(span.logprobs)
+            transform = SamplingTransform.from_settings(setting, "cpu")
             where = slice(span.start - 1, span.end - 1)
             target_T = torch.tensor(row.tokens[span.start : span.end])
 
             def chosen(logits_TV: Tensor) -> Tensor:
-                logp_TV = compute_log_probs(logits_TV, Shaping.from_settings(setting, "cpu"))  # noqa: B023
+                logp_TV = compute_log_probs(logits_TV, transform)  # noqa: B023
                 return logp_TV.gather(1, target_T[:, None])[:, 0]  # noqa: B023
 
             logp_T = chosen(logits_BTV[index, where])
@@ -228,9 +229,7 @@ def plain_loss(policy: LocalPolicy, rows: Sequence[Row], loss: LossConfig) -> Te
                 gap_T = chosen(before_BTV[index, where]) - logp_T
                 total = total + loss.kl * span.weight * (gap_T.exp() - gap_T - 1).sum()
             if loss.entropy:
-                logp_TV = compute_log_probs(
-                    logits_BTV[index, where], Shaping.from_settings(setting, "cpu")
-                )
+                logp_TV = compute_log_probs(logits_BTV[index, where], transform)
                 total = total + loss.entropy * span.weight * (logp_TV.exp() * logp_TV).sum()
     return total
 
@@ -329,7 +328,7 @@ async def test_compiled_layers_have_the_same_gradients(
 def by_loop(
     query_LHD: Tensor, key_MHD: Tensor, value_MHD: Tensor, branches: Branches, scale: float | None
 ) -> Tensor:
-    """What the flash kernel does, one branch at a time."""
+    """Attention as the flash kernel computes it, one branch at a time."""
     outs: list[Tensor] = []
     query_ends, key_ends = branches.query_ends.tolist(), branches.key_ends.tolist()
     for branch in range(len(query_ends) - 1):
@@ -355,14 +354,16 @@ def test_attention_over_branches_equals_attention_with_a_mask(
     policy = load(tiny_folder)
     [tree] = pack(rows, 10_000, enough=10_000)
     cpu = torch.device("cpu")
-    given = {
+    inputs = {
         "input_ids": torch.from_numpy(tree.tokens)[None],
         "position_ids": torch.from_numpy(tree.depth)[None],
         "use_cache": False,
     }
-    masked = policy.body(**given, attention_mask=tree.build_mask(cpu)[None, None]).last_hidden_state
+    masked = policy.body(
+        **inputs, attention_mask=tree.build_mask(cpu)[None, None]
+    ).last_hidden_state
     branched = policy.body(
-        **given,
+        **inputs,
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
         branches=tree.build_branches(cpu),
         kernel=by_loop,
@@ -372,7 +373,7 @@ def test_attention_over_branches_equals_attention_with_a_mask(
 
 
 async def sampled(policy: LocalPolicy, **sampling: Any) -> list[Row]:
-    """What the engine sampled, as rows."""
+    """Sample answers with the engine, as rows."""
     engine = LocalEngine(policy, LocalEngineConfig(), decode, threads=1)
     rows: list[Row] = []
     for index in range(4):
@@ -458,10 +459,10 @@ async def test_recomputed_log_probabilities_are_those_of_a_plain_pass(tiny_folde
     policy = load(tiny_folder, micro_batch_tokens=64)
     nudge(policy, size=0.1)
     hot = Sampling(temperature=1.3)
-    spoken = [([1, 2, 3], [4, 5], hot), ([9], [8, 7, 6], Sampling()), ([1, 2, 3], [4], hot)]
-    rows = [row_of(p, t, [-1.0] * len(t), 1.0, sampling=s) for p, t, s in spoken]
+    sequences = [([1, 2, 3], [4, 5], hot), ([9], [8, 7, 6], Sampling()), ([1, 2, 3], [4], hot)]
+    rows = [row_of(p, t, [-1.0] * len(t), 1.0, sampling=s) for p, t, s in sequences]
     found = await LocalTrainer(policy, threads=1).recompute_logprobs(rows)
-    for row, before, (prompt, tokens, sampling) in zip(found, rows, spoken, strict=True):
+    for row, before, (prompt, tokens, sampling) in zip(found, rows, sequences, strict=True):
         [segment] = row.segments
         assert segment.old_logprobs == pytest.approx(
             plain_logprobs(policy, prompt, tokens, sampling), abs=1e-5
@@ -478,7 +479,7 @@ async def test_a_second_update_is_clipped_by_its_ratio_to_the_policy_of_the_step
     old = await trainer.recompute_logprobs(rows)
     # On policy the ratio is 1 and the weight 1.5, not 2; d log p(0) = 1 - p.
     assert await slope(coin, old, loss) == pytest.approx(-1.5 * 0.7, rel=1e-5)
-    assert (await trainer.forward_backward(old, loss))["corrected_tokens"] == 1
+    assert (await trainer.forward_backward(old, loss))["corrected_fraction"] == 1
     with torch.no_grad():
         coin.theta.add_(1.0)  # p(0) = 0.538, beyond the clip of 0.3 * 1.28
     assert await slope(coin, old, loss) == 0

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.layers import LMHead
 from whet.trainers.logprobs import PolicyScores, score_tokens
 
@@ -23,8 +23,10 @@ def head_of(*, trained: bool, bias: bool = False, **config: object) -> tuple[LMH
     return LMHead(linear, settings), linear
 
 
-def plainly(hidden_ND: Tensor, head: LMHead, target_N: Tensor, shaping: Shaping) -> PolicyScores:
-    logp_NV = compute_log_probs(head(hidden_ND), shaping, target_N)
+def plainly(
+    hidden_ND: Tensor, head: LMHead, target_N: Tensor, transform: SamplingTransform
+) -> PolicyScores:
+    logp_NV = compute_log_probs(head(hidden_ND), transform, target_N)
     logp_N = logp_NV.gather(1, target_N[:, None])[:, 0]
     finite_NV = logp_NV.masked_fill(logp_NV == -torch.inf, 0.0)
     return PolicyScores(logp_N, -(logp_NV.exp() * finite_NV).sum(dim=-1))
@@ -63,12 +65,12 @@ def test_chunks_change_nothing(
     random = torch.Generator().manual_seed(len(tokens))
     hidden_ND = torch.randn(len(tokens), WIDTH, generator=random).mul_(3).requires_grad_()
     target_N = torch.randint(0, WORDS, (len(tokens),), generator=random)
-    shaping = Shaping.from_settings(tokens, "cpu")
+    transform = SamplingTransform.from_settings(tokens, "cpu")
     leaves = [hidden_ND, *linear.parameters()] if trained else [hidden_ND]
 
-    wanted = plainly(hidden_ND, head, target_N, shaping)
+    wanted = plainly(hidden_ND, head, target_N, transform)
     found = score_tokens(
-        hidden_ND, head, target_N, shaping, entropy_grad=entropy, chunk_logits=at_once * WORDS
+        hidden_ND, head, target_N, transform, entropy_grad=entropy, chunk_logits=at_once * WORDS
     )
     assert torch.allclose(found.logp_N, wanted.logp_N, atol=1e-6)
     assert torch.allclose(found.entropy_N, wanted.entropy_N, atol=1e-6)
@@ -85,9 +87,9 @@ def test_chunks_change_nothing(
 def test_a_vocabulary_larger_than_a_chunk_is_one_token_at_a_time() -> None:
     head, _ = head_of(trained=False)
     hidden_ND, target_N = torch.ones(3, WIDTH), torch.tensor([0, 1, 2])
-    shaping = Shaping.from_settings([(1, 1, 0)] * 3, "cpu")
-    found = score_tokens(hidden_ND, head, target_N, shaping, chunk_logits=1)
-    assert torch.allclose(found.logp_N, plainly(hidden_ND, head, target_N, shaping).logp_N)
+    transform = SamplingTransform.from_settings([(1, 1, 0)] * 3, "cpu")
+    found = score_tokens(hidden_ND, head, target_N, transform, chunk_logits=1)
+    assert torch.allclose(found.logp_N, plainly(hidden_ND, head, target_N, transform).logp_N)
 
 
 def test_logits_are_never_there_all_at_once() -> None:
@@ -102,9 +104,9 @@ def test_logits_are_never_there_all_at_once() -> None:
         linear = nn.Linear(WIDTH, WORDS).requires_grad_(trained)
         head = Watched(linear, LlamaConfig())
         hidden_ND = torch.randn(10, WIDTH, requires_grad=True)
-        shaping = Shaping.from_settings([(1, 1, 0)] * 10, "cpu")
+        transform = SamplingTransform.from_settings([(1, 1, 0)] * 10, "cpu")
         scores = score_tokens(
-            hidden_ND, head, torch.zeros(10).long(), shaping, chunk_logits=4 * WORDS
+            hidden_ND, head, torch.zeros(10).long(), transform, chunk_logits=4 * WORDS
         )
         scores.logp_N.sum().backward()
     once = [4, 4, 2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whet.config import LossConfig
 from whet.errors import ConfigError
-from whet.models.distribution import Shaping
+from whet.models.distribution import SamplingTransform
 from whet.trainers.logprobs import PolicyScores
 from whet.trainers.loss import LOSSES, compute_ratios, compute_total_loss, estimate_kl
 from whet.trainers.packing import Batch
@@ -34,7 +34,7 @@ def batch_of(
         sampled_N=torch.full((n,), Q),
         advantage_N=torch.tensor(advantages),
         weight_N=torch.tensor(weights or [1.0] * n),
-        shaping=Shaping.from_settings([(1, 1, 0)] * n, "cpu"),
+        transform=SamplingTransform.from_settings([(1, 1, 0)] * n, "cpu"),
     )
 
 
@@ -282,7 +282,7 @@ def test_a_key_that_would_do_nothing_is_refused(settings: dict[str, object], mes
 
 @pytest.mark.parametrize("settings", [{"normalize": "constant"}, {"tokens_per_rollout": 5}])
 def test_a_constant_comes_with_its_normalization(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="need each other"):
+    with pytest.raises(ValidationError, match="must be set together"):
         LossConfig.model_validate(settings)
 
 

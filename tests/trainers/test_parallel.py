@@ -94,7 +94,7 @@ def clone(weights: MasterWeights) -> list[Tensor | None]:
 
 @asynccontextmanager
 async def opened(
-    folder: Path, gpus: int, shard: str = "no", **settings: Any
+    folder: Path, gpus: int, shard: str = "off", **settings: Any
 ) -> AsyncGenerator[Opened]:
     # Of adapters of rank 6 the last of four processes has nothing.
     sizes = {"gpus": gpus, "shard": shard, "lora_rank": 6, "lora_alpha": 12}
@@ -102,7 +102,7 @@ async def opened(
     config = resolve({"trainer": trainer, "engine": {"device": "cpu"}, **settings})
     async with open_trainer(config, folder) as (found, policy):
         assert isinstance(found, LocalTrainer | ShardedTrainer)
-        assert isinstance(found, ShardedTrainer) == (shard == "yes")
+        assert isinstance(found, ShardedTrainer) == (shard == "on")
         assert isinstance(policy, LocalPolicy)
         yield Opened(found, policy)
 
@@ -127,11 +127,11 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 @pytest.mark.parametrize(
     ("gpus", "shard", "weights", "kl"),
     [
-        (2, "no", "full", 0.1),
-        (4, "no", "lora", 0.1),
-        (2, "yes", "full", 0.1),
-        (4, "yes", "lora", 0.1),
-        (4, "yes", "full", 0.0),
+        (2, "off", "full", 0.1),
+        (4, "off", "lora", 0.1),
+        (2, "on", "full", 0.1),
+        (4, "on", "lora", 0.1),
+        (4, "on", "full", 0.0),
     ],
 )
 async def test_losses_gradients_and_weights_are_those_of_one_process(
@@ -171,7 +171,7 @@ async def test_losses_gradients_and_weights_are_those_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shard", "when"), [("no", "pass"), ("yes", "pass"), ("yes", "step")])
+@pytest.mark.parametrize(("shard", "when"), [("off", "pass"), ("on", "pass"), ("on", "step")])
 async def test_a_killed_process_ends_the_training_and_a_checkpoint_continues_it(
     tiny_folder: Path, tmp_path: Path, shard: str, when: str
 ) -> None:
@@ -193,7 +193,7 @@ async def test_a_killed_process_ends_the_training_and_a_checkpoint_continues_it(
                 else trainer.optim_step(ADAM)
             )
     # A checkpoint is the same of both layouts.
-    async with opened(tiny_folder, 2, {"pass": shard, "step": "no"}[when]) as again:
+    async with opened(tiny_folder, 2, {"pass": shard, "step": "off"}[when]) as again:
         await again.trainer.restore(tmp_path / "one")
         assert again.policy.version == 1
         for step in (1, 2):
@@ -204,7 +204,7 @@ async def test_a_killed_process_ends_the_training_and_a_checkpoint_continues_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["no", "yes"])
+@pytest.mark.parametrize("shard", ["off", "on"])
 async def test_old_logprobs_and_refused_rows_are_those_of_one_process(
     tiny_folder: Path, tmp_path: Path, shard: str
 ) -> None:
@@ -246,9 +246,9 @@ def test_the_memory_of_a_copy_counts_weights_gradients_and_moments(tiny_folder: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shard": "yes"}, "set gpus too"),
-        ({"shard": "yes", "gpus": 2, "compile": True}, "compile is not supported"),
-        ({"shard": "yes", "gpus": 2, "optimizer": "adamw_8bit"}, "optimizer is not supported"),
+        ({"shard": "on"}, "set gpus too"),
+        ({"shard": "on", "gpus": 2, "compile": True}, "compile is not supported"),
+        ({"shard": "on", "gpus": 2, "optimizer": "adamw_8bit"}, "optimizer is not supported"),
     ],
 )
 def test_what_a_sharded_model_does_not_support_is_an_error(

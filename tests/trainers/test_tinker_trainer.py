@@ -60,10 +60,10 @@ async def test_another_policy_samples_from_exported_weights(tinker: Server, tmp_
     await other.sample_from("", 0)
     base = await other.sample(PROMPT, greedy, 4)
     await other.sample_from(path, 1)
-    here, there = [await policy.sample(PROMPT, greedy, 4) for policy in (trained, other)]
-    assert here == there
-    assert there.version == 1
-    assert base.logprobs != there.logprobs
+    by_trainer, by_other = [await policy.sample(PROMPT, greedy, 4) for policy in (trained, other)]
+    assert by_trainer == by_other
+    assert by_other.version == 1
+    assert base.logprobs != by_other.logprobs
     with pytest.raises(EngineError, match="cannot sample from 'tinker://gone'"):
         await other.sample_from("tinker://gone", 2)
     assert (await other.sample(PROMPT, greedy, 1)).version == 1

@@ -165,7 +165,7 @@ def lasting(record: StepRecord) -> StepRecord:
     kept = {
         key: value
         for key, value in record.metrics.items()
-        if not key.endswith("_seconds") and "stale" not in key and key != "off_policy_tokens"
+        if not key.endswith("_seconds") and "stale" not in key and key != "off_policy_fraction"
     }
     return record.model_copy(update={"metrics": kept})
 
@@ -210,7 +210,7 @@ async def test_rollouts_go_on_while_a_step_is_trained(tmp_path: Path) -> None:
         async with sampling(store, sampler):
             records = await train(tmp_path, store, Patient(sampler), chosen)
         assert [r.metrics["staleness"] for r in records] == [0, 1, 1, 1, 1]
-        assert [r.metrics["off_policy_tokens"] for r in records] == [0, 1, 1, 1, 1]
+        assert [r.metrics["off_policy_fraction"] for r in records] == [0, 1, 1, 1, 1]
 
 
 @settings(max_examples=12)

@@ -269,7 +269,7 @@ async def test_a_policy_that_nobody_calls_is_reported_once(
                 "policies": {"a": {}, "b": {"trainer": {"weights": "full"}}},
                 "engine": {"kind": "vllm"},
             },
-            "policy 'b': at vLLM several policies are adapters",
+            "policy 'b': vLLM serves several policies as LoRA adapters",
         ),
         ({"policies": {"a": {}}, "runner": {"ray": "auto"}}, "runner.ray supports only one"),
         ({"policies": {"a": {}}, "trainer": {"gpus": 2}}, "trainer.gpus is 2, but several"),

@@ -45,7 +45,14 @@ CONFIG = RunConfig(steps=4, tasks_per_step=GROUPS, group_size=SIZE)
 
 STANDING = {
     *("mismatch_kl", "clip_fraction", "entropy", "staleness", "staleness_max"),
-    *("off_policy_tokens", "merge_ratio", "zero_signal_groups", "reward", "reward_std", "rows"),
+    *(
+        "off_policy_fraction",
+        "calls_per_row",
+        "zero_signal_fraction",
+        "reward",
+        "reward_std",
+        "rows",
+    ),
     *("row_tokens", "trained_tokens", "collect_seconds", "credit_seconds", "train_seconds"),
     *("publish_seconds", "save_seconds", "sampler_wait_seconds"),
 }
@@ -211,21 +218,21 @@ async def test_metrics_say_what_a_step_was(tmp_path: Path) -> None:
         "rows": 6,
         "trained_rollouts": 6,
         "trained_tokens": 12,
-        "unproven_rows": 0,
+        "unproven_generations": 0,
         "row_tokens": 24,
-        "zero_signal_groups": 0,
+        "zero_signal_fraction": 0,
         "reward_std": pytest.approx((2 / 9) ** 0.5),
-        "merge_ratio": 1,
+        "calls_per_row": 1,
         "staleness": 0,
         "staleness_max": 0,
-        "off_policy_tokens": 0,
+        "off_policy_fraction": 0,
     }
     assert {name: first.metrics[name] for name in expected} == expected
     assert set(first.metrics) >= STANDING
     assert silent.metrics["rows"] == 0
     trained_alone = {"mismatch_kl", "clip_fraction", "entropy", "trained_tokens"}
     assert set(silent.metrics) >= STANDING - trained_alone
-    assert silent.metrics["zero_signal_groups"] == 1
+    assert silent.metrics["zero_signal_fraction"] == 1
     assert "loss" not in silent.metrics
 
 
@@ -444,7 +451,7 @@ async def test_equal_answers_are_warned_of_once_and_reasons_are_not_repeated(
     async with SQLiteStore(tmp_path / "store.db") as store:
         collector = ScriptedCollector(store, silent=(), is_certain=True)
         records = await run(tmp_path, store, FakeTrainer(), collector=collector)
-    assert [record.metrics["equal_answer_groups"] for record in records] == [1, 1, 1, 1]
+    assert [record.metrics["equal_answer_fraction"] for record in records] == [1, 1, 1, 1]
     assert caplog.text.count("equal answers in 2 of 2 groups: 2 x ") == 1
 
     caplog.clear()
@@ -468,7 +475,7 @@ async def test_zero_signal_groups_are_refilled_up_to_the_limit_and_the_next_step
         records = await run(tmp_path, store, FakeTrainer(), collector=collector, config=REFILLED)
     assert [numbers(record) for record in records] == DRAWN
     assert [r.metrics["groups"] for r in records] == [4, 4, 2]
-    assert [r.metrics["zero_signal_groups"] for r in records] == [0.5, 1, 0]
+    assert [r.metrics["zero_signal_fraction"] for r in records] == [0.5, 1, 0]
     assert [r.metrics["trained_rollouts"] for r in records] == [6, 0, 6]
 
 

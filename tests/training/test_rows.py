@@ -72,12 +72,12 @@ def test_a_changed_context_unproves_exactly_what_was_sampled_after_it(
     forest: Forest, data: st.DataObject
 ) -> None:
     calls = list(forest.trajectory.calls)
-    changeable = [index for index, call in enumerate(calls) if call.context]
+    changeable = [index for index, call in enumerate(calls) if call.prompt_suffix]
     changed = data.draw(st.sampled_from(changeable))
-    context = list(calls[changed].context)
+    context = list(calls[changed].prompt_suffix)
     place = data.draw(st.integers(0, len(context) - 1))
     context[place] += 1
-    calls[changed] = calls[changed].model_copy(update={"context": tuple(context)})
+    calls[changed] = calls[changed].model_copy(update={"prompt_suffix": tuple(context)})
     affected: set[GenerationId | None] = set()
     for call in calls:
         if call.id == calls[changed].id or call.parent in affected:

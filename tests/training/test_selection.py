@@ -32,7 +32,7 @@ def call(name: str, origin: Origin, parent: str | None = None, system: str = "")
         parent=GenerationId(parent) if parent else None,
         root="r",
         messages=(*messages, {"role": "user", "content": "hi"}),
-        context=(1,),
+        prompt_suffix=(1,),
         prompt_length=1,
         prompt_digest="",
         generations=(GENERATION,),

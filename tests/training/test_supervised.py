@@ -117,7 +117,7 @@ async def test_the_gradient_of_pairs_is_that_of_dpo(model: Path) -> None:
 
 
 def trl_dpo_loss(chosen: Tensor, rejected: Tensor, chosen_q: Tensor, rejected_q: Tensor) -> Tensor:
-    """What TRL's trainer computes from the log-probabilities of sequences, by its own code."""
+    """The loss of TRL's trainer for log-probabilities of sequences, by its own code."""
     spec = find_spec("trl")
     assert spec is not None
     assert spec.origin is not None

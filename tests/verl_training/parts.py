@@ -11,7 +11,7 @@ FOLDER = Path(os.environ.get("WHET_TEST_FOLDER", "."))
 
 
 class TinyClient:
-    """What verl's client is to agent loops, on the tiny model in this process."""
+    """A stand-in for verl's client of agent loops: the tiny model in this process."""
 
     def __init__(self, model: str, version: int) -> None:
         self._folder = model
@@ -61,17 +61,17 @@ def talk(task: dict[str, Any], llm: Any) -> float:
         time.sleep(0.1)
     if task.get("fails"):
         raise ValueError("this task always fails")
-    said = 0
+    length = 0
     for conversation in range(task["conversations"]):
         messages = [{"role": "user", "content": f"{task['name']} {conversation}"}]
         for _ in range(2):
             reply = post(llm, messages)
-            said += len(reply)
+            length += len(reply)
             messages += [
                 {"role": "assistant", "content": reply},
                 {"role": "user", "content": "and then?"},
             ]
-    return said % 7 / 7
+    return length % 7 / 7
 
 
 def post(llm: Any, messages: list[dict[str, str]]) -> str:

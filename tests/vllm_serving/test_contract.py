@@ -1,4 +1,4 @@
-"""What every engine promises, kept by a real vLLM."""
+"""The contract of every engine, against a real vLLM."""
 
 from collections.abc import AsyncGenerator
 

@@ -22,7 +22,7 @@ from whet.app.composition.gateway_server import Gateway
 from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, SYSTEM, problems, use_tool
 from whet.engines.remote.connect import connect_servers
-from whet.engines.remote.engine import Json, RemoteEngine
+from whet.engines.remote.engine import JsonMap, RemoteEngine
 from whet.engines.remote.launch import VLLMProcess
 from whet.engines.remote.replicas import WeightsSpec
 from whet.engines.remote.vllm import COMPLETIONS_PATH, VLLM
@@ -87,12 +87,12 @@ def adapter_of(policy: LocalPolicy, folder: Path) -> WeightsSpec:
 # ------------------------------------------------------------------- exactness
 
 
-class Telling(VLLM):
-    """vLLM's wire, and what the server says it was given."""
+class RecordingVLLM(VLLM):
+    """vLLM's wire format, recording the token ids of prompts and replies."""
 
     seen: list[tuple[list[int], list[int]]]
 
-    def parse_reply(self, reply: Json, request: SampleRequest) -> SampledTokens:
+    def parse_reply(self, reply: JsonMap, request: SampleRequest) -> SampledTokens:
         [choice] = reply["choices"]
         self.seen.append((choice["prompt_token_ids"], choice["token_ids"]))
         return super().parse_reply(reply, request)
@@ -102,8 +102,8 @@ async def test_five_tool_turns_are_continued_from_the_very_tokens(
     engine: RemoteEngine, tmp_path: Path
 ) -> None:
     server = engine._server
-    server.__class__ = Telling
-    assert isinstance(server, Telling)
+    server.__class__ = RecordingVLLM
+    assert isinstance(server, RecordingVLLM)
     server.seen, server.path = [], COMPLETIONS_PATH
     async with SQLiteStore(tmp_path / "store.db") as store:
         await store.enqueue([Rollout(id="r", task={}, group="g")])
@@ -145,8 +145,8 @@ async def converse(client: AsyncOpenAI) -> int:
                 for call in message.tool_calls or []:
                     assert call.type == "function"
                     result = use_tool(call.function.name, call.function.arguments)
-                    said = {"role": "tool", "tool_call_id": call.id, "content": result}
-                    messages.append(said)
+                    tool_message = {"role": "tool", "tool_call_id": call.id, "content": result}
+                    messages.append(tool_message)
                     turns += 1
                 if not message.tool_calls:
                     break
@@ -286,11 +286,11 @@ def test_the_same_training_learns_as_much_on_both_engines(tmp_path: Path) -> Non
             env=os.environ | ON_A_CPU,
         )
         assert ended.returncode == 0, ended.stderr[-2000:]
-        told = json.loads(ended.stdout.splitlines()[-1])
-        assert told["unproven_rows"] == told["failed_rollouts"] == 0
-        gains[kind] = told["after"]["greedy"] - told["before"]["greedy"]
-        sys.stdout.write(f"{kind}: greedy {told['before']['greedy']:.3f} -> ")
-        sys.stdout.write(f"{told['after']['greedy']:.3f}, rewards {told['rewards']}\n")
+        report = json.loads(ended.stdout.splitlines()[-1])
+        assert report["unproven_generations"] == report["failed_rollouts"] == 0
+        gains[kind] = report["after"]["greedy"] - report["before"]["greedy"]
+        sys.stdout.write(f"{kind}: greedy {report['before']['greedy']:.3f} -> ")
+        sys.stdout.write(f"{report['after']['greedy']:.3f}, rewards {report['rewards']}\n")
     assert gains["local"] > 0.1
     assert gains["vllm"] > 0.1
     assert abs(gains["local"] - gains["vllm"]) < 0.2

@@ -71,7 +71,7 @@ def test_two_servers_of_a_run_sample_and_load_every_version_from_memory(
     steps, sampled = anyio.run(read_steps, folder)
     assert [step.version for step in steps] == [1, 2]
     assert sampled == [{0}, {1}]
-    assert all(step.metrics["unproven_rows"] == 0 for step in steps)
+    assert all(step.metrics["unproven_generations"] == 0 for step in steps)
 
 
 async def read_steps(folder: RunFolder) -> tuple[list[StepRecord], list[set[int]]]:

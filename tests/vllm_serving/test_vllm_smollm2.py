@@ -66,10 +66,10 @@ async def test_logprobs_of_conversations_are_those_of_the_trainer(
     policy = LocalPolicy(FOLDER, LocalTrainerConfig(), device="cpu", seed=0)
     scored = await LocalScorer(policy).logprobs([row.tokens for row in rows])
     gaps = [
-        abs(told - ours)
+        abs(theirs - ours)
         for row, logprobs in zip(rows, scored, strict=True)
         for span in row.segments
-        for told, ours in zip(span.logprobs, logprobs[span.start - 1 : span.end - 1], strict=True)
+        for theirs, ours in zip(span.logprobs, logprobs[span.start - 1 : span.end - 1], strict=True)
     ]
     sys.stdout.write(f"log-prob gap of vLLM and trainer, smollm2: mean {fmean(gaps):.1e}, ")
     sys.stdout.write(f"most {max(gaps):.1e}, of {len(gaps)} tokens\n")

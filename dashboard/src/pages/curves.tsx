@@ -81,7 +81,7 @@ function withDerived(steps: Steps): Steps {
   const metrics = { ...steps.metrics };
   const sampled = metrics.sampled_tokens ?? [], seconds = metrics.step_seconds ?? [];
   metrics.throughput = steps.step.map((_, i) => (sampled[i] && seconds[i] ? sampled[i]! / seconds[i]! : null));
-  const silent = metrics.zero_signal_groups ?? [];
+  const silent = metrics.zero_signal_fraction ?? [];
   metrics.silent = steps.step.map((_, i) => (silent[i] === null || silent[i] === undefined ? null : Math.round(silent[i]! * steps.rollouts[i])));
   return { ...steps, metrics };
 }

@@ -5,7 +5,7 @@ type Counts = Record<string, number | null | Record<string, number>>;
 type Doctor = { counts: Counts; is_all: boolean; model: string; template: string | null };
 /** Counts of what was not trained as it was sampled: none is best. */
 const LOSSES: [string, string][] = [["unproven", "generations without proof of their context"], ["constrained", "generations sampled under a grammar"], ["lossy_echoes", "turns that the agent sent back with less text"]];
-const TABLES: [string, string][] = [["forks", "Forks by cause"], ["left_out", "Generations left out of training"], ["omitted_by_template", "Parts that the template leaves out"], ["without_token_ids", "Calls that bypassed the gateway"]];
+const TABLES: [string, string][] = [["forks", "Forks by cause"], ["unselected", "Generations left out of training"], ["omitted_by_template", "Parts that the template leaves out"], ["without_token_ids", "Calls that bypassed the gateway"]];
 
 export function DoctorPage({ run }: { run: string }) {
   const { data, error, reload } = useGet<Doctor>(runPath(run, "/doctor"));
@@ -20,7 +20,7 @@ export function DoctorPage({ run }: { run: string }) {
       <h1>Doctor</h1>
       <div class="tiles">
         <Tile name="rollouts" value={number(value("rollouts"))} note={data.is_all ? "all that succeeded" : "the newest that succeeded"} />
-        <Tile name="calls in a row" value={number(value("merge_ratio"))} note={`${number(value("calls"))} calls, ${number(value("rows"))} rows`} />
+        <Tile name="calls per row" value={number(value("calls_per_row"))} note={`${number(value("calls"))} calls, ${number(value("rows"))} rows`} />
         <Tile name="prompt tokens" value={number(value("prompt_tokens_served"))} note={`${number(value("row_tokens"))} tokens to train`} />
         <Tile name="sampled tokens" value={number(value("sampled_tokens"))} note={`${number(value("tokens_stored"))} tokens stored`} />
         <Tile name="log-prob gap" value={number(value("logprob_gap"))} note="trainer to sampler, mean of all steps" />

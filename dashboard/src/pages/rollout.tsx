@@ -135,7 +135,7 @@ function Conversation({ calls, rewards, credit }: { calls: Call[]; rewards: Rewa
           {call.messages.map((message, i) => <MessageBox key={i} message={message} />)}
           {call.generations.map((g, i) => {
             const id = `${call.id}.${i}`;
-            return <MessageBox key={id} message={{ role: "assistant", ...g.message }} sampled={`${g.ids.length} tokens${g.stop === "length" ? ", cut off" : ""}`} note={credit?.left_out[id] ?? (credit && !credit.reason ? (trained.has(id) ? "trained" : "not trained") : undefined)} />;
+            return <MessageBox key={id} message={{ role: "assistant", ...g.message }} sampled={`${g.ids.length} tokens${g.stop === "length" ? ", cut off" : ""}`} note={credit?.unselected[id] ?? (credit && !credit.reason ? (trained.has(id) ? "trained" : "not trained") : undefined)} />;
           })}
         </li>
       ))}

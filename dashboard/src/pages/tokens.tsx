@@ -50,7 +50,7 @@ function collect(path: [Call, number][], attempt: Attempt, credit: Credit | null
       logprob: generation.logprobs[i], version: versions[i] ?? null,
       advantage: Array.isArray(advantage) ? advantage[i] : advantage ?? null,
       logRatio: credit?.log_ratios[key]?.[i] ?? null,
-      trained: trained.has(key), reason: credit?.left_out[key] ?? null, generation,
+      trained: trained.has(key), reason: credit?.unselected[key] ?? null, generation,
     }));
   }
   return tokens;

@@ -10,7 +10,7 @@ from whet.algorithms.returns import compute_returns
 from whet.config import AlgorithmConfig
 from whet.types import Credit, GenerationId, Group
 
-Scores = Sequence[Sequence[float]]
+GroupScores = Sequence[Sequence[float]]
 """Scores of each rollout of each group of a step."""
 
 
@@ -38,7 +38,7 @@ def has_signal(scores: Sequence[float]) -> bool:
 
 
 def compare(
-    groups: Sequence[Group], config: AlgorithmConfig, baselines: Callable[[Scores], Baselines]
+    groups: Sequence[Group], config: AlgorithmConfig, baselines: Callable[[GroupScores], Baselines]
 ) -> list[Credit]:
     """Compute the advantages of every generation against the baselines of its turn."""
     returns = [[compute_returns(trajectory, config) for trajectory in group] for group in groups]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
+from whet.algorithms.baselines import Baseline, Baselines, GroupScores, compare, has_signal
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
@@ -27,7 +27,7 @@ class GRPO(Algorithm):
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         return compare(groups, self.config, self._compute_baselines)
 
-    def _compute_baselines(self, scores: Scores) -> Baselines:
+    def _compute_baselines(self, scores: GroupScores) -> Baselines:
         return [self._group_baselines(group) for group in scores]
 
     def _group_baselines(self, scores: Sequence[float]) -> Sequence[Baseline] | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from whet.algorithms.baselines import Baseline, Baselines, Scores, compare
+from whet.algorithms.baselines import Baseline, Baselines, GroupScores, compare
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
 from whet.types import LENGTH_PENALTY, Credit, Group, StepRecord
@@ -23,7 +23,7 @@ class Reinforce(Algorithm):
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         before = self._compute_running_mean(past)
 
-        def compute_baselines(scores: Scores) -> Baselines:
+        def compute_baselines(scores: GroupScores) -> Baselines:
             everything = [score for group in scores for score in group]
             mean = fmean(everything) if before is None and everything else before or 0.0
             return [

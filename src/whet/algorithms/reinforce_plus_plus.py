@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
+from whet.algorithms.baselines import Baseline, Baselines, GroupScores, compare, has_signal
 from whet.algorithms.grpo import EPSILON
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
@@ -24,7 +24,7 @@ class ReinforcePlusPlus(Algorithm):
     async def credit(self, groups: Sequence[Group], past: Sequence[StepRecord]) -> list[Credit]:
         return compare(groups, self.config, self._compute_baselines)
 
-    def _compute_baselines(self, scores: Scores) -> Baselines:
+    def _compute_baselines(self, scores: GroupScores) -> Baselines:
         everything = [score for group in scores for score in group]
         if not has_signal(everything):
             return [None] * len(scores)

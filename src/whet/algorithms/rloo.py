@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from whet.algorithms.baselines import Baseline, Baselines, Scores, compare, has_signal
+from whet.algorithms.baselines import Baseline, Baselines, GroupScores, compare, has_signal
 from whet.config import AlgorithmConfig
 from whet.protocols import Algorithm
 from whet.types import Credit, Group, StepRecord
@@ -24,7 +24,7 @@ class RLOO(Algorithm):
         return compare(groups, self.config, _compute_baselines)
 
 
-def _compute_baselines(scores: Scores) -> Baselines:
+def _compute_baselines(scores: GroupScores) -> Baselines:
     return [_group_baselines(group) for group in scores]
 
 

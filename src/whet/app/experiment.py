@@ -34,7 +34,7 @@ from whet.types import Metrics, StepRecord
 
 logger = logging.getLogger(__name__)
 
-TOTALS = (
+RUN_TOTALS = (
     "rollouts",
     "failed_rollouts",
     "calls",
@@ -42,10 +42,9 @@ TOTALS = (
     "trained_rollouts",
     "sampled_tokens",
     "trained_tokens",
-    "unproven_rows",
+    "unproven_generations",
 )
-"""Metrics of steps that are summed over a run."""
-
+"""Metrics of steps whose sums over the run a result reports."""
 
 INTERRUPTED_S = 5.0
 """Seconds an interrupted run waits for its trackers."""
@@ -100,7 +99,7 @@ class Result:
             "gain_ci95": list(self.gain_ci95) if self.gain_ci95 else None,
             "comparison": self.comparison.as_json() if self.comparison else None,
             "tasks": self.comparison.tasks if self.comparison else 0,
-            **{name: self.total(name) for name in TOTALS},
+            **{name: self.total(name) for name in RUN_TOTALS},
             "failures": dict(self.failures),
             "problem": self.problem,
             "rewards": [None if r is None else round(r, 4) for r in self.rewards],
@@ -109,7 +108,7 @@ class Result:
 
     def metrics(self) -> Metrics:
         """The numbers for trackers: totals of the run, and the comparison."""
-        totals = {name: float(self.total(name)) for name in TOTALS}
+        totals = {name: float(self.total(name)) for name in RUN_TOTALS}
         compared: Metrics = compute_comparison_metrics(self.comparison) if self.comparison else {}
         return {"seconds": self.seconds, "steps": len(self.steps), **totals, **compared}
 
@@ -181,7 +180,7 @@ async def _evaluate(
     left = [trial for trial in trials if trial.rollout.id not in ended]
     if left:
         display.show_phase(f"evaluate {when}", len(left))
-        ended = await run_trials(left, collector=run.collector, directory=run.store)
+        ended = await run_trials(left, collector=run.collector, listings=run.store)
     return read_scores(trials, ended)
 
 

@@ -38,7 +38,7 @@ JSON."""
 
 
 @dataclass(frozen=True, slots=True)
-class AgentContext:
+class AgentInputs:
     """Resources, hooks and judge of the attempts of a run."""
 
     resources: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
@@ -47,7 +47,7 @@ class AgentContext:
     """Ranks the answers of each training group."""
 
 
-NO_CONTEXT = AgentContext()
+NO_INPUTS = AgentInputs()
 
 # ------------------------------------------------------------------- tasks
 
@@ -89,37 +89,39 @@ def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
     return [_convert(task, (f"{name}[{index}]",)) for index, task in enumerate(tasks)]
 
 
-def _convert(value: object, place: tuple[object, ...]) -> JsonValue:
+def _convert(value: object, path: tuple[object, ...]) -> JsonValue:
     """Copy a JSON value, with lists for tuples: tasks may come from `zip` or a table's rows.
 
-    `place` is the task's name, and the keys in it. Raises ConfigError for any other value.
+    `path` is the task's name, and the keys in it. Raises ConfigError for any other value.
     """
-    if len(place) > MAX_DEPTH:
-        raise ConfigError(f"{place[0]} is nested too deeply, or contains itself")
+    if len(path) > MAX_DEPTH:
+        raise ConfigError(f"{path[0]} is nested too deeply, or contains itself")
     # Without a call for most values, which would take most of the time.
     if isinstance(value, (list, tuple)):
         items = enumerate(cast(Sequence[JsonValue], value))
-        return [each if type(each) in PLAIN else _convert(each, (*place, n)) for n, each in items]
+        return [each if type(each) in PLAIN else _convert(each, (*path, n)) for n, each in items]
     if isinstance(value, dict):
         for key in cast(dict[object, object], value):
             if not isinstance(key, str):
-                at = _format_place((*place, key))
-                raise ConfigError(f"{at} is under the key {key!r}: expected a key that is a str")
+                at = _format_path(path)
+                raise ConfigError(
+                    f"{at} has the key {key!r}: expected keys that are str, as in JSON"
+                )
         return {
-            key: each if type(each) in PLAIN else _convert(each, (*place, key))
+            key: each if type(each) in PLAIN else _convert(each, (*path, key))
             for key, each in cast(dict[str, JsonValue], value).items()
         }
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{_format_place(place)} is {value}: expected a finite number, or None")
+        raise ConfigError(f"{_format_path(path)} is {value}: expected a finite number, or None")
     if value is None or isinstance(value, (str, int, float)):
         return value
     raise ConfigError(
-        f"{_format_place(place)} is of type {type(value).__name__}: expected a JSON value"
+        f"{_format_path(path)} is of type {type(value).__name__}: expected a JSON value"
     )
 
 
-def _format_place(place: tuple[object, ...]) -> str:
-    task, *keys = place
+def _format_path(path: tuple[object, ...]) -> str:
+    task, *keys = path
     return f"{task}{''.join(f'[{key!r}]' for key in keys)}"
 
 
@@ -260,20 +262,22 @@ class _TaskCycle:
         self._order: list[int] = []
 
     def next(self) -> int:
-        epoch, place = divmod(self._count, self.size)
-        if place == 0:
+        epoch, index = divmod(self._count, self.size)
+        if index == 0:
             self._order = list(range(self.size))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
         self._count += 1
-        return self._order[place]
+        return self._order[index]
 
     def draw(self) -> float:
         """Return a number from 0 to 1 for the task that `next` returned."""
         return random.Random(f"{self._seed}/draw/{self._count}").random()
 
 
-def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
+def read_jsonl(path: Path, what: str, *, strict: bool = True) -> list[tuple[int, JsonValue]]:
     """The values of a file with one JSON value a line, each with the number of its line.
+
+    `strict` refuses numbers that JSON does not have, such as the -Infinity that Python writes.
 
     Raises:
         ConfigError: the file cannot be read, or a line is not JSON.
@@ -285,12 +289,14 @@ def read_jsonl(path: Path, what: str) -> list[tuple[int, JsonValue]]:
         raise ConfigError(f"cannot read the {what} {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the {what} {str(path)!r} are not UTF-8 text: {error}") from error
+    # Any: functions of different signatures.
+    hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _parse_float}
+    hooks = hooks if strict else {}
     values: list[tuple[int, JsonValue]] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                value = json.loads(line, parse_constant=_refuse_constant, parse_float=_parse_float)
-                values.append((number, cast(JsonValue, value)))
+                values.append((number, cast(JsonValue, json.loads(line, **hooks))))
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{str(path)!r} line {number} is not JSON ({error}); found {line[:60]!r}, "

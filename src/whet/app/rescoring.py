@@ -1,4 +1,4 @@
-"""`whet rescore`: score the stored rollouts of a run again, by another reward or judge.
+"""`whet rescore`: score the stored rollouts of a run again, with another reward or judge.
 
 The store is only read: what was trained, and the rewards it was trained with, stay as they are.
 """
@@ -27,6 +27,7 @@ from whet.app.evaluation.statistics import correlate
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, WhetError, boundary
 from whet.io.files import atomic_file
+from whet.io.paging import iterate_pages
 from whet.protocols import Store
 from whet.runners.agent import await_result
 from whet.runners.context import check_reward
@@ -35,12 +36,10 @@ from whet.runners.judges.prompts import read_answer
 from whet.runners.loading import load_function
 from whet.types import Mode, Trajectory
 
-PAGE = 200
-"""Rollouts read at a time."""
 PARAMETERS = ("task", "answer", "trajectory", "reward")
 """Parameters that a reward function may have."""
 
-RewardFunction = Callable[..., Any]
+RescoringFunction = Callable[..., Any]
 """Any: its result is checked; see `PARAMETERS`."""
 
 
@@ -126,7 +125,7 @@ class Rescored:
     problem: str = ""
 
 
-def load_reward(spec: str) -> RewardFunction:
+def load_reward(spec: str) -> RescoringFunction:
     """Load a reward function by name, or a judge as one.
 
     Raises:
@@ -169,7 +168,7 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 async def _rescore(
-    folder: RunFolder, reward: RewardFunction, args: argparse.Namespace
+    folder: RunFolder, reward: RescoringFunction, args: argparse.Namespace
 ) -> list[Rescored]:
     modes = list(Mode) if args.mode == "all" else [Mode(args.mode)]
     scored: list[Rescored] = []
@@ -182,14 +181,12 @@ async def _rescore(
 
 
 async def rescore(
-    store: Store, reward: RewardFunction, mode: Mode, *, failed: bool, concurrency: int
+    store: Store, reward: RescoringFunction, mode: Mode, *, failed: bool, concurrency: int
 ) -> list[Rescored]:
     """Score the rollouts of a mode that have ended; the store is only read."""
     found: list[Rescored] = []
     limit = anyio.CapacityLimiter(concurrency)
-    last: str | None = None
-    while page := await store.rollouts(mode=mode, after=last, limit=PAGE):
-        last = page[-1].rollout.id
+    async for page in iterate_pages(store, mode=mode):
         ended = {each.rollout.id: each.status for each in page}
         trajectories = await store.trajectories(list(ended), failed=failed)
         scored: dict[str, Rescored] = {}
@@ -207,7 +204,7 @@ async def rescore(
     return found
 
 
-async def _score(trajectory: Trajectory, reward: RewardFunction) -> Rescored:
+async def _score(trajectory: Trajectory, reward: RescoringFunction) -> Rescored:
     rollout = trajectory.attempt.rollout
     old = None if trajectory.failure else trajectory.reward
     values: Mapping[str, object] = {

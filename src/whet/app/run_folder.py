@@ -107,18 +107,24 @@ class RunFolder:
         name = config.name or f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         folder = cls(config.dir / "runs" / name)
         with _report_write_errors(folder.path):
-            if folder.config_file.exists():
-                raise ConfigError(
-                    f"the run {name!r} exists already: continue it with --resume {name} "
-                    "(resume=True in Python), or choose another name"
-                )
+            folder._check_new()  # before the lock, which a running run holds
             folder.checkpoints.mkdir(parents=True, exist_ok=True)
-            _write_whole(folder._kind, kind.encode())
-            _write_whole(folder._secret, secrets.token_bytes(32), mode=0o600)
-            # Last: a folder with a config is a run.
-            folder.save_config(config.model_copy(update={"name": name}))
+            with folder.lock():  # of two that begin at once, the second finds the run of the first
+                folder._check_new()
+                _write_whole(folder._kind, kind.encode())
+                _write_whole(folder._secret, secrets.token_bytes(32), mode=0o600)
+                # Last: a folder with a config is a run.
+                folder.save_config(config.model_copy(update={"name": name}))
         folder._is_new = True
         return folder
+
+    def _check_new(self) -> None:
+        if self.config_file.exists():
+            name = self.path.name
+            raise ConfigError(
+                f"the run {name!r} exists already: continue it with --resume {name} "
+                "(resume=True in Python), or choose another name"
+            )
 
     @classmethod
     def find_latest(cls, directory: Path, kind: str) -> "RunFolder":

@@ -25,8 +25,8 @@ from whet.app.dashboard.serving import serve_beside
 from whet.app.evaluation.model_sources import resolve_starts
 from whet.app.experiment import Result, has_only_failures, run_experiment
 from whet.app.inputs import (
-    NO_CONTEXT,
-    AgentContext,
+    NO_INPUTS,
+    AgentInputs,
     ResourceValues,
     Tasks,
     check_held_out,
@@ -87,9 +87,9 @@ def train(
     if tracer is not None:
         settings = merge(settings, {"runner": {"tracer": tracer}})
     address = store or os.environ.get(STORE_VARIABLE)
-    _check_place(hooks, resolve(settings), address)
+    _check_runs_in_process(hooks, resolve(settings), address)
     console = open_console(quiet=quiet)
-    context = AgentContext(parse_resources(resources), tuple(hooks), judge)
+    agent_inputs = AgentInputs(parse_resources(resources), tuple(hooks), judge)
     train_on = load_tasks(tasks)
     compare_on = load_tasks(held_out, "held_out") if held_out is not None else []
     check_held_out(resolve(settings), compare_on)
@@ -99,13 +99,16 @@ def train(
         KIND,
         console,
         algorithm=own,
-        context=context,
+        agent_inputs=agent_inputs,
         store=address,
         resume=resume,
         inputs=(train_on, compare_on),
     )
     result = run_and_report(
-        agent, train_on, compare_on, folder, console, algorithm=own, context=context, store=address
+        *(agent, train_on, compare_on, folder, console),
+        algorithm=own,
+        agent_inputs=agent_inputs,
+        store=address,
     )
     check_trained(result)
     return result
@@ -125,14 +128,14 @@ def _read_algorithm(
     return {**settings, "algorithm": {"name": name_algorithm(own)}}, own
 
 
-def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
+def _check_runs_in_process(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -> None:
     """Raise ConfigError for hooks and tracers of agents that run elsewhere, and for verl."""
     if config.trainer.kind == "verl":
-        raise ConfigError("train with verl by whet.Trainer(algorithm=whet.VERL(...)).fit")
+        raise ConfigError("to train with verl, use whet.Trainer(algorithm=whet.VERL(...)).fit(...)")
     if hooks and (store is not None or config.runner.ray is not None):
         raise ConfigError("hooks are called where agents run: give them to `whet runner`")
     if config.runner.tracer and store is not None:
-        raise ConfigError("a tracer is where agents run: give it to `whet runner --tracer`")
+        raise ConfigError("the tracer is set where agents run: use `whet runner --tracer`")
 
 
 def prepare_run(
@@ -142,7 +145,7 @@ def prepare_run(
     console: Console,
     *,
     algorithm: Algorithm | None = None,
-    context: AgentContext | None = NO_CONTEXT,
+    agent_inputs: AgentInputs | None = NO_INPUTS,
     store: str | None = None,
     resume: bool = False,
     continues: bool = False,
@@ -162,10 +165,14 @@ def prepare_run(
     if config.policies or ("model" in values and config.model != RunConfig().model):
         values = resolve_starts(values, config, partial(console.print, highlight=False))
         config = resolve(values)
-    folder = _find_run(config, kind, resume=resume, continues=continues or store is not None)
+    folder = _find_resumed_folder(
+        config, kind, resume=resume, continues=continues or store is not None
+    )
     if folder is not None:
         config = folder.read_resumed_config(values)
-    check_run(agent, config, algorithm=algorithm, context=context, runs_agent=store is None)
+    check_run(
+        agent, config, algorithm=algorithm, agent_inputs=agent_inputs, runs_agent=store is None
+    )
     for each in (config, *(config.for_policy(name) for name in config.policies)):
         resolve_model(each.model, progress=partial(console.print, highlight=False))
     if folder is None:
@@ -182,13 +189,13 @@ def check_run(
     config: RunConfig,
     *,
     algorithm: Algorithm | None,
-    context: AgentContext | None,
+    agent_inputs: AgentInputs | None,
     runs_agent: bool,
 ) -> None:
     """Raise ConfigError for what could not work, before anything is started.
 
-    Checks the agent, its parameters, the way it is run, the algorithm and the trackers; without a
-    `context` parameters are not checked.
+    Checks the agent, its parameters, the way it is run, the algorithm and the trackers; without
+    `agent_inputs`, parameters are not checked.
     """
     if agent is None and config.runner.ray is not None:
         raise ConfigError("runner.ray needs an agent: name it, or start `whet runner --ray`")
@@ -196,13 +203,13 @@ def check_run(
         raise ConfigError("config section 'supervised' is for `whet sft` and `whet dpo`")
     if agent is not None:
         check_agent(agent)
-        if context is not None:
-            check_parameters(agent, context.resources)
+        if agent_inputs is not None:
+            check_parameters(agent, agent_inputs.resources)
         if runs_agent:
             check_runnable(agent, config.runner)
         if config.runner.ray is not None:
             get_spec(agent)
-    check_policies(config, context.resources if context else {})
+    check_policies(config, agent_inputs.resources if agent_inputs else {})
     if config.policies and not runs_agent:
         raise ConfigError("several policies are trained in one process: leave out the store")
     for own in map(config.for_policy, config.trained_policies):
@@ -221,11 +228,10 @@ def run_and_report(
     console: Console,
     *,
     algorithm: Algorithm | None = None,
-    context: AgentContext = NO_CONTEXT,
+    agent_inputs: AgentInputs = NO_INPUTS,
     store: str | None = None,
 ) -> Result:
     """Run the rest of a run, and print its result. With a `store` it runs no agent."""
-    folder.keep_tasks(tasks, held_out)  # other tasks are refused before anything is printed
     with ExitStack() as stack:
         display = stack.enter_context(Display(console))
 
@@ -242,7 +248,7 @@ def run_and_report(
             folder,
             display,
             algorithm=algorithm,
-            context=context,
+            agent_inputs=agent_inputs,
             store=store,
             on_open=begin,
         )
@@ -287,7 +293,7 @@ async def run_training(
     display: Display,
     *,
     algorithm: Algorithm | None = None,
-    context: AgentContext = NO_CONTEXT,
+    agent_inputs: AgentInputs = NO_INPUTS,
     store: str | None = None,
     on_open: Callable[[], None] | None = None,
 ) -> Result:
@@ -313,7 +319,7 @@ async def run_training(
                 agent=None if connected else agent,
                 store=connected,
                 algorithm=algorithm,
-                context=context,
+                agent_inputs=agent_inputs,
                 on_outcome=on_outcome,
                 on_ended=display.count_ended if connected or runner.ray else None,
                 plan=plan_rollouts(tasks, folder.read_config()),
@@ -324,14 +330,18 @@ async def run_training(
             await to_thread.run_sync(on_open)
         if connected is not None and address is not None:
             if runner.ray is not None and agent is not None:
-                watched = run_agents_on_ray(agent, runner, connected, address, report=display.note)
+                watched = run_agents_on_ray(
+                    agent, runner, connected, address, progress=display.note
+                )
             else:
                 watched = watch_workers(connected, display.note)
             await stack.enter_async_context(watched)
         return await run_experiment(run, tasks, held_out, display)
 
 
-def _find_run(config: RunConfig, kind: str, *, resume: bool, continues: bool) -> RunFolder | None:
+def _find_resumed_folder(
+    config: RunConfig, kind: str, *, resume: bool, continues: bool
+) -> RunFolder | None:
     if resume:
         return RunFolder.to_resume(config, kind)
     if continues and config.name:

@@ -7,8 +7,8 @@ from pydantic import JsonValue
 
 from whet.app.cli.display import open_console
 from whet.app.composition.driver import Driver
-from whet.app.inputs import AgentContext, ResourceValues, Tasks, parse_resources
-from whet.app.inspection.dry_run import DryRun, dry_run
+from whet.app.inputs import AgentInputs, ResourceValues, Tasks, parse_resources
+from whet.app.inspection.dev_run import DevRun, dev_run
 from whet.app.train import train
 from whet.app.verl.algorithm import VERL
 from whet.app.verl.train import train_verl
@@ -52,7 +52,9 @@ class Trainer:
         settings = _with_runner(settings, "tracer", "tracer", tracer)
         if isinstance(algorithm, VERL):
             if "trainer" in settings:
-                raise ConfigError("whet.VERL is the section `trainer`: give one of them")
+                raise ConfigError(
+                    "whet.VERL sets the config section 'trainer': pass only one of them"
+                )
             settings = {**settings, "trainer": algorithm.settings}
             algorithm = None
         named: dict[str, JsonValue] = {"name": algorithm} if isinstance(algorithm, str) else {}
@@ -127,16 +129,16 @@ class Trainer:
             settings=merge(self._settings, keys),
         )
 
-    def dev(self, agent: Agent, tasks: Tasks, *, samples: int = 3) -> DryRun:
+    def dev(self, agent: Agent, tasks: Tasks, *, samples: int = 3) -> DevRun:
         """Run the agent on the first tasks without training, and print what was recorded."""
         keys = {"algorithm": self._algorithm} if isinstance(self._algorithm, dict) else {}
-        return dry_run(
+        return dev_run(
             agent,
             tasks,
             merge(self._settings, keys),
             open_console(quiet=self._quiet),
             samples=samples,
-            context=AgentContext(parse_resources(self._resources), self._hooks),
+            agent_inputs=AgentInputs(parse_resources(self._resources), self._hooks),
         )
 
 
@@ -156,5 +158,5 @@ def _with_runner(
         return settings
     runner = settings.get("runner", {})
     if isinstance(runner, dict) and key in runner:
-        raise ConfigError(f"{name} is runner.{key}: give one of them")
+        raise ConfigError(f"{name} and runner.{key} are one setting: pass only one of them")
     return merge(settings, {"runner": {key: value}})

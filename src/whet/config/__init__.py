@@ -20,6 +20,7 @@ from whet.config.learning import (
     VerlConfig,
 )
 from whet.config.run import (
+    INTERNAL_KEYS,
     UNIONS,
     EngineConfig,
     PolicyConfig,
@@ -47,6 +48,7 @@ from whet.config.section import (
 )
 
 __all__ = [
+    "INTERNAL_KEYS",
     "UNIONS",
     "AdamConfig",
     "AdamStep",

@@ -38,7 +38,7 @@ class LocalTrainerConfig(Section):
     gpus: Annotated[int, Field(ge=1)] = 1
     """GPUs of this machine to train on, each with its own process; without a GPU, the number of
     processes. Each gets rows with about as many tokens; the first GPU samples too."""
-    shard: Literal["auto", "yes", "no"] = "auto"
+    shard: Literal["auto", "on", "off"] = "auto"
     """With `gpus`: divide the trained model, its gradient and its optimizer among them (FSDP2), or
     have a copy on each; `auto` divides what would fill more than half of a GPU."""
     compile: bool = False
@@ -47,16 +47,16 @@ class LocalTrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_shard(self) -> Self:
-        if self.shard != "yes":
+        if self.shard != "on":
             return self
         if self.gpus == 1:
             raise ValueError(
-                "shard 'yes' divides the model among several GPUs, found gpus 1: set gpus too"
+                "shard 'on' divides the model among several GPUs, found gpus 1: set gpus too"
             )
         if unsupported := changed_keys(self) & UNSHARDED_KEYS:
             raise ValueError(
-                f"{min(unsupported)} is not supported with shard 'yes': leave it out, or set "
-                "shard to 'no'"
+                f"{min(unsupported)} is not supported with shard 'on': leave it out, or set "
+                "shard to 'off'"
             )
         return self
 
@@ -175,9 +175,9 @@ class LossConfig(Section):
     truncate the importance weight of tokens or rows to `correction_max` (TIS), or drop those beyond
     it (MIS)."""
     correction_max: Annotated[float, Field(ge=1)] = 3.0
-    """Largest importance weight, with `correction`."""
+    """Maximum importance weight, with `correction`."""
     correction_min: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least importance weight, with `token_mask` or `sequence_mask`: tokens or rows below it are
+    """Minimum importance weight, with `token_mask` or `sequence_mask`: tokens or rows below it are
     dropped."""
     old_logprobs: Literal["sampler", "recomputed"] = "sampler"
     """Probability that ratios are relative to: the sampler's, or the trainer's before the first
@@ -236,9 +236,7 @@ class LossConfig(Section):
                 "'token_mask' or 'sequence_mask', or old_logprobs 'recomputed'"
             )
         if (self.tokens_per_rollout is None) == (self.normalize == "constant"):
-            raise ValueError(
-                "tokens_per_rollout and normalize 'constant' need each other: set both or neither"
-            )
+            raise ValueError("tokens_per_rollout and normalize 'constant' must be set together")
         return self
 
     def _read_keys(self) -> set[str]:
@@ -267,7 +265,7 @@ class AlgorithmConfig(Section):
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of a reward per turn, with `credit` by `turn`."""
     reward_keys: tuple[str, ...] = ()
-    """Further keys of emitted rewards that are added to the reward."""
+    """Keys of emitted rewards that are added to the reward."""
     logged_keys: tuple[str, ...] = ()
     """Keys of emitted rewards that are only logged; any other key causes a warning."""
     divide_by_std: bool = False
@@ -277,11 +275,11 @@ class AlgorithmConfig(Section):
     baseline_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """`reinforce`: decay of the running mean of rewards, per step."""
     success_threshold: float = 1.0
-    """`greedy`: the least reward of a correct answer."""
+    """`greedy`: minimum reward of a correct answer."""
     teacher: str | None = None
     """`distillation`: the model to learn from, named like `model`."""
     oversample: Annotated[int, Field(ge=1)] = 1
-    """Collect groups of further tasks in place of those without a signal, up to this many times
+    """Collect groups of more tasks in place of those without a signal, up to this many times
     `tasks_per_step`."""
 
 
@@ -290,11 +288,11 @@ class FailureRewardConfig(Section):
 
     agent: float | None = None
     """Reward of a rollout whose agent raised, with what it sampled before."""
-    context: float | None = None
+    context_length: float | None = None
     """Reward of a rollout whose prompt outgrew the model's context."""
     timeout: float | None = None
     """Reward of a rollout that ran longer than `runner.timeout_s`."""
-    reward: float | None = None
+    bad_reward: float | None = None
     """Reward of a rollout whose agent returned no finite number."""
 
 
@@ -331,7 +329,7 @@ class LengthConfig(Section):
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         if (self.soft_limit is None) != (self.hard_limit is None):
-            raise ValueError("soft_limit and hard_limit need each other: set both or neither")
+            raise ValueError("soft_limit and hard_limit must be set together")
         if (self.soft_limit or 0) >= (self.hard_limit or 1):
             raise ValueError(
                 f"expected soft_limit below hard_limit, found {self.soft_limit} and "
@@ -343,30 +341,30 @@ class LengthConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Weights of solved and hopeless tasks, judged by the mean reward of their last group."""
+    """Weights of solved and unsolved tasks, judged by the mean reward of their last group."""
 
     solved_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Probability with which a solved task is drawn when it is its turn."""
     solved_reward: float = 1.0
-    """Least mean reward of a solved task."""
-    hopeless_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Probability with which a hopeless task is drawn when it is its turn."""
-    hopeless_reward: float = 0.0
-    """Largest mean reward of a hopeless task."""
+    """Minimum mean reward of a solved task."""
+    unsolved_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Probability with which an unsolved task is drawn when it is its turn."""
+    unsolved_reward: float = 0.0
+    """Maximum mean reward of an unsolved task."""
 
     def weigh(self, reward: float | None) -> float:
         """Return the probability of drawing a task whose last group had this mean reward."""
         if reward is not None and reward >= self.solved_reward:
             return self.solved_weight
-        if reward is not None and reward <= self.hopeless_reward:
-            return self.hopeless_weight
+        if reward is not None and reward <= self.unsolved_reward:
+            return self.unsolved_weight
         return 1.0
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        if self.hopeless_reward >= self.solved_reward:
+        if self.unsolved_reward >= self.solved_reward:
             raise ValueError(
-                f"expected hopeless_reward below solved_reward, found {self.hopeless_reward} and "
+                f"expected unsolved_reward below solved_reward, found {self.unsolved_reward} and "
                 f"{self.solved_reward}"
             )
         return self
@@ -422,7 +420,7 @@ class EvaluationConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
     """Temperature of the samples."""
     pass_threshold: float = 1.0
-    """Least reward of a sample that passes, for pass@k."""
+    """Minimum reward of a sample that passes, for pass@k."""
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations during training; 0 evaluates before and after it only. The model
     of a run is then that of its best evaluated step."""

@@ -76,6 +76,9 @@ UNIONS: dict[str, tuple[type[Section], ...]] = {
 }
 """Sections whose keys depend on their `kind`; the first kind is the default."""
 
+INTERNAL_KEYS = ("initial_weights",)
+"""Keys of saved configs that whet sets itself: they have no flag and are not documented."""
+
 RESERVED_MODELS = ("policy", "judge")
 """Model names that no policy may have: those of the only policy, and of the judge."""
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -91,12 +94,12 @@ class PolicyConfig(Section):
 
     model: str | None = None
     """Its model, or the adapter or checkpoint it starts from; that of the run if absent."""
-    start: Path | None = None
-    """The adapter or checkpoint that it starts from, saved where `model` named one."""
+    initial_weights: Path | None = None
+    """The adapter or checkpoint that it starts from, if `model` named one: set by whet."""
     frozen: bool = False
     """Serve it and never train it."""
     models: tuple[str, ...] = ()
-    """Further model names for it."""
+    """Other model names for it."""
     trainer: Keys = Field(default={})
     """Keys of `[trainer]`."""
     adam: Keys = Field(default={})
@@ -113,9 +116,9 @@ class RunConfig(Section):
     model: str = "tiny"
     """`tiny`, `smollm2`, a Hugging Face model folder, a GGUF file, or a name of the Hugging Face
     Hub; or the start of training: a run, one of its checkpoints, or a PEFT adapter."""
-    start: Path | None = None
-    """The adapter or checkpoint that training starts from, saved where `model` named one; `model`
-    is then its base."""
+    initial_weights: Path | None = None
+    """The adapter or checkpoint that training starts from, if `model` named one: set by whet, and
+    `model` is then its base."""
     dir: Path = Path(".whet")
     """Directory of runs: each is in `<dir>/runs/<name>`."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
@@ -184,8 +187,8 @@ class RunConfig(Section):
             own.model_dump(mode="json", include=POLICY_SECTIONS),
         )
         if own.model is not None:
-            start = str(own.start) if own.start else None
-            values = {**values, "model": own.model, "start": start}
+            weights = str(own.initial_weights) if own.initial_weights else None
+            values = {**values, "model": own.model, "initial_weights": weights}
         try:
             return resolve(values)
         except ConfigError as error:
@@ -234,8 +237,8 @@ class RunConfig(Section):
             )
         if self.engine.kind == "vllm" and own.trained_weights == "full" and not policy.frozen:
             raise ValueError(
-                f"policy {name!r}: at vLLM several policies are adapters on one model: set "
-                "trainer.weights to 'lora'"
+                f"policy {name!r}: vLLM serves several policies as LoRA adapters of one base "
+                "model: set trainer.weights to 'lora'"
             )
         greedy = "greedy" in {own.algorithm.name, self.algorithm.name}
         for key, is_common in {"oversample": True, "name": greedy}.items():
@@ -269,11 +272,11 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_start(self) -> Self:
-        if self.start is not None and self.trainer.kind == "tinker":
+    def _check_initial_weights(self) -> Self:
+        if self.initial_weights is not None and self.trainer.kind == "tinker":
             raise ValueError(
-                "start has no meaning with trainer.kind 'tinker', whose service trains new "
-                "adapters: leave it out"
+                "trainer.kind 'tinker' starts from a base model, not an adapter or checkpoint: set "
+                "model to its base"
             )
         return self
 
@@ -290,8 +293,8 @@ class RunConfig(Section):
         for section, keys in unsupported.items():
             if keys:
                 raise ValueError(
-                    f"{section}.{min(keys)} has no meaning with trainer.kind 'tinker', whose "
-                    "service decides it or cannot do it: leave it out"
+                    f"{section}.{min(keys)} is not supported with trainer.kind 'tinker': leave it "
+                    "out"
                 )
         if self.loss.is_custom:
             raise ValueError(
@@ -316,8 +319,9 @@ class RunConfig(Section):
             return self
         if self.algorithm.name not in VERL_ALGORITHMS:
             raise ValueError(
-                f"algorithm.name {self.algorithm.name!r} has no meaning with trainer.kind 'verl': "
-                f"choose {', '.join(VERL_ALGORITHMS)}, or an estimator of verl by trainer.overrides"
+                f"algorithm.name {self.algorithm.name!r} is not supported with trainer.kind "
+                f"'verl': choose {', '.join(VERL_ALGORITHMS)}, or an estimator of verl by "
+                "trainer.overrides"
             )
         read = {"algorithm": {"name", "divide_by_std"}, "adam": {"lr"}}
         for name in SECTIONS_UNREAD_BY_VERL:
@@ -325,10 +329,10 @@ class RunConfig(Section):
             kind = {"kind"} if getattr(section, "kind", "local") != "local" else set[str]()
             if unread := (changed_keys(section) | kind) - read.get(name, set[str]()):
                 raise ValueError(
-                    f"{name}.{min(unread)} has no meaning with trainer.kind 'verl', which has "
-                    "settings of its own: leave it out, and use trainer.overrides"
+                    f"{name}.{min(unread)} is not supported with trainer.kind 'verl': leave it "
+                    "out, and use trainer.overrides"
                 )
-        if self.start is not None:
+        if self.initial_weights is not None:
             raise ValueError(
                 "verl starts from a model folder, not an adapter or checkpoint: merge it with "
                 "`whet models merge`"
@@ -371,12 +375,11 @@ def list_leaves(
 def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
     """Validate config values. Raises ConfigError with the first error, in one line."""
     for key, value in list_leaves(values):
-        try:
-            str(value).encode()
-        except UnicodeEncodeError as error:  # of a path: safetensors and the saved config are UTF-8
-            raise ConfigError(
-                f"config key {key!r}: expected UTF-8, found {str(value)!r}"
-            ) from error
+        for text in map(str, value if isinstance(value, list | tuple) else (value,)):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # safetensors and the saved config are UTF-8
+                raise ConfigError(f"config key {key!r}: expected UTF-8, found {text!r}") from error
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -430,7 +433,7 @@ def _list_keys() -> Iterator[str]:
         sections = UNIONS.get(name, (field.annotation,))
         below = [each for each in sections if isinstance(each, type) and issubclass(each, Section)]
         yield from (f"{name}.{key}" for each in below for key in each.model_fields)
-        if not below:
+        if not below and name not in INTERNAL_KEYS:
             yield name
 
 

@@ -107,7 +107,7 @@ class GatewayConfig(Section):
     absent one for every 4 cores, at most 2, at most 1 with a fixed `gateway.port`; 0 with several
     policies, with `runner.ray`, or where `runner.processes` is 0."""
     models: tuple[str, ...] = ()
-    """Further model names for the policy."""
+    """Other model names for the policy."""
     endpoints: tuple[str, ...] = ()
     """Other models for agents, each `NAME=MODEL@URL` of an OpenAI-compatible API: text only, never
     recorded, never trained. The key is in `WHET_NAME_KEY`, else in `OPENAI_API_KEY`."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Split = Literal["train", "test"]
-Kind = Literal["add", "subtract", "multiply", "two_step"]
+ProblemSplit = Literal["train", "test"]
+ProblemKind = Literal["add", "subtract", "multiply", "two_step"]
 
 Task = dict[str, Any]  # Any: a task is the user's JSON, typed as `json.loads` types it
-Message = dict[str, Any]  # Any: the same, for a chat message
+DialogueMessage = dict[str, Any]  # Any: the same, for a chat message
 
 SYSTEM = "Use the calculator, then answer."
 
@@ -30,7 +30,7 @@ CALCULATOR: dict[str, Any] = {
     },
 }
 
-EXAMPLE: list[Message] = [
+EXAMPLE: list[DialogueMessage] = [
     {
         "role": "user",
         "content": "Tom has 12 pens and buys 32 more. How many pens does Tom have now?",
@@ -68,7 +68,7 @@ BOXES = ["boxes", "bags", "jars", "crates", "trays"]
 class Pattern:
     """An arithmetic expression, and the ways to phrase it as a question."""
 
-    kind: Kind
+    kind: ProblemKind
     expression: str
     phrasings: tuple[str, ...]
 
@@ -153,12 +153,12 @@ class Draw:
         return self.pattern.expression.format_map(self.numbers)
 
     @property
-    def key(self) -> tuple[Kind, tuple[int, ...]]:
+    def key(self) -> tuple[ProblemKind, tuple[int, ...]]:
         """Identity of a problem: its kind and its numbers in any order."""
         return self.pattern.kind, tuple(sorted(self.numbers.values()))
 
     @property
-    def split(self) -> Split:
+    def split(self) -> ProblemSplit:
         return "test" if zlib.crc32(repr(self.key).encode()) % _TEST_SHARE == 0 else "train"
 
     @property
@@ -184,7 +184,7 @@ def _draw_numbers(pattern: Pattern, rng: random.Random) -> dict[str, int]:
     return {"a": a, "b": b, "c": rng.randint(10, min(99, first))}
 
 
-def draw(pattern: Pattern, split: Split, rng: random.Random) -> Draw:
+def draw(pattern: Pattern, split: ProblemSplit, rng: random.Random) -> Draw:
     """A problem of this pattern and split."""
     while True:
         name, other = rng.sample(NAMES, 2)
@@ -201,7 +201,7 @@ def draw(pattern: Pattern, split: Split, rng: random.Random) -> Draw:
             return drawn
 
 
-def problems(split: Split, count: int, seed: int, *, examples: bool = False) -> list[Task]:
+def problems(split: ProblemSplit, count: int, seed: int, *, examples: bool = False) -> list[Task]:
     """`count` different problems, the same ones for the same seed, with every kind equally often.
 
     A problem belongs to the test split when a hash of its kind and its sorted numbers is divisible
@@ -216,7 +216,7 @@ def problems(split: Split, count: int, seed: int, *, examples: bool = False) -> 
         for kind in ("add", "subtract", "multiply", "two_step")
     }
     kinds = list(by_kind)
-    seen: set[tuple[Kind, tuple[int, ...]]] = set()
+    seen: set[tuple[ProblemKind, tuple[int, ...]]] = set()
     tasks: list[Task] = []
     misses = 0
     while len(tasks) < count:

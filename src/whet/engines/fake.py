@@ -1,4 +1,4 @@
-"""An engine without a model: scripted answers, then pseudo-random ones. For tests and dry runs."""
+"""An engine without a model: scripted answers, then pseudo-random ones. For tests."""
 
 import math
 from collections import deque

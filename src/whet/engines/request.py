@@ -121,7 +121,8 @@ class SampleRequest:
         # A token holds at least one byte, so a stop string that ends in the newest token
         # began no more than its own length in tokens ago.
         reach = max(len(s.encode()) for s in self.sampling.stop) + 1
-        for start in range(reach, reach + 4):  # within a character, bytes may be no text at all
+        # A window that begins inside a character may decode to U+FFFD: begin up to 3 earlier.
+        for start in range(reach, reach + 4):
             text = decode(self.tokens[-min(start, len(self.logprobs)) :])
             if any(s in text for s in self.sampling.stop):
                 return True

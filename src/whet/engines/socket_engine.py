@@ -43,7 +43,7 @@ ERRORS: dict[str, type[WhetError]] = {
 Prepare = Callable[[Attempt], Awaitable[None]]
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Kinds of frames: three requests, then three responses."""
 
     GENERATE = 1
@@ -92,7 +92,7 @@ class _Frames(asyncio.Protocol):
         self._transport = None
         self._lost()
 
-    def send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
+    def send(self, kind: FrameKind, number: int, payload: bytes = b"") -> None:
         """Send a frame; it is dropped if the connection is lost."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
@@ -185,7 +185,7 @@ class _ServedConnection:
         self._on_lost(self)
 
     def _receive(self, kind: int, number: int, payload: bytes) -> None:
-        if kind == Kind.CANCEL:
+        if kind == FrameKind.CANCEL:
             if task := self._tasks.get(number):
                 task.cancel()
             return
@@ -195,17 +195,17 @@ class _ServedConnection:
 
     async def _answer(self, kind: int, number: int, payload: bytes) -> None:
         try:
-            if kind == Kind.GENERATE:
+            if kind == FrameKind.GENERATE:
                 await self._generate(number, payload)
             elif self._prepare is not None:
                 await self._prepare(Attempt.model_validate(json.loads(payload)))
-            self.frames.send(Kind.DONE, number)
+            self.frames.send(FrameKind.DONE, number)
         except Exception as error:
             known = type(error).__name__ in ERRORS
             if not isinstance(error, WhetError):
                 logger.exception("the engine failed")
             name = type(error).__name__ if known else EngineError.__name__
-            self.frames.send(Kind.ERROR, number, json.dumps([name, str(error)]).encode())
+            self.frames.send(FrameKind.ERROR, number, json.dumps([name, str(error)]).encode())
 
     async def _generate(self, number: int, payload: bytes) -> None:
         options, prompt = _unpack_request(payload)
@@ -214,7 +214,7 @@ class _ServedConnection:
         )
         async with aclosing(chunks):
             async for chunk in chunks:
-                self.frames.send(Kind.CHUNK, number, _pack_chunk(chunk))
+                self.frames.send(FrameKind.CHUNK, number, _pack_chunk(chunk))
 
 
 # ------------------------------------------------------------------- the other process
@@ -243,7 +243,7 @@ class SocketEngine(Engine):
     ) -> AsyncGenerator[TokenChunk]:
         options = _Options(sampling=sampling, stream=stream, affinity=affinity)
         request = _pack_request(options, prompt)
-        async with aclosing(self._request(Kind.GENERATE, request)) as chunks:
+        async with aclosing(self._request(FrameKind.GENERATE, request)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -251,7 +251,7 @@ class SocketEngine(Engine):
         """Return once the engine has loaded the weights for an attempt. Raises EngineError."""
         # Unlike pydantic's JSON, this has an escape for a lone surrogate in a task.
         request = json.dumps(attempt.model_dump(mode="json")).encode()
-        async with aclosing(self._request(Kind.PREPARE, request)) as chunks:
+        async with aclosing(self._request(FrameKind.PREPARE, request)) as chunks:
             async for _ in chunks:
                 pass
 
@@ -265,7 +265,7 @@ class SocketEngine(Engine):
         else:
             call_in_loop(self._loop, self._end)
 
-    async def _request(self, kind: Kind, payload: bytes) -> AsyncGenerator[TokenChunk]:
+    async def _request(self, kind: FrameKind, payload: bytes) -> AsyncGenerator[TokenChunk]:
         frames = await self._connect()
         number = next(self._numbers)
         reply = self._replies[number] = _Reply()
@@ -276,7 +276,7 @@ class SocketEngine(Engine):
         finally:
             del self._replies[number]
             if not reply.has_ended:
-                frames.send(Kind.CANCEL, number)
+                frames.send(FrameKind.CANCEL, number)
 
     async def _connect(self) -> _Frames:
         async with self._connecting:
@@ -293,9 +293,9 @@ class SocketEngine(Engine):
         reply = self._replies.get(number)
         if reply is None:
             return  # canceled meanwhile
-        if kind == Kind.CHUNK:
+        if kind == FrameKind.CHUNK:
             reply.put(_unpack_chunk(payload))
-        elif kind == Kind.DONE:
+        elif kind == FrameKind.DONE:
             reply.put(None)
         else:
             name, message = json.loads(payload)

@@ -25,6 +25,6 @@ class TinkerEngine(SingleChunkEngine):
 
 def _split_tokens(sample: TinkerSample) -> Iterator[tuple[SampledTokens, int]]:
     """Each token with its log-probabilities and version."""
-    for place, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
-        tops = sample.tops[place : place + 1]
+    for index, (token, logprob) in enumerate(zip(sample.tokens, sample.logprobs, strict=True)):
+        tops = sample.tops[index : index + 1]
         yield SampledTokens([token], [logprob], tops), sample.version

@@ -66,10 +66,10 @@ class VerlEngine(SingleChunkEngine):
             )
         oldest = self._read_version(output.extra_fields, "min_global_steps")
         newest = self._read_version(output.extra_fields, "max_global_steps")
-        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+        for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             # Between the two it is not known when servers took new weights: the bounds are kept.
-            version = oldest if place == 0 else newest
-            stop = "stop" if place == len(ids) - 1 else None
+            version = oldest if index == 0 else newest
+            stop = "stop" if index == len(ids) - 1 else None
             yield SampledTokens([token], [float(logprob)], stop=stop), version
 
     def _read_version(self, fields: dict[str, Any], key: str) -> int:

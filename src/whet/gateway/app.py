@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_HEADER = "x-stainless-retry-count"
 
+OTHER_SIGNALS = ("/logs", "/metrics")
+"""Paths to which OpenTelemetry exporters send logs and metrics; never meant as model calls."""
+
 MAX_UNAUTHORIZED = 1000
 """Attempts that a gateway looks up because a call with a wrong key names them: anyone may send such
 calls."""
@@ -121,8 +124,9 @@ class _Gateway:
             f"no such endpoint: POST {request.url.path}; model calls go to /chat/completions, "
             "/completions, /responses or /messages, after the base URL"
         )
-        with suppress(Unauthorized):
-            await self._record_refusal(request, error)
+        if request.url.path not in OTHER_SIGNALS:
+            with suppress(Unauthorized):
+                await self._record_refusal(request, error)
         raise error
 
     async def _complete_call(self, dialect: Dialect, request: GatewayRequest) -> None:
@@ -279,7 +283,7 @@ def _build_source(
 ) -> RequestSource:
     rollout: str | None = request.state.rollout
     if attempt is not None and rollout not in (None, attempt.rollout.id):
-        raise NotFound(f"attempt {attempt.id!r} is not of rollout {rollout!r}")
+        raise NotFound(f"attempt {attempt.id!r} does not belong to rollout {rollout!r}")
     return RequestSource(
         attempt=attempt,
         dialect=dialect,

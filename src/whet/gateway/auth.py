@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 from whet.errors import RequestError, WhetError
+from whet.io.otlp import ATTEMPT
 from whet.types import AttemptId
 
 if TYPE_CHECKING:  # minting keys needs no HTTP framework
     from starlette.requests import Request
 
 AGENT_HEADER = "x-whet-agent"
-BAGGAGE_KEY = "whet.attempt"
 KEY_PREFIX = "whet-"
 MAC_LENGTH = 32
 
@@ -107,9 +107,10 @@ def identify_caller(
         raise RequestError(f"the request names several attempts: {', '.join(sorted(named))}")
     own = holders - {ANY_ATTEMPT}
     if len(own) > 1:
-        raise RequestError(f"the API keys are of several attempts: {', '.join(sorted(own))}")
+        found = ", ".join(sorted(own))
+        raise RequestError(f"the request has API keys of several attempts: {found}")
     if own and named - own:
-        raise Unauthorized(f"this API key is not of attempt {min(named)!r}")
+        raise Unauthorized(f"this API key does not belong to attempt {min(named)!r}")
     agent = prefix.agent or headers.get(AGENT_HEADER, "")
     return Caller(min(named | own, default=None), agent)
 
@@ -132,6 +133,6 @@ def _read_baggage(headers: Sequence[str]) -> list[str]:
     named: list[str] = []
     for member in ",".join(headers).split(","):
         name, _, value = member.partition(";")[0].partition("=")
-        if name.strip() == BAGGAGE_KEY:
+        if name.strip() == ATTEMPT:
             named.append(unquote(value.strip()))
     return named

@@ -92,14 +92,14 @@ class Graph:
             self.texts.pop(self._turns[call.parent].call.id, None)
         if (deleted := call.origin.shown.get(DELETED)) is not None:
             self.hidden.add(CallId(str(deleted)))
-        self.size += len(call.context)
+        self.size += len(call.prompt_suffix)
         context = tuple(map(Message.from_json, call.messages) if messages is None else messages)
         if answers is None:
             answers = [Message.from_json(generation.message) for generation in call.generations]
         for index, generation in enumerate(call.generations):
             self.size += len(generation.tokens)
             message = answers[index]
-            self._sampled_calls |= {call.id: call for call in message.tool_calls}
+            self._sampled_calls |= {sampled.id: sampled for sampled in message.tool_calls}
             turn = Turn(call.generation_id(index), call, context, message, generation)
             self._turns[turn.id] = turn
             self._after.setdefault(call.parent, []).append(turn)
@@ -128,6 +128,7 @@ class Graph:
                 echo = echo._replace(content=turn.message.content)
                 after = [Message("assistant", added, extends=True), *after]
             lossy = lossy or turn.message.loses_text_in(echo)
+            # 1 if the client names another recorded call as the origin of this turn.
             misnamed += echo.call != turn.call.id and echo.call in self.calls
             # Of turns that read the same: the one that the client names, or else the one that it
             # sends back unchanged, or else the newest, which comes first here.
@@ -143,10 +144,10 @@ class Graph:
         open_ends = [(turn, 0) for turn in self._after.get(None, [])]
         while open_ends:
             turn, start = open_ends.pop()
-            sampled = start + len(turn.call.context)
+            sampled = start + len(turn.call.prompt_suffix)
             end = sampled + len(turn.generation.tokens)
             if (
-                tuple(ids[start:sampled]) != turn.call.context
+                tuple(ids[start:sampled]) != turn.call.prompt_suffix
                 or tuple(ids[sampled:end]) != turn.generation.tokens
             ):
                 continue
@@ -175,10 +176,10 @@ class Graph:
             open_ends += [(t, after) for t in self._after.get(turn.id, [])]
         return best
 
-    def classify_raw_fork(self, turn: Turn | None, context: Sequence[int]) -> Fork | None:
+    def classify_raw_fork(self, turn: Turn | None, suffix: Sequence[int]) -> Fork | None:
         """Return why a raw prompt does not continue the attempt's only conversation, or None."""
         peers = self._after.get(turn.id if turn else None, [])
-        if any(peer.call.context == tuple(context) for peer in peers):
+        if any(peer.call.prompt_suffix == tuple(suffix) for peer in peers):
             return Fork.RESAMPLED
         if turn is not None:
             return Fork.BRANCH if peers else None
@@ -222,7 +223,7 @@ class Graph:
         """Return the whole stored sequence up to the end of a turn."""
         ids: list[int] = []
         for each in self.collect_path(turn):  # whole tuples at a time: there may be very many
-            ids += each.call.context
+            ids += each.call.prompt_suffix
             ids += each.generation.tokens
         return ids
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -63,7 +64,7 @@ ERRORS: list[tuple[type[WhetError], int, str]] = [
     (LeaseLost, 409, "attempt_ended"),
     (EngineBusy, 429, "engine_busy"),
     (EngineError, 503, "engine_error"),
-    (StoreError, 500, "store_error"),  # the store logs the first of failed writes
+    (StoreError, 500, "store_error"),
 ]
 """Status and code of each error; the first class that fits counts."""
 
@@ -236,11 +237,19 @@ def build_route(path: str, errors: ErrorFormat = OPENAI_ERRORS, **handlers: Hand
 
 def classify_error(error: WhetError) -> WireError:
     """Return the status, code and message of an error."""
-    for kind, status, code in ERRORS:
-        if isinstance(error, kind):
-            return WireError(status, code, str(error))
+    status, code = next(
+        ((status, code) for kind, status, code in ERRORS if isinstance(error, kind)),
+        (500, "internal_error"),
+    )
+    if status == 500:
+        _log_once(str(error))
+    return WireError(status, code, str(error))
+
+
+@lru_cache(maxsize=64)
+def _log_once(error: str) -> None:
+    """Log an error the first time: one of the store, such as a full disk, may fail every call."""
     logger.error("call failed error=%s", error)
-    return WireError(500, "internal_error", str(error))
 
 
 def build_router(routes: list[Route], **unknown: Handler) -> ASGIApp:

@@ -244,10 +244,10 @@ def _is_default(value: JsonValue, schema: JsonValue) -> bool:
 
 
 def find_omissions(
-    left_out: frozenset[Omission], messages: Sequence[Message], request: Sequence[Message]
+    omissions: frozenset[Omission], messages: Sequence[Message], request: Sequence[Message]
 ) -> tuple[Omission, ...]:
     """Return the parts of a request that its prompt lacks; its last `messages` are rendered."""
-    found = [omission for omission in Omission if omission in left_out]
+    found = [omission for omission in Omission if omission in omissions]
     found = [omission for omission in found if _occurs(omission, messages, request)]
     # Sampled turns are served as they were sampled, without the name that an echo may have.
     echoes = request[: len(request) - len(messages)]

@@ -52,7 +52,7 @@ ChunkCallback = Callable[[int, TokenChunk], Awaitable[None]]
 """Called with the index of a choice and the tokens it has sampled next."""
 
 
-class _Placement(NamedTuple):
+class _PrefixMatch(NamedTuple):
     """The stored turn that a request continues, and what of the request is new."""
 
     turn: Turn | None
@@ -79,12 +79,13 @@ class CallPipeline:
         context_length: int | None = None,
         prepare: Callable[[Attempt], Awaitable[None]] | None = None,
         policy: str = "",
-        beside: "CallPipeline | None" = None,
+        shares_with: "CallPipeline | None" = None,
     ) -> None:
         """`prepare` returns once the engine has loaded the weights for an attempt.
 
         Where a gateway serves several policies, calls are recorded with the name of the `policy`,
-        and those of one attempt are in one graph: that of the pipeline `beside` this one.
+        and those of one attempt are in one graph: a pipeline has the graphs and the retries of the
+        one that it `shares_with`.
         """
         self.renderer = renderer
         self.context_length = context_length
@@ -96,8 +97,10 @@ class CallPipeline:
         self._engine = engine
         self._prepare = prepare
         self._policy = policy
-        self._retries = beside._retries if beside else RetryTracker()
-        self._sessions = beside._sessions if beside else Sessions(log, self._retries.evict)
+        self._retries = shares_with._retries if shares_with else RetryTracker()
+        self._sessions = (
+            shares_with._sessions if shares_with else Sessions(log, self._retries.evict)
+        )
         self._prompts = PromptCache()
         self._instance = secrets.token_hex(8)
         self._numbers = count(1)
@@ -114,20 +117,20 @@ class CallPipeline:
     async def render(
         self, source: RequestSource, request: ModelRequest, graph: Graph
     ) -> PreparedCall:
-        """Place the request in the graph and render what is new; a retry gets its recorded call."""
+        """Find the prefix in the graph and render the rest; a retry gets its recorded call."""
         if (recorded := await self._find_recorded(source)) is not None:
             return _replay(recorded, request, await self._sessions.load_graph(recorded.attempt))
         if self._prepare is not None and source.attempt is not None:
             await self._prepare(source.attempt)
         self._check_length(request)
         root, created = _digest_root(source.model, request), time.time()
-        place, prompt = await self._place(request, root, graph, created, size=source.size)
-        context = tuple(prompt.ids)
-        tokens = (*graph.collect_tokens(place.turn), *context)
+        match, prompt = await self._match_prefix(request, root, graph, created, size=source.size)
+        suffix = tuple(prompt.ids)
+        tokens = (*graph.collect_tokens(match.turn), *suffix)
         fork = (
-            graph.classify_raw_fork(place.turn, context) if request.raw is not None else place.fork
+            graph.classify_raw_fork(match.turn, suffix) if request.raw is not None else match.fork
         )
-        text: dict[str, JsonValue] = {TEXT: place.raw} if isinstance(place.raw, str) else {}
+        text: dict[str, JsonValue] = {TEXT: match.raw} if isinstance(match.raw, str) else {}
         return PreparedCall(
             id=self._create_id(),
             attempt=source.attempt.id if source.attempt else None,
@@ -135,9 +138,9 @@ class CallPipeline:
             sampling=self._merge_sampling(request, source.attempt, tokens),
             tokens=tokens,
             root=root,
-            parent=place.turn.id if place.turn else None,
-            messages=tuple(place.messages),
-            context=context,
+            parent=match.turn.id if match.turn else None,
+            messages=tuple(match.messages),
+            prompt_suffix=suffix,
             text=prompt.text,
             origin=Origin.unchecked(
                 dialect=source.dialect,
@@ -147,8 +150,8 @@ class CallPipeline:
                 tools=tuple(map(_read_tool_name, request.tools)),
                 request=source.request,
                 fork=fork,
-                lossy=place.lossy or any(OMITTED_IMAGE in m.content for m in place.messages),
-                omitted=find_omissions(self.renderer.left_out, place.messages, request.messages),
+                lossy=match.lossy or any(OMITTED_IMAGE in m.content for m in match.messages),
+                omitted=find_omissions(self.renderer.omissions, match.messages, request.messages),
                 shown={**request.shown, **text},
             ),
             created=created,
@@ -232,7 +235,7 @@ class CallPipeline:
             parent=None,
             root=call.root,
             messages=(),
-            context=(),
+            prompt_suffix=(),
             prompt_length=0,
             prompt_digest=digest_tokens(()).hexdigest(),
             generations=(),
@@ -273,46 +276,46 @@ class CallPipeline:
                 f"{self.context_length} tokens"
             )
 
-    async def _place(
+    async def _match_prefix(
         self, request: ModelRequest, root: str, graph: Graph, now: float, *, size: int
-    ) -> tuple[_Placement, RenderedPrompt]:
+    ) -> tuple[_PrefixMatch, RenderedPrompt]:
         """Find the turn that a request continues, and render what follows it."""
         if isinstance(request.raw, str):
             text = graph.find_text(root, request.raw, self._decode_sampled)
             ids = self.renderer.template.encode(text.rest)
-            return _Placement(text.turn, raw=text.rest), RenderedPrompt("", ids)
+            return _PrefixMatch(text.turn, raw=text.rest), RenderedPrompt("", ids)
         if request.raw is not None:
             turn = graph.find_tokens(request.raw)
             ids = request.raw[len(graph.collect_tokens(turn)) :]
-            return _Placement(turn, raw=ids), RenderedPrompt("", ids)
+            return _PrefixMatch(turn, raw=ids), RenderedPrompt("", ids)
         messages = graph.restore_calls(request.messages, request.tools)
         request = request._replace(messages=messages)
         found = graph.find(root, request.messages)
-        place = _Placement(
+        match = _PrefixMatch(
             found.turn, found.rest, graph.classify_fork(found, root), lossy=found.lossy
         )
         key = (root, request.messages)
-        if place.turn is None and (cached := self._prompts.get(key)) is not None:
-            return place, cached
+        if match.turn is None and (cached := self._prompts.get(key)) is not None:
+            return match, cached
         if size > LARGE_REQUEST_BYTES:
-            place, prompt = await to_thread.run_sync(self._render, place, request, graph, now)
+            match, prompt = await to_thread.run_sync(self._render, match, request, graph, now)
         else:
-            place, prompt = self._render(place, request, graph, now)
-        if place.turn is None and not self.renderer.template.depends_on_time:
+            match, prompt = self._render(match, request, graph, now)
+        if match.turn is None and not self.renderer.template.depends_on_time:
             self._prompts.put(key, prompt)
-        return place, prompt
+        return match, prompt
 
     def _render(
-        self, place: _Placement, request: ModelRequest, graph: Graph, now: float
-    ) -> tuple[_Placement, RenderedPrompt]:
+        self, match: _PrefixMatch, request: ModelRequest, graph: Graph, now: float
+    ) -> tuple[_PrefixMatch, RenderedPrompt]:
         """Render what follows a stored turn; a fork where the template does not continue it."""
-        if place.turn is not None:
-            path, text = graph.collect_path(place.turn), graph.texts.get(place.turn.call.id)
-            suffix = self.renderer.render_suffix(path, place.messages, request.tools, text)
+        if match.turn is not None:
+            path, text = graph.collect_path(match.turn), graph.texts.get(match.turn.call.id)
+            suffix = self.renderer.render_suffix(path, match.messages, request.tools, text)
             if not isinstance(suffix, Mismatch):
-                return place, suffix
-            place = _Placement(None, request.messages, fork=suffix.fork)
-        return place, self.renderer.render_full(request.messages, request.tools, now)
+                return match, suffix
+            match = _PrefixMatch(None, request.messages, fork=suffix.fork)
+        return match, self.renderer.render_full(request.messages, request.tools, now)
 
     def _decode_sampled(self, turn: Turn) -> str:
         """Return the text a turn sampled, as a client would append it to the prompt."""
@@ -400,11 +403,11 @@ def _replay(call: Call, request: ModelRequest, graph: Graph) -> PreparedCall:
         attempt=call.attempt,
         request=request,
         sampling=call.generations[0].sampling,
-        tokens=(*graph.collect_tokens(parent), *call.context),
+        tokens=(*graph.collect_tokens(parent), *call.prompt_suffix),
         root=call.root,
         parent=call.parent,
         messages=tuple(Message.from_json(m) for m in call.messages),
-        context=call.context,
+        prompt_suffix=call.prompt_suffix,
         origin=call.origin,
         created=call.created,
         recorded=call,
@@ -421,7 +424,7 @@ def _build_call(
         parent=call.parent,
         root=call.root,
         messages=tuple([m.to_json() for m in call.messages]),
-        context=call.context,
+        prompt_suffix=call.prompt_suffix,
         prompt_length=len(call.tokens),
         prompt_digest=digest_tokens(call.tokens).hexdigest(),
         generations=tuple([_build_generation(call, index, *pair) for index, pair in pairs]),

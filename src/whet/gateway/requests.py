@@ -48,7 +48,7 @@ class RequestSource(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """A call that is ready to be sampled: its prompt, and its place in the attempt's graph."""
+    """A call that is ready to be sampled: its prompt, and the turn of the graph it continues."""
 
     id: CallId
     attempt: AttemptId | None
@@ -61,7 +61,7 @@ class PreparedCall(NamedTuple):
     parent: GenerationId | None
     messages: tuple[Message, ...]
     """Messages after the parent's."""
-    context: tuple[int, ...]
+    prompt_suffix: tuple[int, ...]
     """Prompt tokens after the parent's."""
     origin: Origin
     created: float

@@ -29,7 +29,7 @@ class EventStream:
         self._reply = reply
         self._decoders = [_build_decoder(renderer, call) for _ in range(call.request.n)]
         """One for each choice."""
-        self._unended = call.request.n
+        self._unfinished = call.request.n
         """Number of choices that are still sampled."""
         self._unsent = reply.build_first_events()
         """Events that the next write sends first."""
@@ -48,14 +48,14 @@ class EventStream:
                 pinger.cancel()
 
     async def send_chunk(self, index: int, chunk: TokenChunk) -> None:
-        """Send the next tokens of a choice; the last ones of all leave with the next write."""
+        """Send the next tokens of a choice. `finish` sends those that end the last choice."""
         events = self._reply.build_chunk_events(
             index, chunk, self._decoders[index].feed(chunk.tokens)
         )
-        self._unended -= chunk.stop is not None
-        if self._unended:
+        self._unfinished -= chunk.stop is not None
+        if self._unfinished:
             await self._write(events)
-        else:  # what follows them is not far, and each write wakes the client
+        else:  # `finish` sends them: each write wakes the client
             self._unsent += events
 
     async def finish(self, completed: CompletedCall) -> None:

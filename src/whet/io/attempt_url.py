@@ -50,7 +50,7 @@ def parse_attempt_ids(url: str) -> AttemptIds:
 
 
 def shorten_attempt_urls(text: str) -> str:
-    """Write `llm.base_url` for the base URL of an attempt, which is another for each attempt."""
+    """Replace the base URL of an attempt, which differs between attempts, by `llm.base_url`."""
     return _URL.sub(lambda url: f"llm.base_url{url['agent'] or ''}", text)
 
 

@@ -77,10 +77,10 @@ def _sync(path: Path) -> None:
 def stat_files(folder: Path) -> list[os.stat_result]:
     """Stat all files below a folder, except those that another process deletes meanwhile."""
     found: list[os.stat_result] = []
-    for place, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                found.append(os.stat(os.path.join(place, name)))
+                found.append(os.stat(os.path.join(parent, name)))
     return found
 
 

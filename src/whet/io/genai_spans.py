@@ -159,7 +159,7 @@ async def build_calls_from_spans(
             parent=None,
             root="span",
             messages=(),
-            context=prompt,
+            prompt_suffix=prompt,
             prompt_length=len(prompt),
             prompt_digest=digest_tokens(prompt).hexdigest(),
             generations=(

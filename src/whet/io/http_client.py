@@ -25,7 +25,7 @@ KEEPALIVE_S = 4.0
 """How long an idle connection is kept: shorter than the 5 s after which uvicorn closes one, since
 a request on a connection that is being closed fails."""
 
-Body = bytes | AsyncIterable[bytes]
+RequestBody = bytes | AsyncIterable[bytes]
 
 
 class TransportError(Exception):
@@ -80,7 +80,7 @@ class HttpClient:
         url: str,
         *,
         json: object = None,
-        body: Body | None = None,
+        body: RequestBody | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         max_bytes: int | None = None,
@@ -105,7 +105,7 @@ class HttpClient:
         url: str,
         *,
         json: object = None,
-        body: Body | None = None,
+        body: RequestBody | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> "AsyncGenerator[aiohttp.ClientResponse]":
         """Send a request; the response's body is read inside. Leaving early disconnects.

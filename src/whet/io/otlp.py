@@ -243,7 +243,7 @@ async def ingest(
         if not attempt:
             reasons.append(f"the span names no attempt: set the attribute {ATTEMPT!r} or use a key")
         elif sender.is_bound and attempt != sender.attempt:
-            reasons.append(f"this key is not of attempt {attempt!r}")
+            reasons.append(f"this API key does not belong to attempt {attempt!r}")
         else:
             by_attempt[attempt].append(span)
     accepted = 0

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -15,6 +16,9 @@ from anyio.abc import TaskStatus
 
 SUPERVISED = "WHET_SUPERVISED"
 """Variable that a supervisor sets; its death closes our stdin."""
+REPEAT_S = 1.0
+"""Seconds in which a second signal counts as part of the first: `timeout` and many supervisors
+signal a process and, right after, its group."""
 
 
 class Stop:
@@ -51,11 +55,14 @@ async def handle_stop_signals() -> AsyncGenerator[Stop]:
     async def listen(*, task_status: TaskStatus[None]) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
+            first_s = float("-inf")
             async for _ in signals:
-                if stop.requested.is_set():
+                if stop.requested.is_set() and time.monotonic() - first_s > REPEAT_S:
                     sys.stdout.flush()
                     os._exit(130)
-                stop.request()
+                if not stop.requested.is_set():
+                    first_s = time.monotonic()
+                    stop.request()
 
     async with create_task_group() as tasks:
         await tasks.start(listen)
@@ -72,14 +79,22 @@ def treat_sigterm_as_interrupt() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    last_s = float("-inf")
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal last_s
+        if (now_s := time.monotonic()) - last_s > REPEAT_S:
+            last_s = now_s
+            _interrupt()
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not of Python
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)  # an event loop may have a handler of its own

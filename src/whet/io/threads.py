@@ -14,6 +14,8 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 import anyio
 from anyio.from_thread import start_blocking_portal
 
+from whet.io.process import REPEAT_S
+
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
@@ -21,9 +23,9 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter lock while others wait for it. An engine needs the
 lock between any two passes, and Python's 5 ms are longer than a pass."""
 
-REPEAT_S = 1.0
-"""Seconds in which a second interrupt counts as part of the first: `timeout` and many supervisors
-signal a process and, right after, its group."""
+_short_turns: list[float] = []
+"""The switch interval before each open block of `shorten_thread_turns`."""
+_short_turns_lock = threading.Lock()
 
 Resolution = tuple[asyncio.Future[Any], Any]
 """A future and its result; an exception is raised for the task that awaits it."""
@@ -32,12 +34,18 @@ Resolution = tuple[asyncio.Future[Any], Any]
 @contextmanager
 def shorten_thread_turns() -> Generator[None]:
     """Let the threads of this process take turns at the interpreter lock quickly."""
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with _short_turns_lock:
+        _short_turns.append(sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         yield
     finally:
-        sys.setswitchinterval(interval_s)
+        with _short_turns_lock:
+            # Blocks may end in another order than they began: the last one restores the interval.
+            first_s = _short_turns[0]
+            _short_turns.pop()
+            if not _short_turns:
+                sys.setswitchinterval(first_s)
 
 
 def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
@@ -60,6 +68,19 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
         raise unwrap_group(group) from group
 
 
+class _MergedInterrupts:
+    """Handler of Ctrl-C that passes on the first of several at once."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self._handler = handler
+        self._last_s = float("-inf")
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if (now_s := time.monotonic()) - self._last_s > REPEAT_S:
+            self._last_s = now_s
+            self._handler(number, frame)
+
+
 async def _run_interruptible(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
     with _merge_interrupts():
         return await work(*args)
@@ -75,14 +96,7 @@ def _merge_interrupts() -> Generator[None]:
     if (before := _find_runner_handler()) is None:
         yield
         return
-    last_s = float("-inf")
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal last_s
-        if (now_s := time.monotonic()) - last_s > REPEAT_S:
-            last_s = now_s
-            before(number, frame)
-
+    interrupt = _MergedInterrupts(before)
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
@@ -108,14 +122,17 @@ def _interruptible_wait() -> Generator[None]:
 
 
 def _find_runner_handler() -> Callable[[int, FrameType | None], object] | None:
-    """The handler of Ctrl-C if it is asyncio's, and this the main thread, which may change it."""
+    """The handler of Ctrl-C if it is asyncio's or merges for it, and this is the main thread."""
     handler = signal.getsignal(signal.SIGINT)
     method = getattr(handler, "func", None)  # of a partial
     is_main = threading.current_thread() is threading.main_thread()
     if (
         is_main
         and callable(handler)
-        and isinstance(getattr(method, "__self__", None), asyncio.Runner)
+        and (
+            isinstance(handler, _MergedInterrupts)
+            or isinstance(getattr(method, "__self__", None), asyncio.Runner)
+        )
     ):
         return handler
     return None
@@ -192,7 +209,7 @@ def _set(events: Iterable[LoopEvent]) -> None:
 
 def _resolve(resolutions: Iterable[Resolution]) -> None:
     for future, result in resolutions:
-        if future.done():  # cancelled meanwhile
+        if future.done():  # canceled meanwhile
             continue
         if isinstance(result, BaseException):
             future.set_exception(result)

@@ -12,7 +12,7 @@ from whet.models.transfer import copy_to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Shaping:
+class SamplingTransform:
     """Temperature, top-p and top-k of some positions, one entry per position."""
 
     temperature_N: Tensor
@@ -29,7 +29,7 @@ class Shaping:
         cls,
         settings: Sequence[tuple[float, float, int]] | NDArray[np.float64],
         device: torch.device | str,
-    ) -> "Shaping":
+    ) -> "SamplingTransform":
         """Build from (temperature, top_p, top_k) of each position, as tuples or an array (N, 3)."""
         temperature_N, top_p_N, top_k_N = np.array(settings, np.float64).T
         # Greedy sampling takes the most likely token whatever top-p and top-k cut off, and its
@@ -51,9 +51,9 @@ class Shaping:
         """The divisor of the logits: the temperature, or 1 where greedy."""
         return self.temperature_N.masked_fill(self.temperature_N == 0, 1.0)[:, None]
 
-    def select(self, which: slice | Tensor) -> "Shaping":
+    def select(self, which: slice | Tensor) -> "SamplingTransform":
         """Select positions by slice or by index."""
-        return Shaping(
+        return SamplingTransform(
             self.temperature_N[which],
             self.top_p_N[which],
             self.top_k_N[which],
@@ -61,7 +61,7 @@ class Shaping:
             self.truncates,
         )
 
-    def to(self, device: torch.device) -> "Shaping":
+    def to(self, device: torch.device) -> "SamplingTransform":
         """Copy to a device's memory."""
         return replace(
             self,
@@ -72,7 +72,7 @@ class Shaping:
 
 
 def compute_log_probs(
-    logits_NV: Tensor, shaping: Shaping, sampled_N: Tensor | None = None
+    logits_NV: Tensor, transform: SamplingTransform, sampled_N: Tensor | None = None
 ) -> Tensor:
     """Compute log-probabilities in fp32 of the distribution that is actually sampled from.
 
@@ -81,28 +81,28 @@ def compute_log_probs(
     rounds differently would put them just past the edge.
     """
     logits_NV = logits_NV.float()
-    if shaping.scales:
-        logits_NV = logits_NV / shaping.divisor_N1
+    if transform.scales:
+        logits_NV = logits_NV / transform.divisor_N1
     logp_NV = torch.log_softmax(logits_NV, dim=-1)
-    if not shaping.truncates:
+    if not transform.truncates:
         return logp_NV
-    kept_NV = _select_kept(logp_NV.detach(), shaping)
+    kept_NV = _select_kept(logp_NV.detach(), transform)
     if sampled_N is not None:
         kept_NV = kept_NV.scatter(1, sampled_N[:, None], True)
     return torch.log_softmax(logp_NV.masked_fill(~kept_NV, float("-inf")), dim=-1)
 
 
-def _select_kept(logp_NV: Tensor, shaping: Shaping) -> Tensor:
+def _select_kept(logp_NV: Tensor, transform: SamplingTransform) -> Tensor:
     """Mask of kept tokens: the k most probable, then the fewest of those with top-p mass."""
     vocabulary = logp_NV.shape[1]
     order_NV = logp_NV.argsort(dim=-1, descending=True, stable=True)
     sorted_NV = logp_NV.gather(1, order_NV)
     rank_V = torch.arange(vocabulary, device=logp_NV.device)
-    k_N1 = shaping.top_k_N.masked_fill(shaping.top_k_N == 0, vocabulary)[:, None]
+    k_N1 = transform.top_k_N.masked_fill(transform.top_k_N == 0, vocabulary)[:, None]
     in_k_NV = rank_V[None, :] < k_N1
     mass_NV = torch.softmax(sorted_NV.masked_fill(~in_k_NV, float("-inf")), dim=-1)
     before_NV = mass_NV.cumsum(dim=-1) - mass_NV
-    top_p_N1 = shaping.top_p_N[:, None]
+    top_p_N1 = transform.top_p_N[:, None]
     # The sum may round up to 1 before the last token, but top-p 1 must keep all tokens.
     kept_sorted_NV = in_k_NV & ((before_NV < top_p_N1) | (top_p_N1 >= 1))
     kept_sorted_NV[:, 0] = True

@@ -51,7 +51,7 @@ def write_full(weights: Path, folder: Path, *, base: Path) -> None:
         _copy_renamed(weights, partial / "model.safetensors", str)
 
 
-def read_parameter_name(name: str) -> str:
+def convert_parameter_name(name: str) -> str:
     """The parameter that a tensor of a PEFT adapter's file is for."""
     return re.sub(r"\.(lora_[AB])\.", rf".\1{ADAPTER_INFIX}.", name)
 

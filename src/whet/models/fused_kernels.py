@@ -82,11 +82,11 @@ def rms_norm_grad(
 
 @triton.jit
 def _scatter_add(values, index, sums, size, width, TILE: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = place < size
-    value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
-    target = tl.load(index + place // width, mask=inside, other=0)
-    tl.atomic_add(sums + target * width + place % width, value, mask=inside, sem="relaxed")
+    offset = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = offset < size
+    value = tl.load(values + offset, mask=inside, other=0.0).to(tl.float32)
+    target = tl.load(index + offset // width, mask=inside, other=0)
+    tl.atomic_add(sums + target * width + offset % width, value, mask=inside, sem="relaxed")
 
 
 def scatter_add(values_MW: Tensor, index_M: Tensor, rows: int) -> Tensor:

@@ -183,13 +183,16 @@ class LocalPolicy:
         """Load what `write_weights` wrote, bit for bit.
 
         Raises:
-            EngineError: the file cannot be read or is of another model; nothing was changed.
+            EngineError: the file cannot be read or belongs to another model; nothing was changed.
         """
         parameters = self.get_trainable()
         with boundary(EngineError, f"cannot load the weights {str(file)!r}"):
             weights = safetensors.load_file(file)
         if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in parameters.items()}:
-            raise EngineError(f"the weights {str(file)!r} are of another model or other settings")
+            raise EngineError(
+                f"the weights {str(file)!r} belong to another model or were written with other "
+                "settings"
+            )
         with self.update(version), torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
@@ -420,7 +423,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
     config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"the model in {str(folder)!r} is of kind {config.model_type!r}: expected one that "
+            f"the model in {str(folder)!r} has model_type {config.model_type!r}: expected one that "
             "transformers loads as a causal language model"
         )
     return config.get_text_config()
@@ -430,8 +433,8 @@ def _read_context_length(config: PretrainedConfig) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ConfigError(
-            f"the config of a model of kind {config.model_type!r} lacks max_position_embeddings, "
-            "by which its context is limited: add it to config.json"
+            f"the config of a model with model_type {config.model_type!r} lacks "
+            "max_position_embeddings, by which its context is limited: add it to config.json"
         )
     return length
 

@@ -34,7 +34,7 @@ from whet.runners.environments.hosted_agent import EnvironmentAgent
 from whet.runners.executors.command import CommandAgent
 from whet.runners.executors.executor import Evicted, Executor
 from whet.runners.executors.http_service import Service
-from whet.runners.executors.in_process import AgentSandbox, InProcessExecutor
+from whet.runners.executors.in_process import InProcessExecutor, UserCodeRunner
 from whet.runners.executors.process_pool import ProcessPool
 from whet.runners.hooks import Hooks, check_hook
 from whet.runners.loading import get_spec
@@ -54,7 +54,7 @@ MAX_PROCESSES = 12
 FAILURE_KINDS: dict[type[AttemptError], FailureKind] = {
     AgentFailed: FailureKind.AGENT,
     AttemptTimeout: FailureKind.TIMEOUT,
-    BadReward: FailureKind.REWARD,
+    BadReward: FailureKind.BAD_REWARD,
 }
 
 PROMPT_TOO_LONG = re.compile(
@@ -95,7 +95,7 @@ class AttemptExecution:
         return AttemptContext(attempt, connection.endpoint, is_alone=self._is_alone), connection
 
     async def run(self, context: AttemptContext, connection: Connection) -> Outcome:
-        """Run the agent and return the outcome. Cancelling this call stops the agent."""
+        """Run the agent and return the outcome. Canceling this call stops the agent."""
         try:
             await self._hooks.before(context)
             reward = await self._executor.run(context, await self._get_resources(context.attempt))
@@ -120,7 +120,7 @@ class AttemptExecution:
         if isinstance(error, AgentFailed) and (
             PROMPT_TOO_LONG.search(str(error)) or await self._has_ended_with_full_context(attempt)
         ):
-            return FailureKind.CONTEXT
+            return FailureKind.CONTEXT_LENGTH
         return next(kind for cls, kind in FAILURE_KINDS.items() if isinstance(error, cls))
 
     async def _has_ended_with_full_context(self, attempt: AttemptId) -> bool:
@@ -157,8 +157,8 @@ async def open_attempt_execution(
         ConfigError: the agent cannot be loaded, in this process or in another, or a hook raised.
     """
     checked_hooks = [check_hook(hook) for hook in hooks]
-    sandbox = AgentSandbox(config.concurrency)
-    hook_runner = HookRunner(checked_hooks, sandbox)
+    user_code = UserCodeRunner(config.concurrency)
+    hook_runner = HookRunner(checked_hooks, user_code)
     executor: Executor | None = None
     try:
         if processes := count_processes(agent, config):
@@ -170,7 +170,7 @@ async def open_attempt_execution(
         else:
             if config.tracer:
                 install_tracer(config.tracer)
-            executor = InProcessExecutor(inspect_agent(agent), sandbox)
+            executor = InProcessExecutor(inspect_agent(agent), user_code)
         await hook_runner.on_start(name)
         is_alone = config.concurrency == 1  # in this process; a pool decides it by process
         yield AttemptExecution(executor, hook_runner, endpoints, store, is_alone=is_alone)
@@ -179,7 +179,7 @@ async def open_attempt_execution(
             await hook_runner.on_end(name)
             if executor is not None:
                 await executor.close()
-            await sandbox.close()
+            await user_code.close()
 
 
 def count_processes(agent: Agent, config: RunnerConfig) -> int:
@@ -233,9 +233,9 @@ def _build_failed_outcome(kind: FailureKind, error: Exception) -> Outcome:
 class HookRunner:
     """Calls hooks: in order before an attempt, in reverse order after it."""
 
-    def __init__(self, hooks: Sequence[Hooks], sandbox: AgentSandbox) -> None:
+    def __init__(self, hooks: Sequence[Hooks], user_code: UserCodeRunner) -> None:
         self._hooks = tuple(hooks)
-        self._sandbox = sandbox
+        self._user_code = user_code
         self._started: list[Hooks] = []
 
     async def on_start(self, runner: str) -> None:
@@ -274,10 +274,10 @@ class HookRunner:
 
     async def _call(self, context: AttemptContext, hook: Callable[[], Any]) -> None:
         async def work() -> float:
-            await self._sandbox.call(hook, is_async=_is_async_hook(hook))
+            await self._user_code.call(hook, is_async=_is_async_hook(hook))
             return 0.0
 
-        await self._sandbox.run(context.copy_for_hook(), work, HOOK_TIMEOUT_S)
+        await self._user_code.run(context.copy_for_hook(), work, HOOK_TIMEOUT_S)
 
 
 def _describe_hook_error(error: WhetError) -> str:

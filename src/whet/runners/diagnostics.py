@@ -109,7 +109,7 @@ class Diagnostics:
         if refusals := find_refusals(spans):
             reason = refusals[0].message
             if "failed" not in self._reported and _is_reason(reason, outcome):
-                self._reported.add("refused")  # by the first failure, which follows
+                self._reported.add("refused")  # the failure that follows has the same reason
             rollout = attempt.rollout.id
             return {
                 "refused": f"the gateway refused the model calls of rollout {rollout}: {reason}"

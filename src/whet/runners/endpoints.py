@@ -71,13 +71,13 @@ class RemoteEndpoints(Endpoints):
         mint_reward_key: Callable[[AttemptId], str],
         *,
         addresses: Sequence[GatewayAddress] = (),
-        report: Callable[[str], None] = logger.info,
+        progress: Callable[[str], None] = logger.info,
     ) -> None:
         self._resources = resources
         self._mint_key = mint_key
         self._mint_reward_key = mint_reward_key
         self._fixed = tuple(addresses)
-        self._report = report
+        self._progress = progress
         self._live: dict[GatewayAddress, str] = {}
         """Gateways that answered the last health check, and the ids of their processes."""
         self._checked = -HEALTH_TTL_S
@@ -116,11 +116,11 @@ class RemoteEndpoints(Endpoints):
             if pause == FIRST_PAUSE_S:
                 fixed = ", ".join(address.url for address in self._fixed)
                 where = fixed or "none is registered in the store"
-                self._report(f"waiting for a gateway to answer: {where}")
+                self._progress(f"waiting for a gateway to answer: {where}")
             await anyio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         if pause > FIRST_PAUSE_S:
-            self._report(f"gateway {', '.join(address.url for address in self._live)} answers")
+            self._progress(f"gateway {', '.join(address.url for address in self._live)} answers")
 
     async def _check_all(self) -> bool:
         """Check every known gateway; returns whether any is live."""

@@ -29,7 +29,7 @@ def load_function(spec: str, kind: str = "agent") -> object:
     Raises:
         ConfigError: the name does not exist, or its module cannot be imported.
     """
-    place, colon, name = spec.rpartition(":")
+    source, colon, name = spec.rpartition(":")
     if not colon:
         is_program = kind == "agent" and not spec.endswith(".py") and Path(spec).is_file()
         other = "; a program in another language is a command after `--`" if is_program else ""
@@ -38,16 +38,16 @@ def load_function(spec: str, kind: str = "agent") -> object:
         )
     with boundary(ConfigError, f"cannot import the {kind} {spec!r}"):
         try:
-            module = import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+            module = import_file(Path(source)) if source.endswith(".py") else _import_module(source)
         except SystemExit as error:
             raise ConfigError(
-                f"{place!r} ends the process when it is imported: put what it runs as a program "
+                f"{source!r} ends the process when it is imported: put what it runs as a program "
                 'under `if __name__ == "__main__":`'
             ) from error
     if name not in vars(module):
         close = difflib.get_close_matches(name, vars(module), n=1)
         hint = f", did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"{place!r} has no {name!r}{hint}")
+        raise ConfigError(f"{source!r} has no {name!r}{hint}")
     return vars(module)[name]
 
 
@@ -66,19 +66,19 @@ def get_spec(agent: object) -> str:
     """
     if isinstance(agent, EnvironmentAgent):
         return f"{ENVIRONMENT}{agent.spec}"
-    name, place = get_name(agent), getattr(agent, "__module__", None)
+    name, module_name = get_name(agent), getattr(agent, "__module__", None)
     has_name = isinstance(agent, type) or hasattr(agent, "__qualname__")
-    module = sys.modules.get(place or "")
+    module = sys.modules.get(module_name or "")
     if module is not None and not has_name:  # an object: by the variable that holds it
         name = next((key for key, value in vars(module).items() if value is agent), "")
-    if module is None or place == "__main__" or vars(module).get(name) is not agent:
+    if module is None or module_name == "__main__" or vars(module).get(name) is not agent:
         raise ConfigError(
-            f"processes import an agent by its name: {get_name(agent)!r} of {place!r} is not at "
-            "the top level of a module; put it into a file of its own, and import it"
+            f"processes import an agent by its name: {get_name(agent)!r} of {module_name!r} is not "
+            "at the top level of a module; put it into a file of its own, and import it"
         )
-    if place and place.startswith(FILE_PREFIX):
+    if module_name and module_name.startswith(FILE_PREFIX):
         return f"{module.__file__}:{name}"
-    return f"{place}:{name}"
+    return f"{module_name}:{name}"
 
 
 def _import_module(name: str) -> ModuleType:

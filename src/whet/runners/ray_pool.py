@@ -112,14 +112,14 @@ class RunnerPool:
         name: str,
         cpus: float,
         grace_s: float,
-        report: Callable[[str], None],
+        progress: Callable[[str], None],
     ) -> None:
         self._arguments = arguments
         self._environment = environment
         self._tasks = tasks
         self._name = name
         self._grace_s = grace_s
-        self._report = report
+        self._progress = progress
         self._runners: dict[int, PooledRunner] = {}
         ray = _import_ray()
         # A node with its runners may be gone at any time: start again, elsewhere, as often.
@@ -185,7 +185,7 @@ class RunnerPool:
             return
         if not runner.is_leaving:
             free = _import_ray().available_resources().get("CPU", 0.0)
-            self._report(
+            self._progress(
                 f"runner {self._name}-{number} waits for a place: the cluster has {free:g} CPUs "
                 "free; add nodes, or scale down"
             )
@@ -197,7 +197,7 @@ class RunnerPool:
                 await runner.actor.stop.remote()
             await runner.gone.wait()
             return
-        self._report(f"runner {self._name}-{number} did not leave: killed")
+        self._progress(f"runner {self._name}-{number} did not leave: killed")
         _import_ray().kill(runner.actor)
 
 
@@ -224,7 +224,7 @@ async def open_pool(
     name: str,
     cpus: float,
     grace_s: float,
-    report: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> AsyncGenerator[RunnerPool]:
     """Open an empty pool on the connected cluster; its runners leave at the end of the block.
 
@@ -242,7 +242,7 @@ async def open_pool(
                 name=name,
                 cpus=cpus,
                 grace_s=grace_s,
-                report=report,
+                progress=progress,
             )
             try:
                 yield pool

@@ -18,7 +18,7 @@ from whet.errors import LeaseLost, NotFound
 from whet.protocols import (
     AttemptWatch,
     CallLog,
-    Directory,
+    Listings,
     Resources,
     RewardLog,
     RolloutQueue,
@@ -59,7 +59,7 @@ class RunnerStore(
     RewardLog,
     SpanLog,
     Resources,
-    Directory,
+    Listings,
     Protocol,
 ):
     """The protocols of a store that a runner uses."""
@@ -71,7 +71,7 @@ class Runner:
     Async agents share an event loop, sync ones get a thread each; with `processes` each attempt
     has a process. A failure is recorded on the attempt and the next one is claimed: a bad rollout
     is data, not a crash. An attempt that was ended in the store is stopped at once: an async
-    agent is cancelled, a process is killed, and a sync agent is left alone in its thread with a
+    agent is canceled, a process is killed, and a sync agent is left alone in its thread with a
     model that no longer answers it.
     """
 
@@ -117,7 +117,7 @@ class Runner:
         self._is_releasing = False
 
     async def run(self) -> None:
-        """Run attempts until cancelled, or until `drain` is called.
+        """Run attempts until canceled, or until `drain` is called.
 
         Raises:
             ConfigError: the agent cannot be loaded, in this process or in another.

@@ -46,14 +46,21 @@ def emit_object(value: object, name: str = "object", **attributes: JsonValue) ->
     _emit("emit_object", name, {**recorded, **attributes})
 
 
+def _check_attributes(attributes: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Copy attributes of a span. Raises ConfigError if they cannot be written as JSON."""
+    return {name: to_json_value(value) for name, value in attributes.items()}
+
+
 def to_json_value(value: object) -> JsonValue:
     """Convert a value to JSON. Raises ConfigError if it cannot be."""
     try:
         plain = to_jsonable_python(value)
-        return cast(JsonValue, to_jsonable_python(plain, inf_nan_mode="null"))  # also of models
+        converted = to_jsonable_python(plain, inf_nan_mode="null")  # also of models
+        json.dumps(converted)  # raises for an int that is too long to be written
+        return cast(JsonValue, converted)
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"emit_object needs a value that can be written as JSON; found {type(value).__name__}: "
+            f"expected a value that can be written as JSON, found {type(value).__name__}: "
             f"{' '.join(str(error).split())[:200]}"
         ) from error
 
@@ -63,13 +70,13 @@ class Operation:
 
     def __init__(self, name: str, attributes: dict[str, JsonValue]) -> None:
         self._name = name
-        self._attributes = dict(attributes)
+        self._attributes = _check_attributes(attributes)
         self._id = secrets.token_hex(8)
         self._started: tuple[AttemptContext, Token[str | None], int] | None = None
 
     def set(self, **attributes: JsonValue) -> None:
         """Add attributes to the span."""
-        self._attributes |= attributes
+        self._attributes |= _check_attributes(attributes)
 
     def __enter__(self) -> "Operation":
         context = get_current_attempt("operation")
@@ -188,7 +195,7 @@ def _emit(caller: str, name: str, attributes: dict[str, JsonValue]) -> None:
             name=name,
             start=now,
             end=now,
-            attributes=attributes,
+            attributes=_check_attributes(attributes),
             scope=SCOPE,
         )
     )

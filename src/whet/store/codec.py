@@ -32,7 +32,7 @@ class CallRow(NamedTuple):
     parent: str | None
     root: str
     messages: str
-    context: bytes
+    prompt_suffix: bytes
     prompt_length: int
     prompt_digest: str
     created: float
@@ -69,7 +69,7 @@ def pack_call(call: Call) -> PackedCall:
                 call.parent,
                 call.root,
                 to_json_fast(call.messages),
-                pack_tokens(call.context),
+                pack_tokens(call.prompt_suffix),
                 call.prompt_length,
                 call.prompt_digest,
                 call.created,
@@ -99,7 +99,7 @@ def unpack_call(packed: PackedCall) -> Call:
         parent=row.parent,
         root=row.root,
         messages=tuple(json.loads(row.messages)),
-        context=unpack_tokens(row.context),
+        prompt_suffix=unpack_tokens(row.prompt_suffix),
         prompt_length=row.prompt_length,
         prompt_digest=row.prompt_digest,
         generations=tuple(map(_unpack_generation, packed.generations)),

@@ -22,7 +22,7 @@ from whet.store.notify import Notifier
 logger = logging.getLogger(__name__)
 
 Item = WorkItem[Any]  # Any: items of all results share one queue
-Result = tuple[Item, Any]
+ItemResult = tuple[Item, Any]
 """An item and its result; a WhetError is raised for its caller."""
 
 MAX_SLEEP_S = 60.0
@@ -90,7 +90,7 @@ class Writer:
         self._thread.start()
 
     def submit(self, item: Item) -> None:
-        """Queue a change, from any thread; cancelling its future stops it before it has begun.
+        """Queue a change, from any thread; canceling its future stops it before it has begun.
 
         Raises:
             StoreClosed: the writer is closed.
@@ -179,8 +179,8 @@ class Writer:
                 _resolve(results)
                 return
 
-    def _commit(self, items: Sequence[Item], with_savepoints: bool) -> list[Result]:
-        results: list[Result] = []
+    def _commit(self, items: Sequence[Item], with_savepoints: bool) -> list[ItemResult]:
+        results: list[ItemResult] = []
         with self._errors(), self._turn:
             self._db.execute("BEGIN IMMEDIATE")
             if with_savepoints:
@@ -257,5 +257,5 @@ def _copy(error: StoreError) -> StoreError:
     return copy
 
 
-def _resolve(results: Iterable[Result]) -> None:
+def _resolve(results: Iterable[ItemResult]) -> None:
     resolve_all((item.future, result) for item, result in results if item.future is not None)

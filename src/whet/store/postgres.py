@@ -30,7 +30,7 @@ from whet.store.database import (
 from whet.store.group_commit import Writer
 from whet.store.notify import ALL, Notifier
 from whet.store.queries.queue import Queue
-from whet.store.schema import POSTGRES_VERSION, TABLES, find_upgrades
+from whet.store.schema import TABLES, VERSION, check_version
 from whet.store.sql_store import SQLStore
 
 try:
@@ -291,7 +291,7 @@ class PostgresStore(SQLStore):
 
 
 def create_tables(db: Db, schema: str) -> None:
-    """Create or upgrade the tables, in one transaction that other processes wait for."""
+    """Create the tables in one transaction, or check the version of those that exist."""
     db.execute("BEGIN")
     try:
         db.execute("SELECT pg_advisory_xact_lock(hashtext(?))", (f"whet/{schema}",))
@@ -301,11 +301,9 @@ def create_tables(db: Db, schema: str) -> None:
         if row is None:
             for statement in TABLES:
                 db.execute(with_postgres_types(statement))
-            db.execute("INSERT INTO schema_version VALUES (?)", (POSTGRES_VERSION,))
-        elif upgrades := find_upgrades(schema, row[0], POSTGRES_VERSION):
-            for statement in upgrades:
-                db.execute(statement)
-            db.execute("UPDATE schema_version SET version = ?", (POSTGRES_VERSION,))
+            db.execute("INSERT INTO schema_version VALUES (?)", (VERSION,))
+        else:
+            check_version(schema, row[0])
         db.execute("COMMIT")
     finally:
         if db.in_transaction:

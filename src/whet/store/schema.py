@@ -1,23 +1,9 @@
-"""The tables, and the version of their schema.
-
-A store of one of the versions before is upgraded when it is opened, any other is refused.
-"""
+"""The tables, and the version of their schema: a store of another version is refused."""
 
 from whet.errors import StoreError
 
-SQLITE_VERSION = 7
-POSTGRES_VERSION = 6
-"""Of the same tables: SQLite had one more version during development."""
-
-BY_RUN = "CREATE INDEX rollout_run ON rollout (run, seq)"
-BY_STATUS = "CREATE INDEX rollout_status ON rollout (run, status, seq, mode)"
-BY_REWARD = "CREATE INDEX attempt_reward ON attempt (run, status, reward, rollout)"
-
-UPGRADES = (
-    ("ALTER TABLE step ADD COLUMN advantages TEXT NOT NULL DEFAULT '{}'",),
-    ("DROP INDEX rollout_status", BY_RUN, BY_STATUS, BY_REWARD),
-)
-"""Statements that make each of the last versions the next one, oldest first."""
+VERSION = 8
+"""Also of what the columns hold."""
 
 TABLES = (
     """
@@ -49,8 +35,8 @@ TABLES = (
     """,
     "CREATE INDEX rollout_queued ON rollout (run, priority DESC, seq) WHERE status = 'queued'",
     "CREATE INDEX rollout_lease ON rollout (lease_until) WHERE status = 'running'",
-    BY_RUN,
-    BY_STATUS,
+    "CREATE INDEX rollout_run ON rollout (run, seq)",
+    "CREATE INDEX rollout_status ON rollout (run, status, seq, mode)",
     "CREATE INDEX rollout_mode ON rollout (run, mode, seq)",
     "CREATE INDEX rollout_group ON rollout (run, grp, seq)",
     """
@@ -71,7 +57,7 @@ TABLES = (
     )
     """,
     "CREATE INDEX attempt_rollout ON attempt (rollout, number)",
-    BY_REWARD,
+    "CREATE INDEX attempt_reward ON attempt (run, status, reward, rollout)",
     "CREATE INDEX attempt_running ON attempt (run, seq) WHERE status = 'running'",
     """
     CREATE TABLE call (
@@ -81,7 +67,7 @@ TABLES = (
         parent TEXT,
         root TEXT NOT NULL,
         messages TEXT NOT NULL,
-        context BLOB NOT NULL,        -- int32 each
+        prompt_suffix BLOB NOT NULL,  -- int32 each
         prompt_length INTEGER NOT NULL,
         prompt_digest TEXT NOT NULL,
         created REAL NOT NULL,
@@ -129,7 +115,7 @@ TABLES = (
         version INTEGER NOT NULL,
         checkpoint TEXT NOT NULL,
         metrics TEXT NOT NULL,
-        advantages TEXT NOT NULL DEFAULT '{}',  -- by generation; read by themselves
+        advantages TEXT NOT NULL,     -- by generation; read by themselves
         PRIMARY KEY (run, step)
     )
     """,
@@ -166,15 +152,15 @@ TABLES = (
     )
     """,
     """
-    CREATE TABLE ticket (             -- idempotency keys, and what their requests returned
+    CREATE TABLE idempotency_key (
         run TEXT NOT NULL,            -- by name: the key that dropped a run outlives it
-        ticket TEXT NOT NULL,
-        answer TEXT NOT NULL,
+        key TEXT NOT NULL,
+        result TEXT NOT NULL,         -- of its request
         created REAL NOT NULL,
-        PRIMARY KEY (run, ticket)
+        PRIMARY KEY (run, key)
     )
     """,
-    "CREATE INDEX ticket_created ON ticket (created)",
+    "CREATE INDEX idempotency_key_created ON idempotency_key (created)",
     """
     CREATE TABLE span (
         seq INTEGER PRIMARY KEY,
@@ -192,24 +178,10 @@ TABLES = (
 """All tables, in the SQL that both databases understand."""
 
 
-def find_upgrades(store: str, found: int, expected: int) -> list[str]:
-    """Return the statements that upgrade a store to the present version.
-
-    Raises:
-        StoreError: its version is newer, or too old.
-    """
-    if not 0 <= expected - found <= len(UPGRADES):
-        raise _build_version_error(store, found, expected)
-    steps = UPGRADES[len(UPGRADES) - (expected - found) :]
-    return [statement for step in steps for statement in step]
-
-
-def _build_version_error(store: str, found: int, expected: int) -> StoreError:
-    """The error for a store whose tables are of another version."""
-    advice = (
-        "upgrade whet"
-        if found > expected
-        else "export its runs with the whet that wrote it (`whet store export`), then import them"
-        " into a new store (`whet store import`)"
-    )
-    return StoreError(f"store {store!r} has schema version {found}, expected {expected}: {advice}")
+def check_version(store: str, found: int) -> None:
+    """Raise StoreError if the tables of a store are of another version."""
+    if found != VERSION:
+        raise StoreError(
+            f"store {store!r} has schema version {found}, expected {VERSION}: open it with the"
+            " version of whet that wrote it, or start a new run in another store"
+        )

@@ -16,7 +16,7 @@ from whet.store.database import Database, Db, WorkItem
 from whet.store.group_commit import Writer
 from whet.store.notify import Notifier
 from whet.store.queries.queue import Queue
-from whet.store.schema import SQLITE_VERSION, TABLES, find_upgrades
+from whet.store.schema import TABLES, VERSION, check_version
 from whet.store.sql_store import SQLStore
 
 T = TypeVar("T")
@@ -209,18 +209,19 @@ def _connect_read_only(path: Path) -> sqlite3.Connection:
 
 
 def _create_tables(db: sqlite3.Connection, path: Path) -> None:
-    """Create the tables in an empty file, in one transaction; check or upgrade another's."""
+    """Create the tables in an empty file, in one transaction; check the version of others."""
     db.execute("BEGIN IMMEDIATE")
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables:
             raise StoreError(f"{str(path)!r} is a database, but not a store of whet")
-        is_new = version == 0
-        for statement in TABLES if is_new else find_upgrades(str(path), version, SQLITE_VERSION):
-            db.execute(statement)
-        if version != SQLITE_VERSION:
-            db.execute(f"PRAGMA user_version = {SQLITE_VERSION}")
+        if version == 0:
+            for statement in TABLES:
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {VERSION}")
+        else:
+            check_version(str(path), version)
         db.execute("COMMIT")
     finally:
         if db.in_transaction:

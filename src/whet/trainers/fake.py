@@ -1,4 +1,4 @@
-"""A trainer without a model that records the rows it gets. For tests and dry runs."""
+"""A trainer without a model that records the rows it gets. For tests."""
 
 import json
 import math

@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 MIN_MICRO_BATCH_TOKENS = 64
 
-TOTALS = ("loss", "trained_tokens", "computed_tokens")
+PASS_TOTALS = ("loss", "trained_tokens", "computed_tokens")
 MEANS = ("logprob_gap", "mismatch_kl", "clip_fraction", "entropy", "staleness")
-"""Over trained tokens; so are `reference_kl` and `corrected_tokens`, where the loss has them."""
+"""Over trained tokens; so are `reference_kl` and `corrected_fraction`, where the loss has them."""
 
 
 class LocalTrainer(TrainingBackend):
@@ -131,9 +131,9 @@ class LocalTrainer(TrainingBackend):
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         check_rows(rows)
-        optional = {"reference_kl": loss.kl > 0, "corrected_tokens": loss.correction is not None}
+        optional = {"reference_kl": loss.kl > 0, "corrected_fraction": loss.correction is not None}
         means = (*MEANS, *(name for name, wanted in optional.items() if wanted))
-        sums: dict[str, float] = dict.fromkeys((*TOTALS, *means), 0.0)
+        sums: dict[str, float] = dict.fromkeys((*PASS_TOTALS, *means), 0.0)
         for found in self._micro_batches.run(rows, lambda tree: self._train_tree(tree, loss)):
             for name, value in found.items():
                 sums[name] += value
@@ -166,7 +166,7 @@ class LocalTrainer(TrainingBackend):
         check_rows(rows)
         with torch.no_grad():
             parts = list(self._micro_batches.run(rows, self._recompute_tree))
-        known = {place: row for part in parts for place, row in part.items()}
+        known = {key: row for part in parts for key, row in part.items()}
         return [known[id(row)] for row in rows]
 
     def _recompute_tree(self, tree: PrefixTree[Row]) -> dict[int, Row]:
@@ -217,7 +217,7 @@ class LocalTrainer(TrainingBackend):
         if reference_N is not None:
             sums["reference_kl"] = estimate_kl(logp_N, reference_N).sum()
         if loss.correction:
-            sums["corrected_tokens"] = count_corrected(logp_N, batch, loss)
+            sums["corrected_fraction"] = count_corrected(logp_N, batch, loss)
         fetched = cast(list[float], torch.stack([v.double() for v in sums.values()]).tolist())
         return {**dict(zip(sums, fetched, strict=True)), "trained_tokens": float(len(logp_N))}
 
@@ -316,7 +316,7 @@ class MicroBatches:
             hidden_LD.index_select(0, batch.source_N),
             self._policy.head,
             batch.target_N,
-            batch.shaping,
+            batch.transform,
             entropy_grad=entropy_grad,
         )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.layers import LMHead
 
 try:
@@ -38,7 +38,7 @@ def score_tokens(
     hidden_ND: Tensor,
     head: LMHead,
     target_N: Tensor,
-    shaping: Shaping,
+    transform: SamplingTransform,
     *,
     entropy_grad: bool = False,
     chunk_logits: int = CHUNK_LOGITS,
@@ -47,7 +47,9 @@ def score_tokens(
 
     The entropy has a gradient only if `entropy_grad`.
     """
-    job = _ScoreJob(head, target_N, shaping, entropy_grad, max(1, chunk_logits // head.vocabulary))
+    job = _ScoreJob(
+        head, target_N, transform, entropy_grad, max(1, chunk_logits // head.vocabulary)
+    )
     return PolicyScores(*cast(tuple[Tensor, Tensor], _Score.apply(job, hidden_ND, *head.trained)))
 
 
@@ -56,7 +58,7 @@ class _ScoreJob(NamedTuple):
 
     head: LMHead
     target_N: Tensor
-    shaping: Shaping
+    transform: SamplingTransform
     entropy_grad: bool
     chunk_tokens: int
 
@@ -69,12 +71,12 @@ class _Chunk:
     """The distributions of a chunk of tokens; large and short-lived."""
 
     def __init__(self, job: _ScoreJob, part: slice, logits_CV: Tensor) -> None:
-        self._shaping = job.shaping.select(part)
+        self._transform = job.transform.select(part)
         self._target_C1 = job.target_N[part, None]
-        logp_CV = compute_log_probs(logits_CV, self._shaping, self._target_C1[:, 0])
+        logp_CV = compute_log_probs(logits_CV, self._transform, self._target_C1[:, 0])
         self.logp_C = logp_CV.gather(1, self._target_C1)[:, 0]
         self._p_CV = logp_CV.exp()
-        if self._shaping.truncates:  # 0 * -inf would be NaN
+        if self._transform.truncates:  # 0 * -inf would be NaN
             logp_CV = logp_CV.masked_fill(logp_CV == -torch.inf, 0.0)
         self._logp_CV = logp_CV
 
@@ -84,12 +86,12 @@ class _Chunk:
     def compute_entropy_grad(self, grad_C1: Tensor) -> Tensor:
         """Gradient of the entropies with respect to the logits, times the incoming gradient."""
         grad_CV = self._p_CV * (self._logp_CV + self.compute_entropy()[:, None]) * -grad_C1
-        return grad_CV / self._shaping.divisor_N1
+        return grad_CV / self._transform.divisor_N1
 
     def compute_logp_grad(self, grad_C1: Tensor) -> Tensor:
         """The same for the log-probabilities. Overwrites the distributions: call it last."""
         grad_CV = self._p_CV.mul_(-grad_C1).scatter_add_(1, self._target_C1, grad_C1)
-        return grad_CV.div_(self._shaping.divisor_N1) if self._shaping.scales else grad_CV
+        return grad_CV.div_(self._transform.divisor_N1) if self._transform.scales else grad_CV
 
 
 class _FusedChunk:
@@ -100,7 +102,7 @@ class _FusedChunk:
         self._plain = partial(_Chunk, job, part, logits_CV)
         self._logits_CV = logits_CV
         self._target_C = job.target_N[part].contiguous()
-        self._divisor_C = job.shaping.select(part).divisor_N1[:, 0].contiguous()
+        self._divisor_C = job.transform.select(part).divisor_N1[:, 0].contiguous()
         self.logp_C, self._entropy_C, self._log_sum_C = kernels.score(
             logits_CV, self._target_C, self._divisor_C
         )
@@ -123,7 +125,7 @@ class _FusedChunk:
 
 
 def _build_chunk(job: _ScoreJob, part: slice, logits_CV: Tensor) -> _Chunk | _FusedChunk:
-    if kernels is None or job.shaping.truncates or not logits_CV.is_cuda:
+    if kernels is None or job.transform.truncates or not logits_CV.is_cuda:
         return _Chunk(job, part, logits_CV)
     return _FusedChunk(job, part, logits_CV.contiguous())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from whet.config import AdamStep
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, boundary
-from whet.models.export import read_parameter_name
+from whet.models.export import convert_parameter_name
 from whet.models.huggingface import LocalPolicy
 
 WEIGHTS = "weights.safetensors"
@@ -175,8 +175,9 @@ class MasterWeights:
             return
         odd = sorted({*found.items()} ^ {*self._shapes.items()})[0][0]
         raise TrainerError(
-            f"the checkpoint {str(folder)!r} is of another model or other trainer settings: "
-            f"{odd!r} is {found.get(odd, 'missing')}, expected {self._shapes.get(odd, 'none')}"
+            f"the checkpoint {str(folder)!r} was written for another model or other trainer "
+            f"settings: {odd!r} is {found.get(odd, 'missing')}, expected "
+            f"{self._shapes.get(odd, 'none')}"
         )
 
     def _load_file(self, file: Path) -> dict[str, Tensor]:
@@ -199,7 +200,7 @@ def _find_weights_file(folder: Path) -> Path:
 
 def _name_parameter(name: str, file: Path) -> str:
     """The parameter that a tensor in a file is for."""
-    return name if file.name == WEIGHTS else read_parameter_name(name)
+    return name if file.name == WEIGHTS else convert_parameter_name(name)
 
 
 def _read_shapes(file: Path) -> Iterable[tuple[str, tuple[int, ...]]]:

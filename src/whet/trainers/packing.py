@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whet.errors import NonFiniteUpdate, TrainerError
-from whet.models.distribution import Shaping
+from whet.models.distribution import SamplingTransform
 from whet.models.tree_attention import Branches
 from whet.types import Row
 
@@ -170,7 +170,7 @@ class Batch:
     advantage_N: Tensor
     weight_N: Tensor
     """Weight of a token in the loss, which is a plain sum."""
-    shaping: Shaping
+    transform: SamplingTransform
     old_N: Tensor | None = None
     """Log-probability before the first update of a step, where it was computed."""
     counted_N: Tensor | None = None
@@ -213,7 +213,7 @@ class Batch:
             old_N=None
             if None in old
             else join_floats(values for values in old if values is not None),
-            shaping=Shaping.from_settings(settings, "cpu").select(
+            transform=SamplingTransform.from_settings(settings, "cpu").select(
                 repeat_per_token([*range(len(segments))], np.int64)
             ),
         )
@@ -229,7 +229,7 @@ class Batch:
             sampled_N=self.sampled_N.to(device),
             advantage_N=self.advantage_N.to(device),
             weight_N=self.weight_N.to(device),
-            shaping=self.shaping.to(device),
+            transform=self.transform.to(device),
             old_N=None if self.old_N is None else self.old_N.to(device),
             counted_N=None if self.counted_N is None else self.counted_N.to(device),
             clip_N=self.clip_N and (self.clip_N[0].to(device), self.clip_N[1].to(device)),

@@ -39,7 +39,9 @@ class TinkerTrainer(TrainingBackend):
         if not rows:
             return NOTHING
         data = [_build_datum(row, loss) for row in rows]
-        logprobs, value = await self._policy.forward_backward(data, loss.name, _read_settings(loss))
+        logprobs, value = await self._policy.forward_backward(
+            data, loss.name, _build_settings(loss)
+        )
         for row, found in zip(rows, logprobs, strict=True):
             for segment in row.segments:
                 gap = found[segment.start - 1 : segment.end - 1] - np.array(segment.logprobs)
@@ -143,7 +145,7 @@ def _build_datum(row: Row, loss: LossConfig) -> TinkerDatum:
     return TinkerDatum(row.tokens[:-1], inputs)
 
 
-def _read_settings(loss: LossConfig) -> dict[str, float]:
+def _build_settings(loss: LossConfig) -> dict[str, float]:
     """Return the loss settings; thresholds are always sent, since servers' defaults differ."""
     if loss.name not in CLIPPED:
         return {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.config import AdamStep, LossConfig, explain
 from whet.errors import RequestError, TrainerError
-from whet.models.distribution import Shaping
+from whet.models.distribution import SamplingTransform
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import MicroBatches
 from whet.trainers.loss import LOSSES, compute_ratios
@@ -120,7 +120,7 @@ class DatumTrainer:
                     data, lambda tree: self._run_tree(tree, config, forward_only)
                 )
             )
-        scored = {place: logprobs for part in found for place, logprobs in part.logprobs.items()}
+        scored = {key: logprobs for part in found for key, logprobs in part.logprobs.items()}
         return DatumResult([scored[id(datum)] for datum in data], math.fsum(p.loss for p in found))
 
     def _run_tree(self, tree: PrefixTree[Datum], config: LossConfig, forward_only: bool) -> "_Part":
@@ -159,7 +159,7 @@ class DatumTrainer:
             batch,
             source_N=pair_M // self._policy.vocabulary,
             target_N=pair_M % self._policy.vocabulary,
-            shaping=batch.shaping.select(slice(0, len(pair_M))),
+            transform=batch.transform.select(slice(0, len(pair_M))),
         )
         return self._micro_batches.score(
             self._micro_batches.compute_hidden_states(tree), once
@@ -257,7 +257,9 @@ def _build_batch(tree: PrefixTree[Datum], config: LossConfig, device: torch.devi
         sampled_N=concatenate("logprobs") if "logprobs" in has else zero_N,
         advantage_N=advantage_N,
         weight_N=torch.ones_like(zero_N),
-        shaping=Shaping.from_settings([(1.0, 1.0, 0)], device).select(torch.zeros_like(target_N)),
+        transform=SamplingTransform.from_settings([(1.0, 1.0, 0)], device).select(
+            torch.zeros_like(target_N)
+        ),
         counted_N=(concatenate("sequence_ratio_mask") != 0).float()
         if "sequence_ratio_mask" in has
         else None,

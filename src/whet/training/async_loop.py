@@ -52,17 +52,17 @@ async def train(
     async with Checkpoints(checkpoints, trainer, config) as writer:
         while len(done) < config.steps and not explain_stop(done, config):
             step = len(done)
-            watch = Stopwatch()
+            timer = Stopwatch()
             ahead = _plan_window(plan, done, config)
             await collector.begin(ahead)
             batch = await collect_step(
-                plan, done, config, watch, collector=collector, algorithm=algorithm
+                plan, done, config, timer, collector=collector, algorithm=algorithm
             )
-            async with _measure_sampler_idle(collector, _list_not_in_batch(ahead, batch), watch):
-                metrics = await (update or update_policy)(batch, done, config, watch, trainer)
-                with watch.phase("publish"):
+            async with _measure_sampler_idle(collector, _list_not_in_batch(ahead, batch), timer):
+                metrics = await (update or update_policy)(batch, done, config, timer, trainer)
+                with timer.phase("publish"):
                     version = await trainer.publish()
-            metrics |= await evaluate_step(step, config, watch, evaluate)
+            metrics |= await evaluate_step(step, config, timer, evaluate)
             record = StepRecord(
                 step=step,
                 version=version,
@@ -70,9 +70,9 @@ async def train(
                 consumed=tuple(rollout.id for rollout in batch.rollouts),
                 metrics=metrics,
             )
-            with watch.phase("save"):
+            with timer.phase("save"):
                 await writer.save([*done, record])
-            record = record.model_copy(update={"metrics": metrics | watch.read()})
+            record = record.model_copy(update={"metrics": metrics | timer.read()})
             await log.commit(record, advantages=batch.advantages())
             done.append(record)
             yield record
@@ -98,7 +98,7 @@ def _list_not_in_batch(ahead: Sequence[Rollout], batch: StepBatch) -> list[str]:
 
 @asynccontextmanager
 async def _measure_sampler_idle(
-    collector: Collector, rollouts: Sequence[str], watch: Stopwatch
+    collector: Collector, rollouts: Sequence[str], timer: Stopwatch
 ) -> AsyncGenerator[None]:
     """Record how long all of these rollouts had ended while the block ran: idle sampler time."""
     ended: list[float] = []
@@ -115,4 +115,4 @@ async def _measure_sampler_idle(
     except ExceptionGroup as group:  # raise the error itself, as without a task group
         raise group.exceptions[0] from group
     idle = time.monotonic() - ended[0] if ended else 0.0
-    watch.seconds["sampler_wait_seconds"] = idle
+    timer.seconds["sampler_wait_seconds"] = idle

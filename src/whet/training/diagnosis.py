@@ -100,12 +100,12 @@ def explain_metrics(steps: Sequence[Metrics]) -> str:
             f"{constrained} x an answer was constrained by a JSON schema or a forced tool call, "
             "which is not trained: let the model answer freely"
         )
-    if left_out := round(totals["unselected_generations"]):
+    if unselected := round(totals["unselected_generations"]):
         lines.append(
-            f"{left_out} x an answer is of a call that `selection` leaves out: `whet doctor --run "
-            "NAME` has the reasons, and an agent is named by the header x-whet-agent"
+            f"{unselected} x an answer is of a call that `selection` leaves out: `whet doctor "
+            "--run NAME` has the reasons, and an agent is named by the header x-whet-agent"
         )
-    if unproven := round(totals["unproven_rows"]):
+    if unproven := round(totals["unproven_generations"]):
         lines.append(
             f"{unproven} x the context of an answer does not match the served prompt: "
             "`whet doctor --run NAME` counts them by reason"

@@ -13,13 +13,8 @@ from dataclasses import dataclass, replace
 from whet.config import RunConfig
 from whet.protocols import Algorithm, TrainingBackend
 from whet.training.diagnosis import build_cause_metrics, count_causes
-from whet.training.step import (
-    StepBatch,
-    Stopwatch,
-    compute_reward_metrics,
-    credit_groups,
-    update_policy,
-)
+from whet.training.step import StepBatch, Stopwatch, credit_groups, update_policy
+from whet.training.step_metrics import STEP_TOTALS, compute_reward_metrics
 from whet.types import (
     Call,
     Credit,
@@ -33,19 +28,6 @@ from whet.types import (
 
 logger = logging.getLogger(__name__)
 
-TOTALS = (
-    "rows",
-    "trained_rollouts",
-    "unproven_rows",
-    "constrained_generations",
-    "unselected_generations",
-    "row_tokens",
-    "trained_tokens",
-    "computed_tokens",
-    "updates",
-    "skipped_updates",
-)
-"""Metrics of policies that are added up for the run."""
 VERSION = "version"
 
 
@@ -84,14 +66,15 @@ async def update_policies(
     batch: StepBatch,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     trainer: TrainingBackend,
 ) -> dict[str, float]:
     """Run the updates of every policy on its own calls; return the metrics of the step.
 
     Those of a policy have its name as prefix, as `planner/loss`. Those without are of the run.
     """
-    metrics = compute_reward_metrics(batch, config) | dict.fromkeys(TOTALS, 0.0)
+    metrics = compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
+    metrics |= dict.fromkeys(STEP_TOTALS, 0.0)
     metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
     for learner in learners:
         own, name = select_batch(batch, learner.name), learner.name
@@ -99,7 +82,7 @@ async def update_policies(
         found: dict[str, float] = {"rows": 0.0}
         if own.groups:
             found = await update_policy(
-                own, before, learner.config, watch, learner.trainer, policy=name
+                own, before, learner.config, timer, learner.trainer, policy=name
             )
         elif not any(record.metrics.get("calls") for record in before):
             logger.warning(
@@ -111,7 +94,7 @@ async def update_policies(
             )
         found[VERSION] = await learner.trainer.publish()
         metrics |= {f"{name}/{key}": value for key, value in found.items()}
-        metrics |= {key: metrics[key] + found.get(key, 0.0) for key in TOTALS}
+        metrics |= {key: metrics[key] + found.get(key, 0.0) for key in STEP_TOTALS}
     # Policies may be trained on the same rollouts, which count once.
     credited = {credit.trajectory.attempt.rollout.id for credit in batch.credits}
     metrics["trained_rollouts"] = min(metrics["trained_rollouts"], len(credited))

@@ -40,15 +40,15 @@ async def train(
     async with Checkpoints(checkpoints, trainer, config) as writer:
         while len(done) < config.steps and not explain_stop(done, config):
             step = len(done)
-            watch = Stopwatch()
+            timer = Stopwatch()
             batch = await collect_step(
-                plan, done, config, watch, collector=collector, algorithm=algorithm
+                plan, done, config, timer, collector=collector, algorithm=algorithm
             )
-            with watch.phase("sampler_wait"):  # on-policy: the engine idles during the update
-                metrics = await (update or update_policy)(batch, done, config, watch, trainer)
-                with watch.phase("publish"):
+            with timer.phase("sampler_wait"):  # on-policy: the engine idles during the update
+                metrics = await (update or update_policy)(batch, done, config, timer, trainer)
+                with timer.phase("publish"):
                     version = await trainer.publish()
-            metrics |= await evaluate_step(step, config, watch, evaluate)
+            metrics |= await evaluate_step(step, config, timer, evaluate)
             record = StepRecord(
                 step=step,
                 version=version,
@@ -56,9 +56,9 @@ async def train(
                 consumed=tuple(rollout.id for rollout in batch.rollouts),
                 metrics=metrics,
             )
-            with watch.phase("sampler_wait"), watch.phase("save"):
+            with timer.phase("sampler_wait"), timer.phase("save"):
                 await writer.save([*done, record])
-            record = record.model_copy(update={"metrics": metrics | watch.read()})
+            record = record.model_copy(update={"metrics": metrics | timer.read()})
             await log.commit(record, advantages=batch.advantages())
             done.append(record)
             yield record

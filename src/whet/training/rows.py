@@ -120,8 +120,8 @@ def _build_row(
     failed: list[GenerationId] = []
     digest: hashlib.blake2b | None = None
     for id, call, generation in path:
-        tokens += call.context
-        digest = digest_tokens(call.context, digest)
+        tokens += call.prompt_suffix
+        digest = digest_tokens(call.prompt_suffix, digest)
         advantage = credit.advantages.get(id)
         if advantage is not None and id not in trained:
             trained.add(id)

@@ -1,14 +1,13 @@
-"""The phases of a training step, shared by both loops: collect, credit, rows, update, metrics."""
+"""The phases of a training step, shared by both loops: collect, credit, rows, update."""
 
 import logging
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from statistics import fmean, pstdev
 
 from whet.config import RunConfig
 from whet.errors import ConfigError, NonFiniteUpdate, boundary
@@ -20,13 +19,17 @@ from whet.training.diagnosis import (
     explain_metrics,
     find_equal_answers,
 )
-from whet.training.rows import Rows, build_rows, normalize
+from whet.training.rows import build_rows, normalize
 from whet.training.selection import select
-from whet.training.shaping import add_length_penalties, find_truncated, mask_truncated
+from whet.training.shaping import add_length_penalties, mask_truncated
+from whet.training.step_metrics import (
+    combine_updates,
+    compute_reward_metrics,
+    compute_row_metrics,
+    count_unselected,
+)
 from whet.training.stopping import is_evaluated
 from whet.types import (
-    JUDGE,
-    LENGTH_PENALTY,
     Credit,
     GenerationId,
     Group,
@@ -34,7 +37,6 @@ from whet.types import (
     Rollout,
     Row,
     StepRecord,
-    Trajectory,
 )
 
 logger = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ async def collect_step(
     plan: Plan,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     *,
     collector: Collector,
     algorithm: Algorithm,
@@ -113,26 +115,26 @@ async def collect_step(
     groups: list[Group] = []
     credits: list[Credit] = []
     credited = set[str]()
-    left = config.tasks_per_step * config.algorithm.oversample
-    while (more := min(config.tasks_per_step - len(credited), left)) > 0:
-        wanted = [r for n in range(more) for r in plan(first + len(groups) + n)]
-        left -= more
-        rollouts += wanted
-        with watch.phase("collect"):
-            groups += add_length_penalties(await collector.collect(wanted), config)
-        with watch.phase("credit"):
+    group_budget = config.tasks_per_step * config.algorithm.oversample
+    while (missing := min(config.tasks_per_step - len(credited), group_budget)) > 0:
+        requested = [r for n in range(missing) for r in plan(first + len(groups) + n)]
+        group_budget -= missing
+        rollouts += requested
+        with timer.phase("collect"):
+            groups += add_length_penalties(await collector.collect(requested), config)
+        with timer.phase("credit"):  # of all groups: some algorithms normalize over the step
             credits = await credit_groups(algorithm, groups, done)
         credited = {credit.trajectory.attempt.rollout.group for credit in credits}
     names = dict.fromkeys(rollout.group for rollout in rollouts)
-    silent = [g for name, g in zip(names, groups, strict=True) if name not in credited]
-    return StepBatch(tuple(rollouts), tuple(groups), tuple(credits), tuple(silent))
+    uncredited = [g for name, g in zip(names, groups, strict=True) if name not in credited]
+    return StepBatch(tuple(rollouts), tuple(groups), tuple(credits), tuple(uncredited))
 
 
 async def update_policy(
     batch: StepBatch,
     done: Sequence[StepRecord],
     config: RunConfig,
-    watch: Stopwatch,
+    timer: Stopwatch,
     trainer: TrainingBackend,
     *,
     policy: str = "",
@@ -145,11 +147,11 @@ async def update_policy(
     built = build_rows(mask_truncated(selected, config.length))
     metrics: dict[str, float] = {}
     if built.rows:
-        with watch.phase("train"):
+        with timer.phase("train"):
             metrics |= await _run_updates(built.rows, len(done), config, trainer)
-    metrics |= compute_reward_metrics(batch, config)
-    metrics |= _compute_row_metrics(built, compute_version_after(done))
-    metrics |= _count_unselected(batch.credits, selected)
+    metrics |= compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
+    metrics |= compute_row_metrics(built, compute_version_after(done))
+    metrics |= count_unselected(batch.credits, selected)
     metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
     if built.rows:
         _warn_of_equal_answers(batch.groups, metrics, done)
@@ -165,11 +167,6 @@ Update = Callable[
 """Runs the optimizer updates of a step: `update_policy` unless there are several policies."""
 
 
-def _count_unselected(credits: Sequence[Credit], selected: Sequence[Credit]) -> dict[str, float]:
-    total, kept = (sum(len(c.advantages) for c in each) for each in (credits, selected))
-    return {"unselected_generations": total - kept}
-
-
 def _warn_of_equal_answers(
     groups: Sequence[Group], metrics: Metrics, done: Sequence[StepRecord]
 ) -> None:
@@ -177,8 +174,8 @@ def _warn_of_equal_answers(
 
     Once only: the groups of a run that has learned its tasks are equal too.
     """
-    before = [record.metrics.get("equal_answer_groups", 0.0) for record in done]
-    if metrics["equal_answer_groups"] >= 0.5 > max(before, default=0.0):
+    before = [record.metrics.get("equal_answer_fraction", 0.0) for record in done]
+    if metrics["equal_answer_fraction"] >= 0.5 > max(before, default=0.0):
         equal = Counter(cause for group in groups if (cause := find_equal_answers(group)))
         reasons = "; ".join(explain_causes(equal))
         logger.warning("equal answers in %d of %d groups: %s", equal.total(), len(groups), reasons)
@@ -199,12 +196,12 @@ def _find_reasons(metrics: Metrics) -> set[str]:
 
 
 async def evaluate_step(
-    step: int, config: RunConfig, watch: Stopwatch, evaluate: Evaluate | None
+    step: int, config: RunConfig, timer: Stopwatch, evaluate: Evaluate | None
 ) -> Metrics:
     """Evaluate the published weights on the held-out tasks, if it is due after this step."""
     if evaluate is None or not is_evaluated(step, config):
         return {}
-    with watch.phase("evaluate"):
+    with timer.phase("evaluate"):
         return await evaluate(step + 1)
 
 
@@ -228,7 +225,7 @@ async def _run_updates(
             # Not the end of the run: a resumed one would meet the same rollouts again.
             logger.warning("update skipped step=%d rows=%d: %s", step, len(mini_batch), error)
             skipped += 1
-    return {**_combine(updates), "updates": len(updates), "skipped_updates": skipped}
+    return {**combine_updates(updates), "updates": len(updates), "skipped_updates": skipped}
 
 
 def split_updates(rows: Sequence[Row], step: int, config: RunConfig) -> list[list[Row]]:
@@ -244,19 +241,6 @@ def split_updates(rows: Sequence[Row], step: int, config: RunConfig) -> list[lis
         chosen = [set(groups[part::parts]) for part in range(parts)]
         updates += [[row for row in rows if row.group in names] for names in chosen if names]
     return updates
-
-
-def _combine(updates: Sequence[Metrics]) -> Metrics:
-    """Metrics of a step from those of its updates: counts are added, others are means by token."""
-    if len(updates) < 2:
-        return updates[0] if updates else {}
-    tokens = [update["trained_tokens"] for update in updates]
-    combined = {
-        name: sum(u[name] * n for u, n in zip(updates, tokens, strict=True)) / sum(tokens)
-        for name in updates[0]
-    }
-    counts = {"trained_tokens", "computed_tokens"} & set(combined)
-    return {**combined, **{name: sum(u[name] for u in updates) for name in counts}}
 
 
 async def credit_groups(
@@ -297,84 +281,3 @@ def _check_credit(credit: Credit, name: str) -> None:
             raise ConfigError(
                 f"the algorithm {name} credits generation {id!r} of rollout {rollout!r}, {found}"
             )
-
-
-def compute_reward_metrics(batch: StepBatch, config: RunConfig) -> dict[str, float]:
-    """Metrics of what a step collected, before anything is trained on it."""
-    trajectories = [trajectory for group in batch.groups for trajectory in group]
-    without = [t.attempt.rollout.id for t in trajectories if not t.calls]
-    if without:
-        logger.warning(
-            "%d of %d rollouts made no model call, such as %s: is a reply cached, or does the "
-            "agent's client use another base URL?",
-            len(without),
-            len(trajectories),
-            without[0],
-        )
-    succeeded = [trajectory for trajectory in trajectories if trajectory.failure is None]
-    truncated = [bool(find_truncated(trajectory)) for trajectory in trajectories]
-    rewards = [trajectory.reward for trajectory in trajectories]
-    keys = (*config.algorithm.reward_keys, *config.algorithm.logged_keys)
-    if config.length.is_active:
-        keys += (LENGTH_PENALTY,)
-    known = {"reward": fmean(rewards), "reward_std": pstdev(rewards)} if rewards else {}
-    return {
-        **known,
-        **{
-            f"reward/{key}": _compute_mean(_read_emitted(t, key) for t in trajectories)
-            for key in keys
-        },
-        "groups": len(batch.groups),
-        "zero_signal_groups": len(batch.zero_signal) / len(batch.groups),
-        "equal_answer_groups": _compute_mean(
-            find_equal_answers(g) is not None for g in batch.groups
-        ),
-        "rollouts": len(batch.rollouts),
-        "failed_rollouts": len(batch.rollouts) - len(succeeded),
-        "rollouts_without_calls": len(without),
-        "truncated_rollouts": _compute_mean(truncated),
-        "calls": sum(len(trajectory.calls) for trajectory in trajectories),
-        "sampled_tokens": sum(_count_sampled(trajectory) for trajectory in trajectories),
-        **_compute_judge_metrics(trajectories),
-    }
-
-
-def _compute_judge_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Verdicts and cost of the judges of a step: scores are means, costs are sums."""
-    found = defaultdict[str, list[float]](list)
-    for reward in (reward for trajectory in trajectories for reward in trajectory.rewards):
-        kind, _, name = reward.key.partition(".")
-        if kind == JUDGE and name:
-            found[name].append(reward.value)
-    means = ("score", "disagreement")
-    return {f"{JUDGE}/{n}": fmean(v) if n in means else sum(v) for n, v in found.items()}
-
-
-def _compute_row_metrics(built: Rows, version: int) -> dict[str, float]:
-    segments = [segment for row in built.rows for segment in row.segments]
-    ages = [version - sampled for segment in segments for sampled in segment.versions]
-    return {
-        "rows": len(built.rows),
-        "trained_rollouts": len({row.rollout for row in built.rows}),
-        "unproven_rows": len(built.unproven),
-        "constrained_generations": len(built.constrained),
-        "row_tokens": sum(len(row.tokens) for row in built.rows),
-        "merge_ratio": len(segments) / len(built.rows) if built.rows else 0.0,
-        "staleness": _compute_mean(ages),
-        "staleness_max": max(ages, default=0),
-        "off_policy_tokens": _compute_mean(age > 0 for age in ages),
-    }
-
-
-def _count_sampled(trajectory: Trajectory) -> int:
-    generations = [generation for call in trajectory.calls for generation in call.generations]
-    return sum(len(generation.tokens) for generation in generations)
-
-
-def _read_emitted(trajectory: Trajectory, key: str) -> float:
-    return sum(r.value for r in trajectory.rewards if r.key == key)
-
-
-def _compute_mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return fmean(known) if known else 0.0

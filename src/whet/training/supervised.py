@@ -180,10 +180,10 @@ def select_nth_batch(
     A pure function, so that a resumed run continues with the same batches.
     """
     size = config.supervised.batch_size
-    epoch, place = divmod(update, math.ceil(len(examples) / size))
+    epoch, index = divmod(update, math.ceil(len(examples) / size))
     order = list(range(len(examples)))
     random.Random(f"{config.seed}/{epoch}").shuffle(order)
-    return [examples[n] for n in order[place * size : (place + 1) * size]]
+    return [examples[n] for n in order[index * size : (index + 1) * size]]
 
 
 def count_updates(examples: int, config: RunConfig) -> int:

@@ -155,8 +155,8 @@ class Origin(Value):
 class Call(Value):
     """One model request of an attempt.
 
-    The prompt the engine saw is the parent generation's whole sequence followed by `context`;
-    storing only the difference keeps a conversation of T turns at O(T).
+    The prompt the engine saw is the parent generation's whole sequence followed by
+    `prompt_suffix`; storing only that keeps a conversation of T turns at O(T).
     """
 
     id: CallId
@@ -167,7 +167,7 @@ class Call(Value):
     """Digest of what the whole conversation depends on: policy, tools, template arguments."""
     messages: tuple[dict[str, JsonValue], ...]
     """The canonical messages after the parent's."""
-    context: tuple[int, ...]
+    prompt_suffix: tuple[int, ...]
     """The tokens after the parent's: rendered, never sampled."""
     prompt_length: int
     prompt_digest: str

@@ -21,10 +21,10 @@ class PromptTemplate(Value):
     @field_validator("template")
     @classmethod
     def _has_only_names(cls, template: str) -> str:
-        for place in _list_placeholders(template):
-            if not place.isidentifier():
+        for name in _list_placeholders(template):
+            if not name.isidentifier():
                 raise ValueError(
-                    f"invalid placeholder {{{place}}} in the prompt template: expected a name, "
+                    f"invalid placeholder {{{name}}} in the prompt template: expected a name, "
                     "such as {question}; write {{ and }} for braces"
                 )
         return template

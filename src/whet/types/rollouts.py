@@ -110,11 +110,11 @@ class FailureKind(StrEnum):
 
     AGENT = "agent"
     """The agent raised."""
-    CONTEXT = "context"
+    CONTEXT_LENGTH = "context_length"
     """The agent raised, since its prompt was longer than the model's context."""
     TIMEOUT = "timeout"
     """The attempt exceeded its time limit."""
-    REWARD = "reward"
+    BAD_REWARD = "bad_reward"
     """The agent returned no finite number."""
     WORKER_LOST = "worker_lost"
     """The lease expired: the worker died or lost its connection."""
@@ -122,13 +122,13 @@ class FailureKind(StrEnum):
     """The worker was stopped and returned the rollout to the queue."""
     MODEL_LOST = "model_lost"
     """The agent failed while its gateway was down or had restarted."""
-    CANCELLED = "cancelled"
-    """The rollout was cancelled by its producer."""
+    CANCELED = "canceled"
+    """The rollout was canceled by its producer."""
 
 
 RETRYABLE = (
     FailureKind.AGENT,
-    FailureKind.CONTEXT,
+    FailureKind.CONTEXT_LENGTH,
     FailureKind.WORKER_LOST,
     FailureKind.WORKER_LEFT,
     FailureKind.MODEL_LOST,

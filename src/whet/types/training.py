@@ -26,7 +26,7 @@ class Trajectory(Value):
     calls: tuple[Call, ...]
     rewards: tuple[Reward, ...]
     reward: FiniteFloat
-    """If it failed 0 as the store returns it, and that of `failure_reward` in training."""
+    """Of a failed attempt: 0 as read from the store, its `failure_reward` in training."""
     failure: Failure | None = None
     """Set if it failed."""
 

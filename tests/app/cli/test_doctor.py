@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import anyio
@@ -168,7 +169,7 @@ TRAFFIC = [
         },
         "reply": {"choices": []},
     },
-    {"run": "r", "body": {"prompt": "no chat"}, "reply": {}},
+    {"run": "r", "body": {"prompt": "no chat"}, "reply": {"logprob": -math.inf}},
 ]
 
 

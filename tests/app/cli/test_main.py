@@ -5,8 +5,10 @@ import io
 import json
 import re
 import socket
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.errors import WhetError
+from whet.store.schema import VERSION
 
 AGENT = """
 import httpx
@@ -301,7 +304,7 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     numbers = json.loads(done.stdout)
     assert numbers["steps"] == 2
     assert numbers["rollouts"] == 16
-    assert numbers["unproven_rows"] == 0
+    assert numbers["unproven_generations"] == 0
     assert numbers["rows"] == numbers["trained_rollouts"] > 0
     run = folder / ".whet" / "runs" / "mine"
     assert json.loads((run / "config.json").read_text())["group_size"] == 4
@@ -316,8 +319,8 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert [line["kind"] for line in lines] == ["config", "step", "step", "result"]
     # A step whose answers happen to be all right or all wrong trains nothing.
     assert lines[1].keys() | lines[2].keys() >= {
-        *("reward", "mismatch_kl", "clip_fraction", "staleness", "zero_signal_groups", "entropy"),
-        *("merge_ratio", "trained_tokens", "collect_seconds", "train_seconds"),
+        *("reward", "mismatch_kl", "clip_fraction", "staleness", "zero_signal_fraction", "entropy"),
+        *("calls_per_row", "trained_tokens", "collect_seconds", "train_seconds"),
     }
     assert lines[-1]["rollouts"] == 16
     assert len(list((run / "tensorboard").iterdir())) == 2  # a file for each process
@@ -332,6 +335,10 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     assert_refused(run_main(capsys, *common, *more), "the held-out tasks are not those")
     with RunFolder(run).lock():
         assert_refused(run_main(capsys, *arguments, *more), "'mine' is in use by another process")
+    with closing(sqlite3.connect(run / "store.db")) as db:
+        db.execute(f"PRAGMA user_version = {VERSION - 1}")
+    other = f"has schema version {VERSION - 1}, expected {VERSION}: open it with the version"
+    assert_refused(run_main(capsys, *arguments, "--resume", "mine", "--steps", "9"), other)
     assert json.loads((run / "config.json").read_text())["steps"] == 2, "refused: nothing changes"
 
 

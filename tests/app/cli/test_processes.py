@@ -87,7 +87,7 @@ def served(folder: Path) -> Generator[tuple[ExitStack, dict[str, str]]]:
 
 
 def gateways(folder: Path, where: dict[str, str]) -> list[dict[str, str]]:
-    """What the store tells a service of where the model is."""
+    """Read from the store where the gateways serve the model."""
     token = (folder / ".whet" / "store.token").read_text().strip()
     found = httpx.get(
         f"{where['WHET_STORE']}/v1/runs/default/gateways",
@@ -98,11 +98,11 @@ def gateways(folder: Path, where: dict[str, str]) -> list[dict[str, str]]:
     return found
 
 
-def check(folder: Path, told: dict[str, object]) -> None:
+def check(folder: Path, report: dict[str, object]) -> None:
     """All that must hold of a run, whatever its processes went through."""
-    assert told["steps"] == STEPS
-    assert told["unproven_rows"] == 0
-    assert told["failed_rollouts"] == 0
+    assert report["steps"] == STEPS
+    assert report["unproven_generations"] == 0
+    assert report["failed_rollouts"] == 0
 
     async def read() -> None:
         async with SQLiteStore(folder / ".whet" / "store.db") as store:
@@ -140,9 +140,9 @@ def test_four_processes_train_while_runners_join_and_leave(folder: Path) -> None
         second.hears("joined run default")
         assert [each["model"] for each in gateways(folder, where)] == ["policy"]
         assert first.stop() == 0
-        assert train.ends() == 0, train.said
+        assert train.ends() == 0, train.output
         assert second.stop() == 0
-        assert "left: 0 " not in second.said
+        assert "left: 0 " not in second.output
     check(folder, json.loads(train.lines[-1]))
 
 
@@ -162,7 +162,7 @@ def test_a_trainer_that_was_suspended_replaces_no_weights_of_its_successor(folde
         os.kill(old.process.pid, signal.SIGCONT)
         assert old.ends() == 2
         assert f":{folder}/b/runs/default" in old.hears("another trainer has taken over the run")
-        assert new.ends() == 0, new.said
+        assert new.ends() == 0, new.output
         third = stack.enter_context(start(folder, "train", *training, "--dir", "c", **where))
         assert third.ends() == 2
         third.hears("does not have its checkpoint 'step-000003': continue with the --dir")
@@ -175,7 +175,7 @@ def test_what_is_killed_is_started_again_and_nothing_is_lost(folder: Path) -> No
             up.hears(f" {number}/4 " if number < 4 else "train    | runner", timeout=300)
             os.kill(pid_of(folder, name), signal.SIGKILL)
             up.hears(f"{name:<9}| died (SIGKILL)")
-        assert up.ends() == 0, up.said
+        assert up.ends() == 0, up.output
         assert not processes_in(folder)
     check(folder, json.loads((folder / ".whet/runs/default/report.json").read_text()))
 
@@ -191,15 +191,15 @@ def test_a_supervisor_that_ends_leaves_no_orphans(folder: Path, how: signal.Sign
         while processes_in(folder):
             assert time.monotonic() < deadline, processes_in(folder)
             time.sleep(0.1)
-    assert how == signal.SIGKILL or "the same command resumes" in up.said
+    assert how == signal.SIGKILL or "the same command resumes" in up.output
 
 
 def test_all_of_them_train_the_model_behind_a_command(folder: Path) -> None:
     (folder / "agent_command.py").write_text(COMMAND_AGENT)
     command = (sys.executable, "agent_command.py")
     with start(folder, "up", *TRAINING, "--runners=2", "--", *command) as up:
-        assert up.ends() == 0, up.said
-        assert "runner-2 |" in up.said
+        assert up.ends() == 0, up.output
+        assert "runner-2 |" in up.output
     check(folder, json.loads((folder / ".whet/runs/default/report.json").read_text()))
 
 
@@ -218,7 +218,7 @@ def test_a_step_in_which_all_fails_ends_all_processes_and_the_run_takes_more_ste
     flags = ("--tasks=tasks.jsonl", "--tasks-per-step=2", "--group-size=4", "--seed=3")
     training = (*flags, "--trainer.weights=full")
     with start(folder, "up", "agent.py:solve", *training, "--steps=2") as up:
-        assert up.ends() == 2, up.said
+        assert up.ends() == 2, up.output
         problem = up.hears(
             "every rollout of step 1 failed, 8 of 8, such as: agent: the agent raised"
         )
@@ -231,7 +231,7 @@ def test_a_step_in_which_all_fails_ends_all_processes_and_the_run_takes_more_ste
         for steps in ("2", "3"):  # after the failed step, and more than the run had
             command = ("train", *training, "--steps", steps, "--json")
             with start(folder, *command, **where) as train:
-                assert train.ends() == 0, train.said
+                assert train.ends() == 0, train.output
                 assert json.loads(train.lines[-1])["steps"] == int(steps)
 
 
@@ -253,7 +253,7 @@ def test_all_of_it_at_a_tinker_service(folder: Path, service: Server) -> None:
             up.hears(f" {number}/4 ")
             os.kill(pid_of(folder, name), signal.SIGKILL)
             up.hears(f"{name:<9}| died (SIGKILL)")
-        assert up.ends() == 0, up.said
+        assert up.ends() == 0, up.output
         assert not processes_in(folder)
     check(folder, json.loads((folder / ".whet/runs/default/report.json").read_text()))
 
@@ -283,13 +283,13 @@ def test_an_algorithm_runs_alone_and_beside_the_others(folder: Path) -> None:
     lines = [json.dumps(problem) + "\n" for problem in problems("test", 4, 1)]
     (folder / "problems.jsonl").write_text("".join(lines))
     with start(folder, *arguments, f"{example}:solve", "--json") as alone:
-        assert alone.ends() == 0, alone.said
+        assert alone.ends() == 0, alone.output
         assert alone.lines[-2].endswith("of 4")
         assert 0 <= float(alone.lines[-1]) <= 1
     with served(folder) as (stack, where):
         stack.enter_context(start(folder, "runner", f"{example}:solve", **where))
         with start(folder, *arguments, **where) as joint:
-            assert joint.ends() == 0, joint.said
-            assert "token ids: [" in joint.said
+            assert joint.ends() == 0, joint.output
+            assert "token ids: [" in joint.output
     with sqlite3.connect(folder / ".whet" / "store.db") as db:
         assert db.execute("SELECT count(*) FROM rollout").fetchone() == (4,)

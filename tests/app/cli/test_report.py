@@ -38,7 +38,7 @@ def record(step: int, reward: float) -> StepRecord:
         "rows": 6.0,
         "trained_rollouts": 6.0,
         "trained_tokens": 100.0,
-        "unproven_rows": 0.0,
+        "unproven_generations": 0.0,
         "collect_seconds": 1.5,
         "train_seconds": 0.5,
     }
@@ -76,7 +76,7 @@ def test_the_report_sets_base_against_trained_and_accounts_for_every_token(tmp_p
         ("rollouts", "16"),
         ("rows per rollout", "1.00"),
         ("tokens trained", "200"),
-        ("unproven rows", "0"),
+        ("unproven generations", "0"),
     ]:
         assert any(name in line and line.rstrip("│ ").endswith(value) for line in text.splitlines())
 
@@ -110,21 +110,21 @@ def test_a_terminal_breaks_warnings_between_words_and_no_other_line() -> None:
 
 
 def test_the_numbers_for_machines_are_json(tmp_path: Path) -> None:
-    told = json.loads(json.dumps(result(tmp_path).as_json()))
+    numbers = json.loads(json.dumps(result(tmp_path).as_json()))
 
-    assert told["before"]["greedy"] == 0.0
-    assert told["after"]["greedy"] == 1.0
-    assert told["gain_ci95"] == [pytest.approx(-0.51, abs=0.01), 1.0]
-    assert told["after"]["failed"] == 1
-    assert told["comparison"]["trained"]["failures"]["worker_lost"]["count"] == 1
-    assert told["steps"] == told["tasks"] == 2
-    assert told["rollouts"] == 16
-    assert told["calls"] == 32
-    assert told["rows"] == 12
-    assert told["trained_tokens"] == 200
-    assert told["unproven_rows"] == 0
-    assert told["seconds"] == 12.3
-    assert told["run"] == str(tmp_path)
+    assert numbers["before"]["greedy"] == 0.0
+    assert numbers["after"]["greedy"] == 1.0
+    assert numbers["gain_ci95"] == [pytest.approx(-0.51, abs=0.01), 1.0]
+    assert numbers["after"]["failed"] == 1
+    assert numbers["comparison"]["trained"]["failures"]["worker_lost"]["count"] == 1
+    assert numbers["steps"] == numbers["tasks"] == 2
+    assert numbers["rollouts"] == 16
+    assert numbers["calls"] == 32
+    assert numbers["rows"] == 12
+    assert numbers["trained_tokens"] == 200
+    assert numbers["unproven_generations"] == 0
+    assert numbers["seconds"] == 12.3
+    assert numbers["run"] == str(tmp_path)
 
 
 def test_a_curve_has_a_column_a_step_and_rises_with_the_values() -> None:

@@ -93,8 +93,8 @@ def test_sigterm_lets_attempts_end_and_hands_back_the_rest_at_once(
         anyio.run(appears, folder / "begun-long")
         anyio.run(store.wait, ["short"])
         assert runner.stop() == 0
-        assert "attempts have 0.5 s to finish" in runner.said
-        assert "left: 1 ended, 1 worker_left" in runner.said
+        assert "attempts have 0.5 s to finish" in runner.output
+        assert "left: 1 ended, 1 worker_left" in runner.output
     (attempt,) = anyio.run(store.attempts, "long")
     assert attempt.failure is not None
     assert attempt.failure.kind is FailureKind.WORKER_LEFT
@@ -139,14 +139,14 @@ def test_an_agent_that_takes_llm_needs_a_gateway(folder: Path, store: HTTPStore)
     with start(folder, "runner", "agent.py:patient", "--gateway", "none") as runner:
         assert runner.ends() == 2
         assert len(runner.lines) == 1
-        assert "this one takes `llm`: use the parameter `llms`" in runner.said
+        assert "this one takes `llm`: use the parameter `llms`" in runner.output
 
 
 def test_a_wrong_token_is_one_line(folder: Path, store: HTTPStore) -> None:
     with start(folder, "runner", "agent.py:patient", WHET_STORE_TOKEN="wrong") as runner:
         assert runner.ends() == 2
         assert len(runner.lines) == 1
-        assert "refuses the token" in runner.said
+        assert "refuses the token" in runner.output
 
 
 def test_a_process_waits_for_its_store_and_says_so(folder: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_stores_token_is_made_once_and_only_its_owner_reads_it(folder: Path)
             store.hears("store listens")
             assert store.stop() == 0
         token = (folder / ".whet" / "store.token").read_text().strip()
-        assert (token in store.said) == first
+        assert (token in store.output) == first
     assert (folder / ".whet" / "store.token").stat().st_mode & 0o777 == 0o600
 
 

@@ -78,8 +78,8 @@ def test_it_gets_its_parameters_and_agents_get_the_resources_of_their_rollout(
         assert config.model == str(model)
         assert resources == {"prompt": 1}
         await store.publish("prompt", "Say b")
-        given: list[dict[str, Any]] = [resources, {"prompt": "latest"}]
-        pairs = zip(tasks, given, strict=True)
+        wanted: list[dict[str, Any]] = [resources, {"prompt": "latest"}]
+        pairs = zip(tasks, wanted, strict=True)
         await store.enqueue(
             [whet.Rollout(id=t, group=t, task=t, resources=some) for t, some in pairs]
         )

@@ -108,7 +108,7 @@ async def test_a_killed_gateway_is_started_again_and_continues_its_conversations
         first, second = await store.calls(attempt.id)
         assert second.parent == first.generation_id(0)
         reply = first.generations[0].tokens
-        assert engine.prompts[1] == (*engine.prompts[0], *reply, *second.context)
+        assert engine.prompts[1] == (*engine.prompts[0], *reply, *second.prompt_suffix)
 
 
 @pytest.mark.anyio

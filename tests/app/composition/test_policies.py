@@ -115,7 +115,7 @@ def test_a_run_of_several_policies_serves_saves_and_lists_each(tmp_path: Path) -
     )
     config = json.loads((second.run / "config.json").read_text())
     assert config["policies"]["planner"]["trainer"]["lora_rank"] == 2
-    assert config["policies"]["critic"]["start"].endswith("worker")
+    assert config["policies"]["critic"]["initial_weights"].endswith("worker")
 
 
 def check_evaluation(tmp_path: Path) -> None:

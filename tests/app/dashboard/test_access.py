@@ -1,4 +1,4 @@
-"""Who may see a dashboard: one browser for each link, and no page of another site."""
+"""Access to a dashboard: one browser for each link, and no page of another site."""
 
 from pathlib import Path
 

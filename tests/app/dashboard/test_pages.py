@@ -1,6 +1,8 @@
 """The read-only API of the dashboard, over a run folder with records of every kind."""
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
 from whet.app.dashboard.terminal import escape_control_characters
 from whet.app.run_folder import RunFolder
+from whet.store.schema import VERSION
 from whet.store.sqlite import SQLiteStore
 from whet.types import GenerationId
 
@@ -304,6 +307,39 @@ def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(
 ) -> None:
     assert main(["view", "nothing", "--dir", str(folder.path), "--json"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_store_of_another_version_is_one_line_and_exit_code_2(
+    fresh: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = make_it_another_version(fresh)
+    run = str(fresh.path)
+    for look in ("show", "rollouts", "view --json", "view --html=page.html"):
+        assert main([*look.split(), run]) == 2
+        error = capsys.readouterr().err
+        assert expected in error
+        assert error.count("\n") == 1
+
+
+def test_the_dashboard_lists_a_run_of_another_version_and_shows_why_it_cannot_be_read(
+    fresh: RunFolder,
+) -> None:
+    expected = make_it_another_version(fresh)
+    dashboard = Dashboard(FolderCatalog(fresh.path.parent.parent))
+    with httpx.Client(base_url=dashboard.url, timeout=60) as client:
+        code = dashboard.create_link().split("code=")[1]
+        assert client.post("/api/session", json={"code": code}).status_code == 200
+        assert [run["name"] for run in read(client, "/api/runs")["runs"]] == ["mine"]
+        reply = client.get(RUN)
+    dashboard.close()
+    assert (reply.status_code, expected in reply.json()["error"]) == (503, True)
+
+
+def make_it_another_version(folder: RunFolder) -> str:
+    """Change the version of a run's store; returns the error that follows."""
+    with closing(sqlite3.connect(folder.store)) as db:
+        db.execute(f"PRAGMA user_version = {VERSION - 1}")
+    return f"has schema version {VERSION - 1}, expected {VERSION}: open it with the version"
 
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:

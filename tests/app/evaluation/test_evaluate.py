@@ -80,8 +80,8 @@ def test_models_are_compared_and_every_result_is_a_line(tmp_path: Path, model: P
     gained = comparison.gains["greedy"]["same"]
     assert gained
     assert (gained.mean, gained.tasks) == (0.0, 4)
-    told = evaluation.as_json()
-    assert json.loads((tmp_path / "runs/compared/report.json").read_text()) == told
+    report = evaluation.as_json()
+    assert json.loads((tmp_path / "runs/compared/report.json").read_text()) == report
     failures = comparison.as_json()["base"]["failures"]  # pyright: ignore
     assert failures["agent"]["count"] == 5
     assert "KeyError" in failures["agent"]["example"]

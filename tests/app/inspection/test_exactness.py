@@ -62,7 +62,7 @@ def call(
         parent=GenerationId(f"{parent}.0") if parent else None,
         root="r",
         messages=({"role": "user", "content": "x"},),
-        context=tuple(context),
+        prompt_suffix=tuple(context),
         prompt_length=len(prompt),
         prompt_digest=digest_tokens(prompt if proven else (0,)).hexdigest(),
         generations=(generation,) if sampled else (),
@@ -128,7 +128,7 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
         "rollouts": 2,
         "calls": 5,
         "rows": 2,
-        "merge_ratio": 2.5,
+        "calls_per_row": 2.5,
         "sampled_tokens": 2 + 3 + 1 + 2 + 1,
         "prompt_tokens_served": 3 + 6 + 2 + 2 + 1,
         "tokens_stored": 5 + 4 + 3 + 4 + 2,
@@ -138,7 +138,7 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
         "lossy_echoes": 1,
         "omitted_by_template": {"name of a message": 1},
         "forks": {"new_conversation": 1},
-        "left_out": {},
+        "unselected": {},
         "without_token_ids": {},
         "logprob_gap": pytest.approx(0.2),
     }
@@ -149,7 +149,7 @@ async def test_what_selection_leaves_out_is_counted_and_in_no_row(tmp_path: Path
     async with SQLiteStore(file) as store:
         await fill(store)
         report = await build_exactness_report(store, SelectionConfig(agents=("solver",)))
-    assert report["left_out"] == {"agent 'title' is not among selection.agents": 1}
+    assert report["unselected"] == {"agent 'title' is not among selection.agents": 1}
     assert (report["calls"], report["rows"], report["row_tokens"]) == (5, 1, 9)
 
 
@@ -160,10 +160,14 @@ async def test_calls_that_passed_us_by_are_explained_once_for_each_server(tmp_pa
             await store.enqueue([Rollout(id=id, task=None, group="g")])
             attempt = await store.claim("w", lease_s=60, wait_s=0)
             assert attempt is not None
-            asked = {"gen_ai.request.model": "gpt", "server.address": "other", "server.port": 8000}
+            request = {
+                "gen_ai.request.model": "gpt",
+                "server.address": "other",
+                "server.port": 8000,
+            }
             spans = [
                 Span(trace_id="0" * 32, span_id=f"{n:016x}", name="chat", start=n, end=n + 1,
-                     attributes={**asked})
+                     attributes={**request})
                 for n in (1, 2)
             ]  # fmt: skip
             await store.record(attempt.id, spans)
@@ -181,4 +185,4 @@ async def test_a_store_without_a_finished_rollout_has_no_ratios(tmp_path: Path) 
     async with SQLiteStore(file) as store:
         await store.enqueue([Rollout(id="a", task=None, group="g")])
         report = await build_exactness_report(store, SelectionConfig())
-    assert (report["rollouts"], report["merge_ratio"], report["logprob_gap"]) == (0, None, None)
+    assert (report["rollouts"], report["calls_per_row"], report["logprob_gap"]) == (0, None, None)

@@ -1,6 +1,7 @@
 """The runs of a folder, also while other processes write and delete them."""
 
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from whet.app.cli.main import main
-from whet.app.inspection.run_list import list_runs
+from whet.app.inspection.run_list import EVALUATION_KIND, find_newest, list_runs
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
+from whet.errors import ConfigError
 
 
 def test_runs_are_listed_while_their_checkpoints_come_and_go(tmp_path: Path) -> None:
@@ -75,3 +77,13 @@ def test_the_table_of_runs_fits_80_columns_with_whole_names(
         assert max(map(len, rows)) <= int(columns)
         for name in names:
             assert any(row.startswith(f"{name} ") for row in rows)
+
+
+def test_the_newest_run_may_be_looked_for_among_some_kinds_only(tmp_path: Path) -> None:
+    for name, kind in (("a", "train"), ("b", EVALUATION_KIND)):
+        folder = RunFolder.create(resolve({"dir": str(tmp_path), "name": name}), kind)
+        os.utime(folder.config_file, (ord(name), ord(name)))
+
+    assert find_newest(tmp_path, excluded=(EVALUATION_KIND,)) == "a"
+    with pytest.raises(ConfigError, match="no runs"):
+        find_newest(tmp_path, excluded=("train", EVALUATION_KIND))

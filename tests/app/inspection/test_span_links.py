@@ -22,7 +22,7 @@ def call(id: str, at_s: float, tool_calls: Sequence[str] = ()) -> Call:
         message["tool_calls"] = [
             {"id": each, "name": "get_weather", "arguments": "{}"} for each in tool_calls
         ]
-    said = Generation(
+    generation = Generation(
         tokens=(1,), logprobs=(0.0,), versions=(0,), stop="stop", sampling=Sampling(),
         message=message,
     )  # fmt: skip
@@ -32,10 +32,10 @@ def call(id: str, at_s: float, tool_calls: Sequence[str] = ()) -> Call:
         parent=None,
         root="",
         messages=(),
-        context=(),
+        prompt_suffix=(),
         prompt_length=0,
         prompt_digest="",
-        generations=(said,),
+        generations=(generation,),
         created=at_s,
     )
 
@@ -54,11 +54,11 @@ def span(start_s: float, end_s: float, operation: str = "chat", **attributes: An
 def recorded(name: str) -> list[Span]:
     """The spans of the first trace in a recording; those without a time follow each other."""
     lines = gzip.decompress((RECORDED / name).read_bytes()).splitlines()
-    told = [json.loads(line) for line in lines]
-    told = [each for each in told if "name" in each and not each.get("log")]
+    records = [json.loads(line) for line in lines]
+    records = [each for each in records if "name" in each and not each.get("log")]
     spans: list[Span] = []
-    for number, each in enumerate(told):
-        if each["trace_id"] != told[0]["trace_id"]:
+    for number, each in enumerate(records):
+        if each["trace_id"] != records[0]["trace_id"]:
             continue
         began = each["attributes"].get("gen_ai.event.start_time")
         start = datetime.fromisoformat(began).timestamp() if began else 1000.0 * number
@@ -110,8 +110,8 @@ def test_strands_names_no_reply_but_its_tool_calls_and_times_tell() -> None:
 
 
 def test_the_agents_sdk_names_responses() -> None:
-    told = json.loads(gzip.decompress((RECORDED / "trace-openai-agents.json.gz").read_bytes()))
-    spans = [convert_span(each) for kind, each in told if kind == "span"][:7]
+    records = json.loads(gzip.decompress((RECORDED / "trace-openai-agents.json.gz").read_bytes()))
+    spans = [convert_span(each) for kind, each in records if kind == "span"][:7]
     ids = [s.attributes["gen_ai.response.id"] for s in spans if s.name == "chat"]
     calls = [call(str(id).removeprefix("resp_"), at_s=0.0) for id in ids]
     assert len(calls) == 2

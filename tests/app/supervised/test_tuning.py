@@ -37,8 +37,8 @@ FULL: dict[str, Any] = {"trainer": {"weights": "full"}, "adam": {"lr": 1e-3}}
 
 
 def settings(directory: Path, name: str, **supervised: Any) -> dict[str, Any]:
-    given = {"batch_size": 4, "epochs": 4, "checkpoint_every": 3, "held_out": 0.2} | supervised
-    return {"dir": str(directory), "name": name, "supervised": given, **FULL}
+    values = {"batch_size": 4, "epochs": 4, "checkpoint_every": 3, "held_out": 0.2} | supervised
+    return {"dir": str(directory), "name": name, "supervised": values, **FULL}
 
 
 def with_name(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def test_dialogues_are_learned_and_the_model_is_a_start_for_training(tmp_path: P
 
 @pytest.mark.slow
 def test_an_adapter_is_trained_by_default(tmp_path: Path) -> None:
-    given: dict[str, Any] = {**settings(tmp_path, "warm"), "trainer": {}}
-    result = whet.sft(DIALOGUES, held_out=DIALOGUES[:2], quiet=True, **given)
+    values: dict[str, Any] = {**settings(tmp_path, "warm"), "trainer": {}}
+    result = whet.sft(DIALOGUES, held_out=DIALOGUES[:2], quiet=True, **values)
     assert result.after["loss"] < result.before["loss"]
     assert (result.model / "adapter_config.json").is_file()
 
@@ -131,15 +131,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_best_rollouts_of_a_run_are_imitated(run: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = settings(tmp_path, "best", held_out=0, epochs=3, checkpoint_every=1)
-    given["adam"] = {"lr": 1e-4}  # answers that the model sampled leave little to learn
-    best = whet.sft(from_run=run, quiet=True, **given)
+    values: dict[str, Any] = settings(tmp_path, "best", held_out=0, epochs=3, checkpoint_every=1)
+    values["adam"] = {"lr": 1e-4}  # answers that the model sampled leave little to learn
+    best = whet.sft(from_run=run, quiet=True, **values)
     assert best.steps[-1].version == 3  # at most one of each of the 4 groups: a batch an epoch
     assert best.steps[-1].metrics["loss"] < best.steps[0].metrics["loss"]
-    every = whet.sft(from_run=run, min_reward=0.0, quiet=True, **with_name(given, "every"))
+    every = whet.sft(from_run=run, min_reward=0.0, quiet=True, **with_name(values, "every"))
     assert total_tokens(every) > total_tokens(best)
     with pytest.raises(ConfigError, match="none of the run's 4 groups of training rollouts"):
-        whet.sft(from_run=run, min_reward=99.0, quiet=True, **with_name(given, "none"))
+        whet.sft(from_run=run, min_reward=99.0, quiet=True, **with_name(values, "none"))
     assert not (tmp_path / "runs" / "none").exists()
 
 
@@ -149,12 +149,12 @@ def total_tokens(result: FineTuning) -> float:
 
 @pytest.mark.slow
 def test_best_and_worst_of_a_group_are_a_pair(run: Path, tmp_path: Path) -> None:
-    given: dict[str, Any] = settings(tmp_path, "pairs", held_out=0, epochs=3)
-    result = whet.dpo(from_run=run, quiet=True, **given)
+    values: dict[str, Any] = settings(tmp_path, "pairs", held_out=0, epochs=3)
+    result = whet.dpo(from_run=run, quiet=True, **values)
     assert result.steps[-1].version == 3
     assert result.steps[-1].metrics["loss"] < 0.6931
     with pytest.raises(ConfigError, match="none of the run's 4 groups"):
-        whet.dpo(from_run=run, min_margin=50.0, quiet=True, **with_name(given, "none"))
+        whet.dpo(from_run=run, min_margin=50.0, quiet=True, **with_name(values, "none"))
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_an_impossible_request_is_an_error_in_one_line(
         code = main([*arguments.split(), "--dir", str(tmp_path)])
     except SystemExit as error:
         code = error.code
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert code == 2
-    assert message in said
-    assert said.count("\n") == 1
+    assert message in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -194,8 +194,8 @@ def test_keys_of_reinforcement_learning_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_dialogues_longer_than_the_context_are_refused_or_left_out(tmp_path: Path) -> None:
     long = {"prompt": "Say it.", "completion": "word " * 3000}
-    given = settings(tmp_path, "long", epochs=1)
+    values = settings(tmp_path, "long", epochs=1)
     with pytest.raises(ConfigError, match=r"dialogue 11: 9,.* tokens do not fit .*1 such"):
-        whet.sft([*DIALOGUES, long], quiet=True, **given)
+        whet.sft([*DIALOGUES, long], quiet=True, **values)
     result = whet.sft([*DIALOGUES, long], quiet=True, **settings(tmp_path, "short", skip_long=True))
     assert RunFolder(result.run).read_config().steps == 8

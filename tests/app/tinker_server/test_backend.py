@@ -200,27 +200,27 @@ def test_clients_find_the_tokenizer_of_any_folder(folder: str, name: str) -> Non
 
 
 def test_models_are_read_with_their_names() -> None:
-    given = ["tiny", "org/a=folder", "org/b=folder", "tiny"]
-    assert read_models(given) == {"tiny": [], "folder": ["org/a", "org/b"]}
+    flags = ["tiny", "org/a=folder", "org/b=folder", "tiny"]
+    assert read_models(flags) == {"tiny": [], "folder": ["org/a", "org/b"]}
     for wrong in ("=tiny", "name="):
         with pytest.raises(ConfigError, match=r"expected \[NAME=\]MODEL"):
             read_models([wrong])
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "error"),
     [
         (["--model", "tiny=FOLDER", "--model", "tiny"], "two models have the name 'tiny'"),
         (["--model", "name="], "expected [NAME=]MODEL"),
     ],
 )
 def test_names_of_models_are_clear(
-    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(resolve_model("tiny"), tmp_path / "copy")
-    given = [flag.replace("FOLDER", str(tmp_path / "copy")) for flag in flags]
-    assert main(["tinker-server", "--dir", str(tmp_path), *given]) == 2
-    assert said in capsys.readouterr().err
+    arguments = [flag.replace("FOLDER", str(tmp_path / "copy")) for flag in flags]
+    assert main(["tinker-server", "--dir", str(tmp_path), *arguments]) == 2
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.anyio

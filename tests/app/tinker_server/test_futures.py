@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from support.clock import Clock
-from whet.app.tinker_server.futures import Reply, SequenceLock
+from whet.app.tinker_server.futures import FutureResult, SequenceLock
 from whet.app.tinker_server.state import ServerState
 from whet.app.tinker_server.storage import Session, Storage
 from whet.errors import NotFound, RequestError
@@ -85,7 +85,7 @@ async def test_samples_of_a_client_that_is_gone_are_stopped(tmp_path: Path) -> N
     state = ServerState([], Storage(tmp_path), clock=clock)
     stopped = anyio.Event()
 
-    async def sample() -> Reply:
+    async def sample() -> FutureResult:
         try:
             await anyio.sleep_forever()
         finally:

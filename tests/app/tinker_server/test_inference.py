@@ -132,13 +132,13 @@ def test_unknown_models_and_keys_are_refused(
     server: Server, client: openai.OpenAI, trained: tinker.TrainingClient
 ) -> None:
     exported = trained.save_weights_external("exported").result().path
-    for model, said in (
+    for model, error in (
         ("other", "unknown model 'other': this server serves"),
         ("tinker://nowhere/sampler_weights/x", "unknown checkpoint"),
         ("tiny;x", "BASE;PATH"),
         (exported, "exported weights"),
     ):
-        with pytest.raises(openai.APIStatusError, match=said) as refused:
+        with pytest.raises(openai.APIStatusError, match=error) as refused:
             client.chat.completions.create(model=model, messages=QUESTION)
         assert refused.value.status_code in (400, 404)
     with (

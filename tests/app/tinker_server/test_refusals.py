@@ -43,7 +43,7 @@ def test_another_model_is_refused(service: tinker.ServiceClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "loss", "settings", "said"),
+    ("data", "loss", "settings", "error"),
     [
         (datum([5], target_tokens=[6]), "cross_entropy", None, "takes target_tokens, weights"),
         (datum([5, 6], target_tokens=[6], weights=[1.0]), "cross_entropy", None, "shape"),
@@ -63,10 +63,10 @@ def test_another_model_is_refused(service: tinker.ServiceClient) -> None:
     ],
 )  # fmt: skip
 def test_bad_data_is_the_users_error(
-    service: tinker.ServiceClient, data: types.Datum, loss: Any, settings: Any, said: str
+    service: tinker.ServiceClient, data: types.Datum, loss: Any, settings: Any, error: str
 ) -> None:
     training = service.create_lora_training_client(base_model="tiny", rank=2, seed=0)
-    with pytest.raises(tinker.RequestFailedError, match=said) as caught:
+    with pytest.raises(tinker.RequestFailedError, match=error) as caught:
         training.forward_backward([data], loss, settings).result()
     assert caught.value.category == types.RequestErrorCategory.User
     good = datum([5], target_tokens=[6], weights=[1.0])
@@ -125,9 +125,9 @@ def test_adapters_of_another_shape_are_not_loaded(
 
 def test_prompts_that_do_not_fit(service: tinker.ServiceClient) -> None:
     base = service.create_sampling_client(base_model="tiny")
-    for tokens, said in (([5] * 1024, "context"), ([5000], "outside 0")):
+    for tokens, error in (([5] * 1024, "context"), ([5000], "outside 0")):
         prompt = types.ModelInput.from_ints(tokens)
-        with pytest.raises(tinker.RequestFailedError, match=said) as caught:
+        with pytest.raises(tinker.RequestFailedError, match=error) as caught:
             base.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
         assert caught.value.category == types.RequestErrorCategory.User
 
@@ -166,7 +166,7 @@ NO_AUDIT = "this server has no audit log"
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_is_not_there_is_refused_at_once(method: str, reason: str, server: Server) -> None:
     path, month = "tinker://run/weights/one", ("2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z")
-    given: dict[str, tuple[Any, ...]] = {
+    arguments: dict[str, tuple[Any, ...]] = {
         "ServiceClient.copy_weights": (path,),
         "RestClient.copy_weights": (path, "project"),
         "RestClient.assign_session_project": ("session", "project"),
@@ -177,8 +177,8 @@ def test_what_is_not_there_is_refused_at_once(method: str, reason: str, server: 
     }
     client, name = method.split(".")
     project = {"project_id": "project"} if client == "ServiceClient" else {}
-    asked = getattr(tinker, client)(base_url=server.url, api_key=KEY, **project)
+    caller = getattr(tinker, client)(base_url=server.url, api_key=KEY, **project)
     # The client itself refuses whoami: it reads a token that this server does not give.
     kind = RuntimeError if name == "whoami" else tinker.NotFoundError
     with pytest.raises(kind, match=reason):
-        getattr(asked, name)(*given.get(method, ())).result(timeout=10)
+        getattr(caller, name)(*arguments.get(method, ())).result(timeout=10)

@@ -221,20 +221,20 @@ def test_a_handle_samples_in_another_process(sampler: tinker.SamplingClient) -> 
         timeout=120,
         check=True,
     )
-    here = [logprob for logprob in sampler.compute_logprobs(INPUT).result() if logprob]
+    local = [logprob for logprob in sampler.compute_logprobs(INPUT).result() if logprob]
     there = [float(x) for x in done.stdout.strip("[]\n ").split(",")]
-    assert there == pytest.approx(here, abs=1e-6)
+    assert there == pytest.approx(local, abs=1e-6)
 
 
 def test_200_requests_at_once(sampler: tinker.SamplingClient, base: tinker.SamplingClient) -> None:
     params = types.SamplingParams(max_tokens=20)
-    asked = [
+    futures = [
         (base if index % 2 else sampler).sample(
             types.ModelInput.from_ints([5, 17, 40 + index]), 1, params
         )
         for index in range(200)
     ]
-    done, late = concurrent.futures.wait(asked, timeout=120)
+    done, late = concurrent.futures.wait(futures, timeout=120)
     assert not late
     for future in done:
         [sequence] = future.result().sequences
@@ -309,7 +309,7 @@ def test_an_empty_stop_string_is_refused(base: tinker.SamplingClient) -> None:
         ask(base, stop=[""])
 
 
-def test_a_cancelled_sample_ends_at_once(server: Server) -> None:
+def test_a_canceled_sample_ends_at_once(server: Server) -> None:
     async def cancel() -> float:
         client = server.client()
         sampler = await client.create_sampling_client_async(base_model="tiny")

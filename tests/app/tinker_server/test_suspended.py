@@ -72,7 +72,7 @@ def test_a_client_that_was_stopped_keeps_its_run_and_gets_its_samples(server: Se
         expected = undisturbed.communicate()[0].splitlines()
     with run_client(server) as client:
         assert client.stdout is not None
-        said = [client.stdout.readline().strip(), client.stdout.readline().strip()]
+        output = [client.stdout.readline().strip(), client.stdout.readline().strip()]
         client.send_signal(signal.SIGSTOP)
         other = json.loads(server.post("create_session", '{"tags": [], "sdk_version": "0.36.0"}'))
         woken = time.monotonic() + SAMPLES_TIMEOUT_S + 2
@@ -80,11 +80,11 @@ def test_a_client_that_was_stopped_keeps_its_run_and_gets_its_samples(server: Se
             server.post("session_heartbeat", json.dumps({"session_id": other["session_id"]}))
             time.sleep(0.5)
         client.send_signal(signal.SIGCONT)
-        said += client.communicate()[0].splitlines()
+        output += client.communicate()[0].splitlines()
         assert client.returncode == 0
-    assert [json.loads(said[0]), said[1], json.loads(said[2])] == [
+    assert [json.loads(output[0]), output[1], json.loads(output[2])] == [
         pytest.approx(json.loads(expected[0])),
         "sampling",
         json.loads(expected[2]),
     ]
-    assert json.loads(said[3]) == pytest.approx(json.loads(expected[3]))
+    assert json.loads(output[3]) == pytest.approx(json.loads(expected[3]))

@@ -32,40 +32,42 @@ LOSSES = {
     "dro": {"beta": 0.05},
     "gspo": CLIPPED,
 }
-Given = tuple[list[int], dict[str, Any]]
+Example = tuple[list[int], dict[str, Any]]
 age: Any = pyrage  # an extension module without types
 
 
-def examples(loss: str, count: int = 5) -> list[Given]:
+def examples(loss: str, count: int = 5) -> list[Example]:
     """Sequences that share a beginning, of different lengths."""
     dice = random.Random(loss)
-    made: list[Given] = []
+    made: list[Example] = []
     for index in range(count):
         tokens = [5, 17, 42, 99] + [dice.randrange(3, 1000) for _ in range(3 + index)]
         inner, targets = tokens[:-1], tokens[1:]
         n = len(inner)
-        given: dict[str, Any] = {"target_tokens": targets}
+        inputs: dict[str, Any] = {"target_tokens": targets}
         if loss == "cross_entropy":
-            given["weights"] = [dice.random() for _ in range(n)]
+            inputs["weights"] = [dice.random() for _ in range(n)]
         else:
-            given["logprobs"] = [-dice.uniform(4, 12) for _ in range(n)]
-            given["advantages"] = [0.0] * 3 + [dice.gauss(0, 1) for _ in range(n - 3)]
+            inputs["logprobs"] = [-dice.uniform(4, 12) for _ in range(n)]
+            inputs["advantages"] = [0.0] * 3 + [dice.gauss(0, 1) for _ in range(n - 3)]
         if loss == "gspo":
-            given["sequence_ratio_mask"] = [0.0] * 3 + [1.0] * (n - 3)
-        made.append((inner, given))
+            inputs["sequence_ratio_mask"] = [0.0] * 3 + [1.0] * (n - 3)
+        made.append((inner, inputs))
     return made
 
 
-def datum(given: Given) -> types.Datum:
-    tokens, inputs = given
+def datum(example: Example) -> types.Datum:
+    tokens, inputs = example
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
-def expected(reference: Reference, loss: str, data: list[Given]) -> tuple[list[Any], torch.Tensor]:
-    logprobs = [reference.logprobs(tokens, given["target_tokens"]) for tokens, given in data]
+def expected(
+    reference: Reference, loss: str, data: list[Example]
+) -> tuple[list[Any], torch.Tensor]:
+    logprobs = [reference.logprobs(tokens, inputs["target_tokens"]) for tokens, inputs in data]
     parts = [
-        reference.loss(loss, lp, given, LOSSES[loss])
-        for lp, (_, given) in zip(logprobs, data, strict=True)
+        reference.loss(loss, lp, inputs, LOSSES[loss])
+        for lp, (_, inputs) in zip(logprobs, data, strict=True)
     ]
     return logprobs, torch.stack(parts).sum()
 
@@ -113,9 +115,9 @@ def test_a_datum_may_have_clip_thresholds_for_each_token(
     loss: Any, training: tinker.TrainingClient, model: Path, adapter: Path
 ) -> None:
     data = examples(loss)
-    for index, (tokens, given) in enumerate(data[1:]):  # the first has those of the loss
-        given["clip_low_threshold"] = [0.1 * (index + 1)] * len(tokens)
-        given["clip_high_threshold"] = [1.0 + 0.2 * place for place in range(len(tokens))]
+    for index, (tokens, inputs) in enumerate(data[1:]):  # the first has those of the loss
+        inputs["clip_low_threshold"] = [0.1 * (index + 1)] * len(tokens)
+        inputs["clip_high_threshold"] = [1.0 + 0.2 * place for place in range(len(tokens))]
     logprobs, value = expected(Reference(model, adapter), loss, data)
     found = training.forward([datum(one) for one in data], loss, LOSSES[loss]).result()
     close(found, logprobs, value)
@@ -147,10 +149,10 @@ def test_an_export_is_encrypted_to_its_recipients_alone(
 def test_ratios_are_of_log_probabilities_that_differ_by_at_most_20(
     training: tinker.TrainingClient,
 ) -> None:
-    tokens, given = examples("importance_sampling", 1)[0]
-    given["logprobs"] = [-500.0] * len(tokens)
-    given["advantages"] = [0.5] * len(tokens)
-    found = training.forward_backward([datum((tokens, given))], "importance_sampling").result()
+    tokens, inputs = examples("importance_sampling", 1)[0]
+    inputs["logprobs"] = [-500.0] * len(tokens)
+    inputs["advantages"] = [0.5] * len(tokens)
+    found = training.forward_backward([datum((tokens, inputs))], "importance_sampling").result()
     assert found.metrics["loss:sum"] == pytest.approx(-0.5 * math.exp(20) * len(tokens), rel=1e-5)
     params = types.AdamParams(learning_rate=1e-3)
     stepped = training.optim_step(params).result()
@@ -200,15 +202,15 @@ def test_several_targets_for_each_token(
     training: tinker.TrainingClient, model: Path, adapter: Path
 ) -> None:
     targets = [[17, 3], [42, 4], [99, 5]]
-    given = ([5, 17, 42], {"target_tokens": targets, "weights": [[0.9, 0.1]] * 3})
+    example = ([5, 17, 42], {"target_tokens": targets, "weights": [[0.9, 0.1]] * 3})
     reference = Reference(model, adapter)
-    logprobs, value = expected(reference, "cross_entropy", [given])
+    logprobs, value = expected(reference, "cross_entropy", [example])
     array = types.TensorData.from_numpy
     sent = types.Datum(
-        model_input=types.ModelInput.from_ints(given[0]),
+        model_input=types.ModelInput.from_ints(example[0]),
         loss_fn_inputs={
             "target_tokens": array(np.array(targets)),
-            "weights": array(np.array(given[1]["weights"], np.float32)),
+            "weights": array(np.array(example[1]["weights"], np.float32)),
         },
     )
     close(training.forward_backward([sent], "cross_entropy").result(), logprobs, value)
@@ -235,7 +237,7 @@ def test_a_loss_that_the_client_traced(
     handle = service.create_custom_loss(squares, {"logprobs": 1, "weights": 1}).result()
     assert handle.loss_id is None, "it was uploaded"
     found = own_loss_is_that_of_the_reference(training, Reference(model, adapter), handle)
-    weights = sum(sum(given["weights"]) for _, given in examples("cross_entropy"))
+    weights = sum(sum(inputs["weights"]) for _, inputs in examples("cross_entropy"))
     assert found.metrics["custom/weights:sum"] == pytest.approx(weights, rel=NEAR)
 
 
@@ -297,12 +299,12 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(
     went_on = train(training)
     resumed = train(service.create_training_client_from_state_with_optimizer(path))
     assert resumed == pytest.approx(went_on, rel=1e-5)
-    anew = service.create_training_client_from_state(path)
-    assert train(anew) != pytest.approx(went_on, rel=1e-4), "the optimizer began again"
-    anew.load_state_with_optimizer(path).result()  # pyright: ignore[reportDeprecated]  # clients still call it
-    assert train(anew) == pytest.approx(went_on, rel=1e-5)
-    anew.load_state(path).result()  # pyright: ignore[reportDeprecated]  # clients still call it
-    assert train(anew) != pytest.approx(went_on, rel=1e-4)
+    second = service.create_training_client_from_state(path)
+    assert train(second) != pytest.approx(went_on, rel=1e-4), "the optimizer began again"
+    second.load_state_with_optimizer(path).result()  # pyright: ignore[reportDeprecated]  # clients still call it
+    assert train(second) == pytest.approx(went_on, rel=1e-5)
+    second.load_state(path).result()  # pyright: ignore[reportDeprecated]  # clients still call it
+    assert train(second) != pytest.approx(went_on, rel=1e-4)
 
 
 def test_a_seed_makes_the_same_adapters_and_none_makes_others(
@@ -365,7 +367,7 @@ def test_a_closed_session_lets_go_of_its_runs(server: Server) -> None:
 def test_a_request_that_the_client_fails_to_send_does_not_stop_the_run(
     training: tinker.TrainingClient,
 ) -> None:
-    data = [datum(given) for given in examples("cross_entropy", 1)]
+    data = [datum(example) for example in examples("cross_entropy", 1)]
     name: Any = 7
     with pytest.raises(ValueError, match="string"):
         training.save_state(name).result()

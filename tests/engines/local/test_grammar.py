@@ -146,10 +146,10 @@ async def sample(
     """One generation as one chunk; by default the close id ends it."""
     sampling = Sampling.model_validate({"stop_ids": (END,), "max_tokens": 120, **settings})
     chunks = bench.engine.generate(prompt or bench.prompt(), sampling, stream=stream)
-    return joined([chunk async for chunk in chunks])
+    return join_chunks([chunk async for chunk in chunks])
 
 
-def joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
     return TokenChunk(
         tuple(t for p in chunks for t in p.tokens),
         tuple(x for p in chunks for x in p.logprobs),
@@ -160,7 +160,7 @@ def joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
 
 
 def text_of(bench: Bench, chunk: TokenChunk) -> str:
-    """What the model wrote; it ends with the close id."""
+    """The text of a chunk, whose last token is the close id."""
     assert chunk.stop == "stop"
     assert chunk.tokens[-1] == END
     assert END not in chunk.tokens[:-1]
@@ -332,13 +332,13 @@ async def test_new_weights_half_way_change_nothing_about_the_grammar(bench: Benc
                 weight.mul_(1.5)
     with bench.policy.update(before + 2), torch.no_grad():
         weight.copy_(kept)
-    chunk = joined(chunks)
+    chunk = join_chunks(chunks)
     assert set(chunk.versions) == {before, before + 1}
     if chunk.stop == "stop":
         SHAPES["nested"].validate_json(text_of(bench, chunk))
 
 
-async def test_a_cancelled_generation_leaves_the_grammar_to_others(bench: Bench) -> None:
+async def test_a_canceled_generation_leaves_the_grammar_to_others(bench: Bench) -> None:
     sampling = Sampling(grammar=of_shape("nested"), stop_ids=(END,))
     async with aclosing(bench.engine.generate(bench.prompt(), sampling, stream=True)) as chunks:
         async for _ in chunks:

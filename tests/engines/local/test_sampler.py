@@ -10,19 +10,21 @@ from torch import Tensor
 
 from whet.engines.local.sampler import NextTokens, draw_uniform_numbers, sample_tokens
 from whet.errors import EngineError
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.types import Sampling
 
 
 def sample_with(
     logits_BV: Tensor, samplings: Sequence[Sampling], *, uniform: float | None = None
 ) -> NextTokens:
-    shaping = Shaping.from_settings([(s.temperature, s.top_p, s.top_k) for s in samplings], "cpu")
+    transform = SamplingTransform.from_settings(
+        [(s.temperature, s.top_p, s.top_k) for s in samplings], "cpu"
+    )
     rows = len(samplings)
     uniform_B = draw_uniform_numbers(np.arange(rows).astype(np.uint64), np.zeros(rows, np.int64))
     if uniform is not None:
         uniform_B = np.full(rows, uniform)
-    return sample_tokens(logits_BV, shaping, uniform_B, tops=[s.top_logprobs for s in samplings])
+    return sample_tokens(logits_BV, transform, uniform_B, tops=[s.top_logprobs for s in samplings])
 
 
 @pytest.mark.parametrize(
@@ -41,8 +43,10 @@ def test_tokens_are_sampled_with_their_probability(sampling: dict[str, float]) -
     logits_V = 1.5 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
     chosen = Sampling.model_validate(sampling)
     drawn = sample_with(logits_V.expand(rows, -1), [chosen] * rows)
-    shaping = Shaping.from_settings([(chosen.temperature, chosen.top_p, chosen.top_k)], "cpu")
-    p_V = compute_log_probs(logits_V[None], shaping)[0].double().exp()
+    transform = SamplingTransform.from_settings(
+        [(chosen.temperature, chosen.top_p, chosen.top_k)], "cpu"
+    )
+    p_V = compute_log_probs(logits_V[None], transform)[0].double().exp()
     count_V = torch.from_numpy(drawn.token_B).bincount(minlength=vocabulary)
     assert count_V[p_V == 0].sum() == 0, "a token that was cut off was sampled"
     possible = p_V > 0

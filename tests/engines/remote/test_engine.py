@@ -292,7 +292,7 @@ async def test_a_closed_generator_frees_its_place_and_stops_the_server(stream: b
         assert (await ask(b.engine, PROMPT, max_tokens=1)).stop == "length"
 
 
-async def test_a_cancelled_task_still_closes_the_engine() -> None:
+async def test_a_canceled_task_still_closes_the_engine() -> None:
     async with bench(1) as b:
         await ask(b.engine, PROMPT, max_tokens=1)
         [session] = b.engine._http._sessions.values()

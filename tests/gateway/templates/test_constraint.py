@@ -50,7 +50,7 @@ ADD = tool(
     },
 )
 NOW = tool("now", None)
-ASKED: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ async def test_the_clients_parse_gets_the_model_it_asked_for(
     client: AsyncOpenAI, served: Gateway, temperature: int
 ) -> None:
     reply = await client.chat.completions.parse(
-        model=MODEL, messages=ASKED, response_format=Weather, temperature=temperature
+        model=MODEL, messages=QUESTION, response_format=Weather, temperature=temperature
     )
     assert isinstance(reply.choices[0].message.parsed, Weather)
     assert reply.choices[0].finish_reason == "stop"
@@ -101,10 +101,10 @@ async def test_the_clients_parse_gets_the_model_it_asked_for(
 
 async def test_a_streamed_parse_gives_the_same_model(client: AsyncOpenAI) -> None:
     whole = await client.chat.completions.parse(
-        model=MODEL, messages=ASKED, response_format=Weather, seed=5
+        model=MODEL, messages=QUESTION, response_format=Weather, seed=5
     )
     async with client.chat.completions.stream(
-        model=MODEL, messages=ASKED, response_format=Weather, seed=5
+        model=MODEL, messages=QUESTION, response_format=Weather, seed=5
     ) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.parsed == whole.choices[0].message.parsed
@@ -113,7 +113,7 @@ async def test_a_streamed_parse_gives_the_same_model(client: AsyncOpenAI) -> Non
 async def test_json_object_gives_an_object_or_is_cut_off(client: AsyncOpenAI) -> None:
     reply = await client.chat.completions.create(
         model=MODEL,
-        messages=ASKED,
+        messages=QUESTION,
         response_format={"type": "json_object"},
         max_tokens=60,
         n=3,
@@ -127,7 +127,7 @@ async def test_json_object_gives_an_object_or_is_cut_off(client: AsyncOpenAI) ->
 
 async def test_plain_text_is_no_constraint(client: AsyncOpenAI, served: Gateway) -> None:
     await client.chat.completions.create(
-        model=MODEL, messages=ASKED, tools=[ADD], response_format={"type": "text"}, max_tokens=5
+        model=MODEL, messages=QUESTION, tools=[ADD], response_format={"type": "text"}, max_tokens=5
     )
     [call] = await served.calls()
     assert call.generations[0].sampling.grammar is None
@@ -140,7 +140,7 @@ async def test_plain_text_is_no_constraint(client: AsyncOpenAI, served: Gateway)
 async def test_a_tool_is_called_if_one_is_required(client: AsyncOpenAI, stream: bool) -> None:
     async with client.chat.completions.stream(
         model=MODEL,
-        messages=ASKED,
+        messages=QUESTION,
         tools=[ADD, NOW],
         tool_choice="required",
         parallel_tool_calls=stream,
@@ -160,7 +160,7 @@ async def test_a_tool_is_called_if_one_is_required(client: AsyncOpenAI, stream: 
 async def test_the_named_tool_is_called(client: AsyncOpenAI, name: str) -> None:
     reply = await client.chat.completions.create(
         model=MODEL,
-        messages=ASKED,
+        messages=QUESTION,
         tools=[ADD, NOW],
         tool_choice={"type": "function", "function": {"name": name}},
     )
@@ -173,7 +173,7 @@ async def test_the_named_tool_is_called(client: AsyncOpenAI, name: str) -> None:
 async def test_a_schema_beside_tools_leaves_the_choice_to_the_model(client: AsyncOpenAI) -> None:
     for seed in range(4):
         reply = await client.chat.completions.parse(
-            model=MODEL, messages=ASKED, tools=[ADD], response_format=Weather, seed=seed
+            model=MODEL, messages=QUESTION, tools=[ADD], response_format=Weather, seed=seed
         )
         message = reply.choices[0].message
         assert bool(message.tool_calls) != isinstance(message.parsed, Weather)
@@ -204,7 +204,7 @@ async def test_what_cannot_be_honoured_is_refused(
     for stream in (False, True):
         with pytest.raises(BadRequestError, match=why):
             await client.chat.completions.create(
-                model=MODEL, messages=ASKED, stream=stream, **settings
+                model=MODEL, messages=QUESTION, stream=stream, **settings
             )
     assert await served.calls() == []
 
@@ -225,7 +225,7 @@ async def test_a_constrained_turn_is_context_of_the_turn_after_it(
     client: AsyncOpenAI, served: Gateway
 ) -> None:
     first = await client.chat.completions.create(
-        model=MODEL, messages=ASKED, tools=[ADD], tool_choice="required"
+        model=MODEL, messages=QUESTION, tools=[ADD], tool_choice="required"
     )
     message = first.choices[0].message
     results: list[Any] = [
@@ -234,7 +234,7 @@ async def test_a_constrained_turn_is_context_of_the_turn_after_it(
     ]
     await client.chat.completions.create(
         model=MODEL,
-        messages=[*ASKED, cast(Any, message.model_dump(exclude_none=True)), *results],
+        messages=[*QUESTION, cast(Any, message.model_dump(exclude_none=True)), *results],
         tools=[ADD],
         max_tokens=20,
     )

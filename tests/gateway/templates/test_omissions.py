@@ -1,4 +1,4 @@
-"""What templates leave out of requests is reported at start-up and marked on the calls."""
+"""Omissions of templates are reported at start-up and marked on the calls."""
 
 import logging
 from pathlib import Path
@@ -22,7 +22,7 @@ NO_SYSTEM = FIRST.replace("or loop.first", "")
 
 
 @pytest.mark.parametrize(
-    ("name", "left_out"),
+    ("name", "omissions"),
     [
         ("qwen3_instruct_2507", set[Omission]()),
         ("llama3_1", {Omission.CALL_TEXT}),
@@ -31,19 +31,19 @@ NO_SYSTEM = FIRST.replace("or loop.first", "")
     ],
 )
 def test_what_a_template_leaves_out_is_reported_once_at_start_up(
-    name: str, left_out: set[Omission], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, omissions: set[Omission], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         renderer = Renderer(template_of(tmp_path, name, trl_templates()[name]))
-    assert set(renderer.report.left_out) == left_out | {Omission.NAME}
+    assert set(renderer.report.omissions) == omissions | {Omission.NAME}
     warnings = [r.getMessage() for r in caplog.records if "leaves out parts" in r.getMessage()]
-    assert len(warnings) == bool(left_out)
-    assert all(omission in warnings[0] for omission in left_out)
+    assert len(warnings) == bool(omissions)
+    assert all(omission in warnings[0] for omission in omissions)
 
 
 def test_system_messages_that_are_moved_are_not_left_out(tmp_path: Path) -> None:
     renderer = Renderer(template_of(tmp_path, "own", FIRST))
-    assert renderer.report.left_out == ()
+    assert renderer.report.omissions == ()
     assert "later ones are shown as the user's" in renderer.report.system
 
 
@@ -59,7 +59,7 @@ def test_system_messages_that_no_rule_can_save_are_marked(
     messages: list[Message], omitted: tuple[Omission, ...], tmp_path: Path
 ) -> None:
     renderer = Renderer(template_of(tmp_path, "own", NO_SYSTEM))
-    assert find_omissions(renderer.left_out, messages, messages) == omitted
+    assert find_omissions(renderer.omissions, messages, messages) == omitted
 
 
 def test_only_messages_that_are_rendered_again_are_marked(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_only_messages_that_are_rendered_again_are_marked(tmp_path: Path) -> Non
     turn = Message("assistant", "Let me see.", (call,))
     result = Message("tool", "5", tool_call_id="call_1")
     request = [Message("user", "a"), turn, result]
-    assert find_omissions(renderer.left_out, request, request) == (Omission.CALL_TEXT,)
-    assert find_omissions(renderer.left_out, [result], request) == ()
+    assert find_omissions(renderer.omissions, request, request) == (Omission.CALL_TEXT,)
+    assert find_omissions(renderer.omissions, [result], request) == ()
 
 
 def test_a_lone_result_and_a_second_call_are_marked(tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_a_lone_result_and_a_second_call_are_marked(tmp_path: Path) -> None:
     calls = tuple(ToolCall(f"call_{n}", "calculator", "{}") for n in (1, 2))
     turn = Message("assistant", "", calls)
     result = Message("tool", "5", tool_call_id="call_1")
-    assert find_omissions(gemma.left_out, [result], [turn, result]) == ()
-    assert find_omissions(gemma.left_out, [result], [result]) == (Omission.LONE_RESULT,)
+    assert find_omissions(gemma.omissions, [result], [turn, result]) == ()
+    assert find_omissions(gemma.omissions, [result], [result]) == (Omission.LONE_RESULT,)
     gptoss = Renderer(template_of(tmp_path / "oss", "gptoss", trl_templates()["gptoss"]))
-    assert find_omissions(gptoss.left_out, [turn], [turn]) == (Omission.SECOND_CALL,)
+    assert find_omissions(gptoss.omissions, [turn], [turn]) == (Omission.SECOND_CALL,)
 
 
 @pytest.mark.anyio
@@ -97,7 +97,7 @@ async def test_a_name_is_shown_where_the_template_shows_it_and_marked_elsewhere(
     named = turn | {"name": "writer"}
     await showing.post(CHAT, body | {"messages": [*body["messages"], named, HI]})
     first, second, third = await showing.calls()
-    assert "<|im_start|>critic\nhi" in showing.text(first.context)
+    assert "<|im_start|>critic\nhi" in showing.text(first.prompt_suffix)
     assert (first.origin.omitted, second.origin.omitted) == ((), ())
     assert second.parent == third.parent == first.generation_id(0)
     assert third.origin.omitted == (Omission.NAME,)

@@ -226,6 +226,6 @@ async def test_a_judge_that_fails_fails_its_own_attempt_only(tmp_path: Path) -> 
             groups = await run(agent, ["bad", "fine", "worse", "fine too"], store)
             assert [len(group) for group in groups] == [0, 1, 0, 1]
             failures = await store.failures(["r0"])
-            assert failures["r0"].startswith("reward: the judge gave no valid score")
+            assert failures["r0"].startswith("bad_reward: the judge gave no valid score")
         async with SQLiteStore(tmp_path / "other.db") as store:
-            assert "reward: the judge" in await get_failure(agent, store)
+            assert "bad_reward: the judge" in await get_failure(agent, store)

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from support.prepared_model import PreparedModel
 from whet.errors import AgentFailed, ConfigError
 from whet.runners.environments.environment import EnvironmentName, open_environment
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 
 DOCKERFILE = "# a comment\nFROM python:3.12-slim\nWORKDIR /work\nENV UNIT=m\nCOPY data \\\n  data\n"
 TEST = """#!/bin/bash
@@ -60,8 +60,8 @@ def attempt(folder: Path, model: PreparedModel, *commands: str) -> float:
 
 
 def seen(model: PreparedModel, turn: int) -> str:
-    """What the model was told before a turn."""
-    return model.asked[turn]["messages"][-1]["content"]
+    """The last message that the model got before a turn."""
+    return model.requests[turn]["messages"][-1]["content"]
 
 
 @needs_bubblewrap

@@ -17,7 +17,7 @@ import whet
 from whet.errors import AgentFailed, ConfigError
 from whet.io.server import AppServer
 from whet.runners.executors.command import CommandAgent
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.containers import ContainerSandbox
 from whet.runners.sandboxes.sandbox import SandboxLimits
 from whet.types import Endpoint

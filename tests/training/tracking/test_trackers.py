@@ -1,4 +1,4 @@
-"""What every tracker promises, read back with the library it writes for. None needs a network."""
+"""The contract of every tracker, read back with the library it writes for. None needs a network."""
 
 import time
 from collections.abc import Callable
@@ -25,8 +25,8 @@ STANDING = {
     "mismatch_kl": 1e-7,
     "clip_fraction": 0.125,
     "staleness": 0.0,
-    "merge_ratio": 2.5,
-    "zero_signal_groups": 0.25,
+    "calls_per_row": 2.5,
+    "zero_signal_fraction": 0.25,
     "entropy": 1.5,
     "trained_tokens": 1771.0,
     "collect_seconds": 4.5,

@@ -54,7 +54,7 @@ class Method(NamedTuple):
 
 
 def _find_positions(sent: Sequence[Span], result: Sequence[Span]) -> list[int]:
-    """Places of the spans that were added; of several with one id the first one was."""
+    """Return the positions of added spans; of several with one id only the first was added."""
     added = {(span.rollout_id, span.attempt_id, span.span_id) for span in result}
     positions: list[int] = []
     for position, span in enumerate(sent):

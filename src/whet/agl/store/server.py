@@ -6,7 +6,7 @@ import logging
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -14,12 +14,13 @@ from whet.agl.store.base import LightningStore, LightningStoreCapabilities
 from whet.agl.store.rpc import HEALTH, METHODS, PREFIX
 from whet.errors import WhetError
 from whet.io.server import AppServer
+from whet.store.http.bodies import Limits, read_body
 from whet.store.http.errors import RefusedRequest
 from whet.store.http.token import make_token
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
+LIMITS = Limits(body=64 * 2**20)
 MAX_WAIT_S = 20.0
 """Longest wait within one request; clients repeat the request."""
 
@@ -111,7 +112,7 @@ def build_app(store: LightningStore, token: str) -> Starlette:
         method = METHODS.get(request.path_params["name"])
         if method is None:
             raise RefusedRequest(404, f"unknown method {request.path_params['name']!r}")
-        arguments = method.load_arguments(await _read_body(request))
+        arguments = method.load_arguments(await read_body(request, LIMITS))
         if method.name == "wait_for_rollouts":
             timeout = arguments.get("timeout")
             arguments["timeout"] = MAX_WAIT_S if timeout is None else min(timeout, MAX_WAIT_S)
@@ -123,9 +124,7 @@ def build_app(store: LightningStore, token: str) -> Starlette:
             Route(HEALTH, _report_health),
             Route(PREFIX + "{name}", call, methods=["POST"]),
         ],
-        exception_handlers=dict.fromkeys(
-            (ValueError, WhetError, HTTPException, ClientDisconnect), _report_error
-        ),
+        exception_handlers=dict.fromkeys((ValueError, WhetError, HTTPException), _report_error),
     )
 
 
@@ -139,21 +138,8 @@ async def _report_error(request: Request, error: Exception) -> Response:
             status = error.status
         case HTTPException():  # raised by starlette's routes
             status = error.status_code
-        case ValueError() | ClientDisconnect():  # pydantic's errors are ValueErrors
+        case ValueError():  # pydantic's errors are ValueErrors
             status = 400
         case _:
             status = 503
     return JSONResponse({"error": str(error)}, status)
-
-
-async def _read_body(request: Request) -> bytes:
-    """Return the body of a request. Raises RefusedRequest if it is too large."""
-    parts: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        parts.append(chunk)
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            limit = MAX_BODY_BYTES // 2**20
-            raise RefusedRequest(413, f"the body is larger than {limit} MiB")
-    return b"".join(parts)

@@ -1,1 +1,1 @@
-"""The `whet` command: one file a subcommand."""
+"""The `whet` command: its parser, and the subcommands that have no folder of their own."""

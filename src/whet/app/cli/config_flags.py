@@ -15,7 +15,7 @@ from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 from whet.app.cli.flags import AFTER, PREFIX, WIDTH, CommandParser, get_agent_command
-from whet.config import UNIONS, RunConfig, merge, read_toml
+from whet.config import INTERNAL_KEYS, UNIONS, RunConfig, merge, read_toml
 
 ALIASES = {
     "engine.kind": "--engine",
@@ -25,7 +25,7 @@ ALIASES = {
     "supervised.batch_size": "--batch-size",
     "supervised.beta": "--beta",
 }
-"""Further flags for some config keys."""
+"""Other flags for some config keys."""
 
 TRAINING_KEYS = {
     "model": ("model", "engine.kind", "trainer.kind", "trainer.weights"),
@@ -60,13 +60,13 @@ SHORT_HELP = {
     "loop.name": "overlapped collects the next step while one trains",
     "seed": "seed of the task order and of new weights",
     "runner.concurrency": "attempts to run at once",
-    "runner.processes": "processes to run agents in, 0 for this one (default: by the cores)",
+    "runner.processes": "processes to run agents in; 0 for this one (default: chosen from the "
+    "number of cores)",
     "runner.timeout_s": "seconds an attempt may take",
     "runner.temperature": "temperature of training rollouts (default: as the agent asks)",
     "gateway.host": "address to listen on",
     "gateway.port": "port to listen on; 0 picks a free one",
-    "gateway.processes": "processes of the gateway, 0 for this one (default: one for 4 cores)",
-    "gateway.models": "further model names that agents may ask for",
+    "gateway.models": "other model names that agents may ask for",
     "gateway.endpoints": "text-only models at other APIs, as NAME=MODEL@URL",
     "supervised.epochs": "passes over the data",
     "supervised.batch_size": "dialogues or pairs in an optimizer step",
@@ -149,9 +149,11 @@ def read_config_values(args: argparse.Namespace) -> dict[str, JsonValue]:
 def list_config_fields(
     section: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of the config with its field, in the order of the sections."""
+    """Every key that users set with its field, in the order of the sections."""
     for name, field in section.model_fields.items():
         kind = field.annotation
+        if name in INTERNAL_KEYS:
+            continue
         if section is RunConfig and name in UNIONS:
             yield from _list_union_fields(name)
         elif isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -46,10 +46,10 @@ def run_dev(args: argparse.Namespace) -> int:
     resolve(values)
     agent = load_agent(args)
     tasks = load_named_tasks(args, agent)
-    with requires_extra("a dry run", "local"):
-        from whet.app.inspection.dry_run import dry_run  # noqa: PLC0415 - imports torch
+    with requires_extra("`whet dev`", "local"):
+        from whet.app.inspection.dev_run import dev_run  # noqa: PLC0415 - imports torch
     console = open_console(quiet=args.quiet, stderr=args.json)
-    result = dry_run(agent, tasks, values, console, samples=args.samples)
+    result = dev_run(agent, tasks, values, console, samples=args.samples)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     failed = [view.record.failure for view in result.attempts]

@@ -138,7 +138,7 @@ class Display:
 
 
 def draw_curve(rewards: Sequence[float | None], width: int) -> list[str]:
-    """Draw the mean rewards of steps as lines of blocks, from 0 to 1 or from least to most.
+    """Draw the mean rewards of steps as lines of blocks, from 0 to 1 or from lowest to highest.
 
     Of more steps than columns, neighbors are averaged; a step without a reward is a gap.
     """
@@ -258,16 +258,16 @@ def print_next(
     has_failures: bool = False,
 ) -> None:
     """Print where the results of a run are, and what to run next."""
-    places, more = f"   picture: {folder.picture}", f"`whet show {folder.path}` as text"
+    paths, more = f"   picture: {folder.picture}", f"`whet show {folder.path}` as text"
     if has_failures:
         more = f"`whet show {folder.path} --failed` for errors"
     if folder.model.exists():
         first, *_ = folder.read_config().trained_policies
         trained = folder.model / first if first else folder.path
-        places += f"   model: {folder.model}"
+        paths += f"   model: {folder.model}"
         more += f", `whet eval ... --model {trained}` to compare it"
     for line in (
-        f"run folder: {folder.path}{places}",
+        f"run folder: {folder.path}{paths}",
         *format_checkpoints(folder, steps),
         f"next: `whet view {folder.path}` in a browser, {more}",
     ):

@@ -76,7 +76,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     if args.store and not args.run_folder:
         raise ConfigError("--store is only for --run: name the run with --run")
     if args.run_folder:
-        found = anyio.run(_check_run, _find_run(args.run_folder), args.store)
+        found = anyio.run(_check_run, _open_run_folder(args.run_folder), args.store)
         text = describe_counts(found)
     elif args.traffic:
         found = build_traffic_report(Path(args.traffic), ChatTemplate(_find_model_folder(args)))
@@ -90,8 +90,8 @@ def run_doctor(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find_run(name: str) -> RunFolder:
-    """A run by its name in the default folder, or by its own folder."""
+def _open_run_folder(name: str) -> RunFolder:
+    """Open a run by its name in the default folder, or by its own folder."""
     by_name = RunFolder(FOLDER / "runs" / name)
     return by_name if by_name.config_file.exists() else RunFolder(Path(name))
 

@@ -355,9 +355,9 @@ def add_output_flags(parser: CommandParser) -> None:
 
 
 def add_samples_flag(parser: CommandParser) -> None:
-    """Add `--samples`, the number of tasks of a dry run."""
+    """Add `--samples`, the number of tasks that `whet dev` runs."""
     parser.group("agent and tasks").add_argument(
-        "--samples", type=int, default=3, metavar="N", help="tasks of a dry run (default 3)"
+        "--samples", type=int, default=3, metavar="N", help="tasks to run (default 3)"
     )
 
 

@@ -74,7 +74,7 @@ COMMANDS = {
             module="whet.app.dashboard.view",
         ),
         "rescore": CommandInfo(
-            "score the stored rollouts of a run by another reward or judge",
+            "score the stored rollouts of a run with another reward or judge",
             "gateway",
             module="whet.app.rescoring",
         ),

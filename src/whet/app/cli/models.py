@@ -40,8 +40,8 @@ def add_arguments(parser: CommandParser) -> None:
 
 def _list(args: argparse.Namespace) -> int:
     for model in list_models():
-        place = model.path or f"not downloaded: whet models get {model.name}"
-        _print(f"{model.name:<10} {model.size_mb:>5} MB  {model.summary}\n{'':<21}{place}")
+        location = model.path or f"not downloaded: whet models get {model.name}"
+        _print(f"{model.name:<10} {model.size_mb:>5} MB  {model.summary}\n{'':<21}{location}")
     return 0
 
 

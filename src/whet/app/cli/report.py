@@ -44,7 +44,7 @@ def print_report(console: Console, result: Result) -> None:
                 ("rows", f"{result.total('rows'):,}"),
                 ("rows per rollout", f"{per_rollout:.2f}"),
                 ("tokens trained", f"{result.total('trained_tokens'):,}"),
-                ("unproven rows", f"{result.total('unproven_rows'):,}"),
+                ("unproven generations", f"{result.total('unproven_generations'):,}"),
             ],
         )
     )

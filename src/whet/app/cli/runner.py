@@ -76,7 +76,8 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="processes to run agents in; 0 for this one (default: half the cores, if more than 2)",
+        help="processes to run agents in; 0 for this one (default: chosen from the number of "
+        "cores)",
     )
     group.add_argument(
         "--lease",
@@ -183,22 +184,22 @@ async def _run(
     async with AsyncExitStack() as stack:
         stop = await stack.enter_async_context(handle_stop_signals())
         with stop.cancel_on_request():
-            place = await find_store(args.store, args.run_name, Path(args.dir))
-            store = await stack.enter_async_context(connect_store(place))
+            address = await find_store(args.store, args.run_name, Path(args.dir))
+            store = await stack.enter_async_context(connect_store(address))
         if stop.requested.is_set():
             return
         runner = Runner(
             agent,
             config,
             store=store,
-            endpoints=_choose_endpoints(args.gateway, store, place),
+            endpoints=_choose_endpoints(args.gateway, store, address),
             name=args.worker,
             hooks=hooks,
             on_outcome=on_outcome,
             on_warning=print_line,
             explain_unread=partial(explain_unread, store),
         )
-        print_line(f"runner {runner.name} joined run {place.run} of {place.url}")
+        print_line(f"runner {runner.name} joined run {address.run} of {address.url}")
 
         async def leave_on_stop() -> None:
             await stop.requested.wait()
@@ -243,11 +244,11 @@ def _check_ray_flags(args: argparse.Namespace) -> None:
 
 
 async def _scale(args: argparse.Namespace) -> None:
-    place = await find_store(args.store, args.run_name, Path(args.dir))
+    address = await find_store(args.store, args.run_name, Path(args.dir))
     name = args.worker or DEFAULT_NAME
-    async with connect_store(place) as store:
+    async with connect_store(address) as store:
         await set_runners(store, name, args.scale)
-    print_line(f"run {place.run}: {args.scale} runners {name}-N requested on Ray")
+    print_line(f"run {address.run}: {args.scale} runners {name}-N requested on Ray")
 
 
 async def _run_on_ray(args: argparse.Namespace) -> None:
@@ -264,23 +265,23 @@ async def _run_on_ray(args: argparse.Namespace) -> None:
     )
     async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
-            place = await find_store(args.store, args.run_name, Path(args.dir))
+            address = await find_store(args.store, args.run_name, Path(args.dir))
         if not stop.requested.is_set():
             await run_pool(
                 settings,
-                place,
+                address,
                 [*arguments, *format_agent_arguments(args)],
                 gateway=args.gateway,
                 stop=stop.requested,
-                report=print_line,
+                progress=print_line,
             )
 
 
-def _choose_endpoints(url: str | None, store: Store, place: StoreAddress) -> Endpoints:
+def _choose_endpoints(url: str | None, store: Store, address: StoreAddress) -> Endpoints:
     if url == NO_GATEWAY:
         return NoEndpoint()
     fixed = [GatewayAddress(url.removesuffix("/v1"), POLICY)] if url else []
-    return find_endpoints(store, place.secret, fixed, print_line)
+    return find_endpoints(store, address.secret, fixed, print_line)
 
 
 def _describe(counts: Counter[str]) -> str:

@@ -32,8 +32,6 @@ from whet.models.catalog import resolve_model
 from whet.protocols import Resources, Store
 from whet.runners.agent import POLICY
 
-Arguments = argparse.Namespace
-
 POLL_INTERVAL_S = 0.5
 """Seconds between polls for the run's policy, until it is published."""
 
@@ -61,7 +59,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.set_defaults(run=run_serve)
 
 
-def run_serve(args: Arguments) -> int:
+def run_serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C."""
     follow_supervisor()
     config = resolve(read_config_values(args))
@@ -70,18 +68,18 @@ def run_serve(args: Arguments) -> int:
     return 0
 
 
-async def _serve(args: Arguments, config: RunConfig) -> None:
+async def _serve(args: argparse.Namespace, config: RunConfig) -> None:
     async with handle_stop_signals() as stop:
         with stop.cancel_on_request():
             name = args.run_name or "MODEL"
             alone = f"; `whet serve --model {name}` serves a model by itself"
-            place = await find_store(args.store, args.run_name, Path(args.dir), or_else=alone)
-            async with connect_store(place) as store:
-                await _serve_run(store, place, config, args, alone)
+            address = await find_store(args.store, args.run_name, Path(args.dir), or_else=alone)
+            async with connect_store(address) as store:
+                await _serve_run(store, address, config, args, alone)
     print_line("gateway stopped")
 
 
-async def _serve_alone(args: Arguments, config: RunConfig) -> None:
+async def _serve_alone(args: argparse.Namespace, config: RunConfig) -> None:
     from whet.app.composition.standalone import serve_alone  # noqa: PLC0415 - imports torch
 
     async with handle_stop_signals() as stop:
@@ -100,18 +98,18 @@ async def _serve_alone(args: Arguments, config: RunConfig) -> None:
 
 
 async def _serve_run(
-    store: Store, place: StoreAddress, config: RunConfig, args: Arguments, alone: str
+    store: Store, address: StoreAddress, config: RunConfig, args: argparse.Namespace, alone: str
 ) -> None:
     check_own_process(config)
     published = await _wait_for_policy(store, alone)
     model = resolve_model(published.model, progress=print_line)
-    folder = Path(args.dir) / "serve" / place.run
+    folder = Path(args.dir) / "serve" / address.run
     opened = open_sampler(model, published, config, folder=folder, progress=print_line)
     async with opened as sampler:
-        serving = serve_published(sampler, published, config, store, place.secret, print_line)
+        serving = serve_published(sampler, published, config, store, address.secret, print_line)
         async with serving as gateway, advertise(store, args.url or gateway.url):
             print_line(
-                f"gateway listens at {gateway.url} for run {place.run}: "
+                f"gateway listens at {gateway.url} for run {address.run}: "
                 f"{published.model}, version {sampler.weights.version}"
             )
             await anyio.sleep_forever()

@@ -133,8 +133,8 @@ async def _open_and_run(
     if args.store is None:
         opened = open_database(_find_database(args), run=args.run_name or DEFAULT_RUN)
     elif args.db is None:
-        place = await find_store(args.store, args.run_name, Path(args.dir))
-        opened = open_store(place.url, run=place.run, token=place.token)
+        address = await find_store(args.store, args.run_name, Path(args.dir))
+        opened = open_store(address.url, run=address.run, token=address.token)
     else:
         raise ConfigError("found --db and --store: leave one out")
     async with opened as store:

@@ -28,7 +28,7 @@ from whet.app.cli.flags import (
 )
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.composition.driver import Driver
-from whet.app.inputs import AgentContext, check_held_out
+from whet.app.inputs import AgentInputs, check_held_out
 from whet.app.prompts.saved import load_prompts
 from whet.app.run_folder import RunFolder
 from whet.config import VerlConfig, resolve
@@ -129,13 +129,13 @@ def _train(
     resume = args.resume is not None
     prompts = load_prompts(args.prompt) if args.prompt else {}
     judge = _load_judge(args.judge) if args.judge else None
-    context = AgentContext(prompts, judge=judge)
+    agent_inputs = AgentInputs(prompts, judge=judge)
     folder = prepare_run(
         agent,
         values,
         KIND,
         console,
-        context=context,
+        agent_inputs=agent_inputs,
         store=args.store,
         resume=resume,
         inputs=(tasks, held_out),
@@ -144,7 +144,7 @@ def _train(
         return _train_with_verl(args, agent, tasks, held_out, folder, console)
     try:
         result = run_and_report(
-            agent, tasks, held_out, folder, console, context=context, store=args.store
+            agent, tasks, held_out, folder, console, agent_inputs=agent_inputs, store=args.store
         )
     except KeyboardInterrupt:
         return _report_stopped(args, folder)

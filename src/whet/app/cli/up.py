@@ -71,7 +71,7 @@ def _plan_processes(
     make_token(config.dir)
     port, run, host = find_free_port(), config.name or DEFAULT_RUN, socket.gethostname()
     store = ["--store", f"http://127.0.0.1:{port}"]
-    place = [*store, "--run", run, "--dir", str(config.dir)]
+    run_flags = [*store, "--run", run, "--dir", str(config.dir)]
     database = ["--db", args.db] if args.db else []
     serving = {name: values[name] for name in ("engine", "gateway") if name in values}
     serving = merge(serving, {"gateway": {"port": config.gateway.port or find_free_port()}})
@@ -85,9 +85,9 @@ def _plan_processes(
     after = ["--", *engine.flags] if engine.kind == "vllm" and engine.flags else []
     return {
         "store": ["store", f"--port={port}", "--dir", str(config.dir), *database],
-        "serve": ["serve", *place, *_as_flags(serving), *after],
+        "serve": ["serve", *run_flags, *_as_flags(serving), *after],
         **{
-            f"runner-{n}": ["runner", *place, *execution, f"--worker={host}-{run}-{n}", *agent]
+            f"runner-{n}": ["runner", *run_flags, *execution, f"--worker={host}-{run}-{n}", *agent]
             for n in range(1, args.runners + 1)
         },
         "train": ["train", *tasks, *held_out, *store, *_as_flags(values), *after],

@@ -120,7 +120,7 @@ def find_endpoints(
     store: Store,
     secret: bytes,
     addresses: Sequence[GatewayAddress] = (),
-    report: Callable[[str], None] = logger.info,
+    progress: Callable[[str], None] = logger.info,
 ) -> "RemoteEndpoints":
     """Endpoints at the gateways of a run, which the store has registered, or at fixed addresses."""
     from whet.gateway import auth  # noqa: PLC0415 - not for `--help`
@@ -128,7 +128,7 @@ def find_endpoints(
 
     mint_key = partial(auth.mint_key, secret=secret)
     mint_reward_key = partial(auth.mint_reward_key, secret=secret)
-    return RemoteEndpoints(store, mint_key, mint_reward_key, addresses=addresses, report=report)
+    return RemoteEndpoints(store, mint_key, mint_reward_key, addresses=addresses, progress=progress)
 
 
 async def explain_unread(resources: Resources, reward: Reward) -> str:
@@ -144,7 +144,7 @@ async def explain_unread(resources: Resources, reward: Reward) -> str:
 
 
 @asynccontextmanager
-async def watch_workers(store: Store, note: Callable[[str], None]) -> AsyncGenerator[None]:
+async def watch_workers(store: Store, progress: Callable[[str], None]) -> AsyncGenerator[None]:
     """Report runners that join or leave, and their warnings, while the block runs."""
     from whet.runners.diagnostics import read_warnings  # noqa: PLC0415 - not for `--help`
 
@@ -155,19 +155,19 @@ async def watch_workers(store: Store, note: Callable[[str], None]) -> AsyncGener
         while True:
             workers = {worker.name for worker in await store.workers() if worker.due > time.time()}
             for name in sorted(workers - alive):
-                note(f"runner {name} joined")
+                progress(f"runner {name} joined")
             for name in sorted(alive - workers):
-                note(f"runner {name} is gone")
+                progress(f"runner {name} is gone")
             alive = workers
             for name, text in (await read_warnings(store)).items():
                 if name not in warned:
                     warned.add(name)
-                    note(text)
+                    progress(text)
             if alive:
                 seen = anyio.current_time()
             elif anyio.current_time() > seen + NO_RUNNER_NOTICE_S:
                 seen = math.inf
-                note("no runner is connected: start one with `whet runner module:agent`")
+                progress("no runner is connected: start one with `whet runner module:agent`")
             await anyio.sleep(WORKER_POLL_S)
 
     async with create_task_group() as tasks:

@@ -92,7 +92,7 @@ class Driver:
         agent = agent if address is None else None
         # Parameters are not checked: the function may publish what the agent needs.
         folder = prepare_run(
-            agent, settings, KIND, console, context=None, store=address, continues=True
+            agent, settings, KIND, console, agent_inputs=None, store=address, continues=True
         )
         return run_async(_run, self, agent, inputs, dict(resources or {}), folder, console, address)
 
@@ -148,11 +148,11 @@ async def _run(
 ) -> Any:
     from whet.app.composition.run import open_run  # noqa: PLC0415 - imports torch
 
-    note = partial(console.print, highlight=False)
+    progress = partial(console.print, highlight=False)
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
         if outcome.failure is not None:
-            note(f"{attempt.id} failed: {outcome.failure.message}")
+            progress(f"{attempt.id} failed: {outcome.failure.message}")
 
     parts: dict[str, object] = {**inputs, "config": folder.read_config(), "folder": folder.path}
     async with AsyncExitStack() as stack:
@@ -162,7 +162,7 @@ async def _run(
             store = await stack.enter_async_context(connect_store(address))
         if store is None or driver.names & {"trainer", "scorer"}:
             run = await stack.enter_async_context(
-                open_run(folder, agent=agent, store=store, on_outcome=on_outcome, progress=note)
+                open_run(folder, agent=agent, store=store, on_outcome=on_outcome, progress=progress)
             )
             store = run.store
             parts |= {
@@ -174,7 +174,7 @@ async def _run(
             await _announce(store, folder)
         parts |= {"store": store, "resources": await publish_resources(store, resources)}
         if address is not None:
-            await stack.enter_async_context(watch_workers(store, note))
+            await stack.enter_async_context(watch_workers(store, progress))
             if "gateway" in driver.names:
                 parts["gateway"] = await _find_gateway(store, address)
         return await await_result(driver(**{name: parts[name] for name in driver.names}))

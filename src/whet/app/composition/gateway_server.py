@@ -184,7 +184,7 @@ def build_pipelines(
                 context_length=sampler.context_length,
                 prepare=prepare,
                 policy=name,
-                beside=pipelines[0] if pipelines else None,
+                shares_with=pipelines[0] if pipelines else None,
             )
         )
     return pipelines

@@ -121,8 +121,8 @@ def _check_one_base(config: RunConfig, folders: dict[str, Path]) -> None:
     precisions = {t.precision for t in trainers if isinstance(t, LocalTrainerConfig)}
     if len({folder.resolve() for folder in folders.values()}) > 1 or len(precisions) > 1:
         raise ConfigError(
-            "at vLLM several policies are adapters on one model: give all of them the same model "
-            "and trainer.precision, or sample with --engine local"
+            "vLLM serves several policies as LoRA adapters of one base model: give all of them the "
+            "same model and trainer.precision, or sample with --engine local"
         )
 
 
@@ -138,7 +138,7 @@ class _Loader:
         """A policy and its trainer; that of a frozen one only has the weights it starts from."""
         if isinstance(config.trainer, TinkerConfig):
             return await self._open_tinker(config, frozen=frozen)
-        if frozen and config.start is None:
+        if frozen and config.initial_weights is None:
             return self._load_base(folder, config), None
         policy = self._load_policy(folder, config)
         return policy, await open_local_trainer(policy, config)

@@ -56,22 +56,22 @@ async def run_pool(
     *,
     gateway: str | None,
     stop: anyio.Event,
-    report: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> None:
     """Run a pool for the run of a store until `stop` is set: `whet runner --ray`."""
     async with (
         connect_store(address) as store,
-        _open_pool(settings, address, arguments, gateway, report) as pool,
+        _open_pool(settings, address, arguments, gateway, progress) as pool,
     ):
         await set_runners(store, settings.name, settings.num)
-        report(
+        progress(
             f"{settings.num} runners on Ray at {settings.ray} join run {address.run} of "
             f"{address.url}"
         )
         async with create_task_group() as tasks:
-            tasks.start_soon(_follow_size, pool, store, settings.name, report)
+            tasks.start_soon(_follow_size, pool, store, settings.name, progress)
             await stop.wait()
-            report(f"{pool.size} runners stop: their attempts have {settings.grace_s:g} s")
+            progress(f"{pool.size} runners stop: their attempts have {settings.grace_s:g} s")
             tasks.cancel_scope.cancel()
 
 
@@ -83,7 +83,7 @@ async def run_agents_on_ray(
     address: StoreAddress,
     *,
     gateway: str | None = None,
-    report: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> AsyncGenerator[None]:
     """Run the agent on a cluster while the block runs, on the rollouts of a store.
 
@@ -95,10 +95,10 @@ async def run_agents_on_ray(
     assert config.ray is not None
     settings = PoolSettings(config.ray, config.ray_runners, config.ray_cpus)
     arguments = [*_list_arguments(config), get_spec(agent)]
-    async with _open_pool(settings, address, arguments, gateway, report) as pool:
+    async with _open_pool(settings, address, arguments, gateway, progress) as pool:
         await set_runners(store, settings.name, settings.num)
-        async with create_task_group() as tasks, watch_workers(store, report):
-            tasks.start_soon(_follow_size, pool, store, settings.name, report)
+        async with create_task_group() as tasks, watch_workers(store, progress):
+            tasks.start_soon(_follow_size, pool, store, settings.name, progress)
             yield
             tasks.cancel_scope.cancel()
 
@@ -109,19 +109,19 @@ async def _open_pool(
     address: StoreAddress,
     arguments: Sequence[str],
     gateway: str | None,
-    report: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> AsyncGenerator[RunnerPool]:
     async with connect_ray(settings.ray):
-        place = ["--run", address.run, "--store", _make_reachable(address.url)]
+        flags = ["--run", address.run, "--store", _make_reachable(address.url)]
         if gateway is not None:
-            place += ["--gateway", _make_reachable(gateway)]
+            flags += ["--gateway", _make_reachable(gateway)]
         async with open_pool(
-            [*place, *arguments],
+            [*flags, *arguments],
             {token.VARIABLE: address.token},
             name=settings.name,
             cpus=settings.cpus,
             grace_s=settings.grace_s,
-            report=report,
+            progress=progress,
         ) as pool:
             yield pool
 
@@ -149,12 +149,12 @@ def _make_reachable(address: str) -> str:
 
 
 async def _follow_size(
-    pool: RunnerPool, store: Resources, name: str, report: Callable[[str], None]
+    pool: RunnerPool, store: Resources, name: str, progress: Callable[[str], None]
 ) -> None:
     while True:
         if (wanted := await _read_size(store, name)) not in (None, pool.size):
             if pool.size:
-                report(f"scaling from {pool.size} to {wanted} runners")
+                progress(f"scaling from {pool.size} to {wanted} runners")
             await pool.scale(wanted)
         await anyio.sleep(SCALE_POLL_S)
 

@@ -46,7 +46,7 @@ from whet.app.composition.weight_sync import (
     TrainerLease,
     name_policy_resource,
 )
-from whet.app.inputs import NO_CONTEXT, AgentContext, publish_resources
+from whet.app.inputs import NO_INPUTS, AgentInputs, publish_resources
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
 from whet.engines.scorer import LocalScorer
@@ -98,7 +98,7 @@ async def open_run(
     agent: Agent | None = None,
     store: Store | None = None,
     algorithm: Algorithm | None = None,
-    context: AgentContext = NO_CONTEXT,
+    agent_inputs: AgentInputs = NO_INPUTS,
     on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     on_ended: Callable[[int], None] | None = None,
     plan: Plan | None = None,
@@ -118,33 +118,33 @@ async def open_run(
         lease = await _take_over(folder, store, progress) if store else None
         store = store or await stack.enter_async_context(folder.open_store())
         publication = _build_publication(config, model, folder, store, lease, agent)
-        learner = await _open_learner(config, model, algorithm, publication, stack, progress)
+        parts = await _open_training_parts(config, model, algorithm, publication, stack, progress)
         judge: Endpoint | None = None
         if agent is not None and config.gateway.judge is not None:
             judge = await stack.enter_async_context(serve_judge(config, progress))
-        versions = await _publish_versions(store, context, config, publication)
+        versions = await _publish_versions(store, agent_inputs, config, publication)
         run = Run(
             config=config,
             folder=folder,
             store=store,
             steps=lease or store,
-            collector=open_collector(config, store, versions, context.judge, judge, on_ended),
-            algorithm=learner.algorithm,
-            trainer=learner.trainer,
-            update=learner.update,
-            scorer=learner.build_scorer(),
+            collector=open_collector(config, store, versions, agent_inputs.judge, judge, on_ended),
+            algorithm=parts.algorithm,
+            trainer=parts.trainer,
+            update=parts.update,
+            scorer=parts.build_scorer(),
             gateway=None,
         )
         # Before sampling: what a kill left in the queue runs as soon as there is a runner.
         await _restore_last(run, plan, progress)
         await run.trainer.publish()
         if agent is not None:
-            shared = learner.policy if publication is None else None
+            shared = parts.policy if publication is None else None
             secret = _get_address(folder, "").secret if config.runner.ray else folder.read_secret()
             serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
             running = _run_agent(
-                agent, folder, store, gateway, endpoints, context, on_outcome, progress
+                agent, folder, store, gateway, endpoints, agent_inputs, on_outcome, progress
             )
             await stack.enter_async_context(running)
             run = replace(run, gateway=gateway)
@@ -157,7 +157,7 @@ async def open_run(
 # ------------------------------------------------------------------- trainer and gateway
 
 
-class _Learner(NamedTuple):
+class _TrainingParts(NamedTuple):
     """Algorithm and trainer of a run, and the policy or policies they update."""
 
     policy: "LocalPolicy | TinkerPolicy | Policies"
@@ -170,22 +170,22 @@ class _Learner(NamedTuple):
         return LocalScorer(self.policy) if isinstance(self.policy, LocalPolicy) else None
 
 
-async def _open_learner(
+async def _open_training_parts(
     config: RunConfig,
     model: Path,
     algorithm: Algorithm | None,
     publication: Publication | None,
     stack: AsyncExitStack,
     progress: Progress,
-) -> _Learner:
+) -> _TrainingParts:
     if config.policies:
         opened = await open_policies(config, algorithm, publication, progress)
-        return _Learner(opened, opened.algorithm, opened.trainer, opened.update)
+        return _TrainingParts(opened, opened.algorithm, opened.trainer, opened.update)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     trainer, policy = await stack.enter_async_context(open_trainer(config, model))
     if publication is not None:
         trainer = publication.wrap(trainer, policy, config, model)
-    return _Learner(policy, algorithm, trainer)
+    return _TrainingParts(policy, algorithm, trainer)
 
 
 def _build_publication(
@@ -230,13 +230,13 @@ async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> Tra
 
 
 async def _publish_versions(
-    store: Store, context: AgentContext, config: RunConfig, publication: Publication | None
+    store: Store, agent_inputs: AgentInputs, config: RunConfig, publication: Publication | None
 ) -> dict[str, int | Literal["latest"]]:
     """Publish resources; returns the versions that attempts request, with those of policies."""
     newest: dict[str, Literal["latest"]] = {}
     if publication is not None:
         newest = {name_policy_resource(name): "latest" for name in config.policies or ("",)}
-    return {**newest, **await publish_resources(store, context.resources)}
+    return {**newest, **await publish_resources(store, agent_inputs.resources)}
 
 
 async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None:
@@ -333,7 +333,7 @@ def _run_agent(
     store: Store,
     gateway: Gateway,
     endpoints: Endpoints,
-    context: AgentContext,
+    agent_inputs: AgentInputs,
     on_outcome: Callable[[Attempt, Outcome], None],
     progress: Progress,
 ) -> AbstractAsyncContextManager[None]:
@@ -349,7 +349,7 @@ def _run_agent(
         store,
         endpoints,
         on_outcome,
-        hooks=context.hooks,
+        hooks=agent_inputs.hooks,
         explain_unread=partial(explain_unread, read_algorithms(folder.read_config())),
         on_warning=progress,
     )
@@ -362,7 +362,7 @@ def describe_processes(agent: Agent, config: RunConfig) -> str | None:
     if not any(counts.values()):
         return None
     others = ", ".join(f"{count} for {what}" for what, count in counts.items() if count)
-    return f"further processes: {others}; --runner.processes 0 runs all in this one"
+    return f"other processes: {others}; --runner.processes 0 runs all in this one"
 
 
 @asynccontextmanager
@@ -371,16 +371,16 @@ async def _run_on_ray(
 ) -> AsyncGenerator[None]:
     """Serve the run's own store to runners on a Ray cluster, and run the agent there."""
     assert isinstance(store, SQLStore)
-    config, place = folder.read_config(), _get_address(folder, "")
-    server = StoreServer(store, token=place.token, host=config.gateway.host)
+    config, address = folder.read_config(), _get_address(folder, "")
+    server = StoreServer(store, token=address.token, host=config.gateway.host)
     try:
         async with run_agents_on_ray(
             agent,
             config.runner,
             store,
-            place._replace(url=server.url),
+            address._replace(url=server.url),
             gateway=gateway.url,
-            report=progress,
+            progress=progress,
         ):
             yield
     finally:

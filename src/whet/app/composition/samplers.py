@@ -322,7 +322,7 @@ async def open_server_samplers(
         from whet.engines.remote.connect import connect_servers  # noqa: PLC0415 - only if needed
     renderer = build_renderer(model, config)
     async with AsyncExitStack() as stack:
-        urls, launched, place = settings.urls, list["VLLMProcess"](), folder
+        urls, launched, weights_folder = settings.urls, list["VLLMProcess"](), folder
         if settings.kind == "vllm" and not urls:
             memory = find_memory_folder(folder, model, _choose_transfer(list(published.values())))
             launched = stack.enter_context(
@@ -330,7 +330,7 @@ async def open_server_samplers(
                     model, list(published.values()), config, folder, memory, training_gpus, progress
                 )
             )
-            urls, place = tuple(server.url for server in launched), memory or folder
+            urls, weights_folder = tuple(server.url for server in launched), memory or folder
         samplers: dict[str, Sampler] = {}
         for name in published:
             engine = await connect_servers(
@@ -347,7 +347,9 @@ async def open_server_samplers(
             stack.push_async_callback(engine.close)
             for server in launched:
                 server.mark_ready()
-            weights = ServerWeights(engine, model, place / "served", policies=len(published))
+            weights = ServerWeights(
+                engine, model, weights_folder / "served", policies=len(published)
+            )
             if name in adapters:
                 await weights.load_adapter(adapters[name])
             samplers[name] = Sampler(engine, engine.context_length, renderer, weights)

@@ -18,7 +18,7 @@ from whet.app.evaluation.model_sources import (
     EndpointModel,
     LocalModel,
     PolicySet,
-    find_run,
+    find_run_folder,
     read_models,
 )
 from whet.app.inputs import check_one_policy
@@ -32,7 +32,7 @@ from whet.types import Endpoint
 Progress = Callable[[str], None]
 
 BASE_MODEL = "base"
-"""`gateway.judge`: the model of the run before training."""
+"""Value of `gateway.judge` for the model of the run before training."""
 
 SECTIONS = ("dir", "engine", "gateway")
 """Keys of the config that serving reads."""
@@ -55,8 +55,8 @@ def serve(
         raise ConfigError(
             f"serving does not read {others[0]!r}: expected keys of {', '.join(SECTIONS)}"
         )
-    note = partial(open_console(quiet=quiet).print, highlight=False)
-    serving = serve_alone(str(model), resolve(settings), note)
+    progress = partial(open_console(quiet=quiet).print, highlight=False)
+    serving = serve_alone(str(model), resolve(settings), progress)
     try:
         with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving) as open:
             yield open.own_endpoint
@@ -142,7 +142,7 @@ def _find_served(
     """Resolve a model as `whet eval` does, and find the secret of its API keys."""
     [model] = read_models([source], None, progress, directory=directory)
     assert not isinstance(model, EndpointModel)
-    run = find_run(Path(model.source).expanduser())
+    run = find_run_folder(Path(model.source).expanduser())
     return model, run.read_secret() if run else secrets.token_bytes(32)
 
 

@@ -85,7 +85,7 @@ async def _open_ranks(
             whole = _load_whole(config, model, policy)
 
             def build() -> ModelShard:
-                return ModelShard(policy, ranks.place, whole=whole, custom_loss=custom)
+                return ModelShard(policy, ranks.address, whole=whole, custom_loss=custom)
 
             part = await to_thread.run_sync(lambda: ranks.connect(policy.device, build, shard=True))
             trainer = ShardedTrainer(part, whole, ranks)
@@ -139,10 +139,11 @@ async def open_local_trainer(policy: LocalPolicy, config: RunConfig) -> LocalTra
 
 async def load_start(trainer: LocalTrainer | ShardedTrainer, config: RunConfig) -> None:
     """Load the weights that training starts from, and keep them if the loss refers to them."""
-    if config.start is not None:
-        await trainer.start_from(config.start)
+    if config.initial_weights is not None:
+        await trainer.start_from(config.initial_weights)
     # New adapters have their reference without a copy: the model without them.
-    if config.loss.kl > 0 and (config.start is not None or config.trained_weights == "full"):
+    is_new = config.initial_weights is None and config.trained_weights == "lora"
+    if config.loss.kl > 0 and not is_new:
         await trainer.keep_reference()
 
 

@@ -25,10 +25,10 @@ def main(arguments: Sequence[str]) -> int:
         own.channel.send(RankReply())
         if (first := own.channel.receive(RankCommand)) is None:
             return 0  # the first process ended while this one loaded its model
-        own.place.connect(policy.device)
+        own.address.connect(policy.device)
         if first.shard:
             with boundary(TrainerError, "cannot shard the model"):
-                part = ModelShard(policy, own.place, custom_loss=custom)
+                part = ModelShard(policy, own.address, custom_loss=custom)
             own.channel.send(RankReply())
             own.serve(part.run, ends_on_error=True)
         else:

@@ -92,7 +92,7 @@ async def announce_model(resources: Resources, config: RunConfig) -> None:
     try:
         await resources.latest(POLICY)
     except NotFound:
-        if config.start is not None:
+        if config.initial_weights is not None:
             raise ConfigError(
                 "a run that trains nothing starts from a model folder: make one with "
                 "`whet models merge`"
@@ -151,14 +151,14 @@ class TrainerLease(StepLog):
 
     @classmethod
     async def acquire(
-        cls, store: Store, folder: Path, note: Callable[[str], None]
+        cls, store: Store, folder: Path, progress: Callable[[str], None]
     ) -> "TrainerLease":
         """Take over the training of a run from the process that has it, if any."""
         holder = _name_trainer(folder)
         with suppress(NotFound):
             last = (await store.latest(TRAINER)).value
             if last != holder:
-                note(f"note: took over the run {store.run!r} from the trainer {last}")
+                progress(f"note: took over the run {store.run!r} from the trainer {last}")
         return cls(store, await store.publish(TRAINER, holder))
 
     @staticmethod
@@ -366,7 +366,7 @@ class PolicyFollower:
         self.published: PublishedPolicy = served
         """The policy that is loaded."""
         self._resources = resources
-        self._at = 0
+        self._loaded_resource_version = 0
         """Resource version of the loaded weights."""
         self._looked_up = float("-inf")
         self._loading = anyio.Lock()
@@ -389,7 +389,7 @@ class PolicyFollower:
     def _is_due(self, wanted: int | None) -> bool:
         if wanted is None:
             return anyio.current_time() >= self._looked_up + NEWEST_TTL_S
-        return wanted > self._at
+        return wanted > self._loaded_resource_version
 
     async def load_newest(self) -> None:
         """Load the newest published policy, if there is any."""
@@ -399,7 +399,7 @@ class PolicyFollower:
                 newest = await self._resources.latest(self._resource)
             except NotFound:
                 return
-            if newest.version == self._at:
+            if newest.version == self._loaded_resource_version:
                 return
             published = read_policy(newest)
             if not published.is_served_by(self._served):
@@ -413,7 +413,7 @@ class PolicyFollower:
                 if (await self._resources.latest(self._resource)).version == newest.version:
                     raise
                 continue  # a newer policy was published, and the file of this one deleted
-            self._at, self.published = newest.version, published
+            self._loaded_resource_version, self.published = newest.version, published
             number = newest.version
             logger.info(
                 "%s loaded version=%d resource=%d", self._resource, published.version, number

@@ -41,15 +41,15 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 FILES = ("index.html", "app.js", "app.css", "icon.svg")
-PULSE_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between two polls of a run that an open page follows."""
-CHECKS = 4
+STOP_CHECKS_PER_POLL = 4
 """Checks between two polls whether the server stops."""
 KEEP_ALIVE_S = 15.0
 MAX_BODY = 1000
 
 Query = TypeVar("Query", bound=BaseModel)
-Page = Callable[[OpenedRun, Request], Awaitable[object]]
+PageHandler = Callable[[OpenedRun, Request], Awaitable[object]]
 
 
 class InvalidQuery(WhetError):
@@ -81,7 +81,7 @@ class DashboardApp:
 
     def build(self, *, host: str, allowed: Sequence[str] = ()) -> Starlette:
         """Return the application for a server that listens on `host`."""
-        pages: dict[str, Page] = {
+        pages: dict[str, PageHandler] = {
             "": lambda run, request: overview.read_run(run),
             "/steps": _read_steps,
             "/rollouts": _read_rollouts,
@@ -119,7 +119,7 @@ class DashboardApp:
             exception_handlers={404: _refuse_path},
         )
 
-    async def _serve_page(self, page: Page, request: Request) -> Response:
+    async def _serve_page(self, page: PageHandler, request: Request) -> Response:
         run = await self._catalog.open(request.path_params["run"])
         return respond(await page(run, request))
 
@@ -155,7 +155,8 @@ class DashboardApp:
 
     async def _serve_events(self, request: Request) -> Response:
         run = await self._catalog.open(request.path_params["run"])
-        await run.store.browse(browse.read_pulse)  # an unreadable store is an error, not a stream
+        # Read once before the stream: an unreadable store is an error, not a stream.
+        await run.store.browse(browse.read_change_counts)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         stream = self._stream(run)
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
@@ -166,20 +167,20 @@ class DashboardApp:
         written = time.monotonic()
         while True:
             try:
-                pulse = await run.store.browse(browse.read_pulse)
+                counts = await run.store.browse(browse.read_change_counts)
             except StoreError:
                 return
-            if pulse != last:
-                last = pulse
-                yield b"data: " + to_browser_json(pulse | {"now": time.time()}) + b"\n\n"
+            if counts != last:
+                last = counts
+                yield b"data: " + to_browser_json(counts | {"now": time.time()}) + b"\n\n"
                 written = time.monotonic()
             elif time.monotonic() - written > KEEP_ALIVE_S:
                 yield b": alive\n\n"
                 written = time.monotonic()
-            for _ in range(CHECKS):
+            for _ in range(STOP_CHECKS_PER_POLL):
                 if self.closing.is_set():
                     return
-                await asyncio.sleep(PULSE_S / CHECKS)
+                await asyncio.sleep(POLL_INTERVAL_S / STOP_CHECKS_PER_POLL)
 
 
 async def _read_steps(run: OpenedRun, request: Request) -> object:

@@ -17,7 +17,12 @@ from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
 from whet.app.dashboard.terminal import escape_control_characters
-from whet.app.inspection.run_list import build_narrow_table, find_newest, print_rows
+from whet.app.inspection.run_list import (
+    EVALUATION_KIND,
+    build_narrow_table,
+    find_newest,
+    print_rows,
+)
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.threads import run_async
@@ -29,13 +34,13 @@ FILTERS = (
     *("min_reward", "max_reward"),
 )
 
-Rows = list[dict[str, Any]]  # Any: the answers of the dashboard's API
+ListedRows = list[dict[str, Any]]  # Any: the answers of the dashboard's API
 
 
 class Listing(NamedTuple):
     """The rollouts that a query finds."""
 
-    rows: Rows
+    rows: ListedRows
     judged: bool
     """Whether training adds the scores of a judge to their rewards."""
 
@@ -55,9 +60,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument("--group", metavar="ID", help="of a group")
     group.add_argument("--task", metavar="ROLLOUT", help="with the same task as this rollout")
     group.add_argument("--agent", metavar="NAME", help="with a call of this agent")
-    group.add_argument(
-        "--policy", metavar="NAME", help="with a call of this one of several policies"
-    )
+    group.add_argument("--policy", metavar="NAME", help="with a call of this policy")
     group.add_argument("--text", metavar="TEXT", help="with this text in task, messages or failure")
     group.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
     group.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")
@@ -90,7 +93,7 @@ def run_rollouts(args: argparse.Namespace) -> int:
     _parse(query)  # before anything is opened
     if args.name is None and args.store is not None:
         raise ConfigError("found no RUN, expected the name of a run of the store")
-    run = args.name or find_newest(Path(args.dir))
+    run = args.name or find_newest(Path(args.dir), excluded=(EVALUATION_KIND,))
     if args.store is None:
         folder = RunFolder.find(run, Path(args.dir)).path.resolve()
         found = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
@@ -114,7 +117,7 @@ def _parse(query: dict[str, Any]) -> RolloutQuery:
 
 async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit: int) -> Listing:
     catalog = FolderCatalog(directory)
-    rows: Rows = []
+    rows: ListedRows = []
     judged = False
     after: object = None
     try:
@@ -137,7 +140,7 @@ async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit:
 async def _read_store(
     store: str, name: str, directory: Path, query: dict[str, Any], limit: int
 ) -> Listing:
-    rows: Rows = []
+    rows: ListedRows = []
     judged = False
     after: dict[str, str] = {}
     async with open_session(store, directory) as session:

@@ -38,7 +38,7 @@ def read_config(run: OpenedRun) -> RunConfig:
 
 
 class Catalog(Protocol):
-    """The runs of a place."""
+    """The runs of a folder or of a store."""
 
     async def list_summaries(self) -> list[RunSummary]:
         """List the runs, the newest first."""

@@ -14,11 +14,11 @@ from whet.app.dashboard.run_catalog import Catalog, OpenedRun
 from whet.io.files import atomic_file
 from whet.store.queries.rollout_pages import Order, read_page
 
-LISTED = 200
-"""Rollouts in the list, of each choice."""
-WHOLE = 12
-"""Rollouts with conversation and tokens, of each choice."""
-CHOICES: tuple[tuple[Order, str | None], ...] = (
+LIST_LIMIT = 200
+"""Rollouts in the list, of each selection."""
+DETAIL_LIMIT = 12
+"""Rollouts with conversation and tokens, of each selection."""
+SELECTIONS: tuple[tuple[Order, str | None], ...] = (
     ("newest", None),
     ("newest", "failed"),
     ("best", None),
@@ -57,14 +57,16 @@ async def _collect(run: OpenedRun) -> dict[str, object]:
         f"{base}/groups": await rollout_list.read_groups(run, rollout_list.GroupQuery(limit=200)),
     }
     listed: dict[str, object] = {}
-    whole: list[str] = []
-    for order, status in CHOICES:
-        query = RolloutQuery.model_validate({"order": order, "status": status, "limit": LISTED})
-        page = await run.store.browse(read_page, query.build_filter(), order=order, limit=LISTED)
-        listed = {row.id: rollout_list.serialize_rollout(row) for row in page.rows} | listed
-        whole += [row.id for row in page.rows[:WHOLE]]
+    detailed: list[str] = []
+    for order, status in SELECTIONS:
+        query = RolloutQuery.model_validate({"order": order, "status": status, "limit": LIST_LIMIT})
+        page = await run.store.browse(
+            read_page, query.build_filter(), order=order, limit=LIST_LIMIT
+        )
+        listed = {row.id: rollout_list.serialize_row(row) for row in page.rows} | listed
+        detailed += [row.id for row in page.rows[:DETAIL_LIMIT]]
     data[f"{base}/rollouts"] = {"rollouts": list(listed.values()), "next": None, "total": None}
-    for id in dict.fromkeys(whole):
+    for id in dict.fromkeys(detailed):
         rollout = await pages.read_rollout(run, id)
         data[f"{base}/rollouts/{id}"] = rollout
         for attempt in await run.store.attempts(id):

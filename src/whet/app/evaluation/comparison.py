@@ -153,15 +153,15 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
 
     def draw_bars(axes: Axes) -> None:
         width = 0.8 / len(comparison.scores)
-        for place, name in enumerate(comparison.scores):
+        for index, name in enumerate(comparison.scores):
             found = [by_model[name] for by_model in comparison.measures.values()]
-            at = [x + (place - (len(comparison.scores) - 1) / 2) * width for x in range(len(found))]
+            at = [x + (index - (len(comparison.scores) - 1) / 2) * width for x in range(len(found))]
             axes.bar(
                 at,
                 [e.mean if e else 0.0 for e in found],
                 width,
                 label=name,
-                color=_choose_color(place),
+                color=_choose_color(index),
             )
             for x, each in zip(at, found, strict=True):
                 if each and each.ci95:
@@ -174,14 +174,14 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         axes.grid(axis="y", alpha=0.3)
 
     def draw_changes(axes: Axes, measure: str) -> None:
-        for place, (name, changes) in enumerate(
+        for index, (name, changes) in enumerate(
             _list_changes(comparison, measure).items(), start=1
         ):
             axes.step(
-                range(len(changes)), changes, where="mid", label=name, color=_choose_color(place)
+                range(len(changes)), changes, where="mid", label=name, color=_choose_color(index)
             )
             axes.fill_between(
-                range(len(changes)), changes, step="mid", alpha=0.25, color=_choose_color(place)
+                range(len(changes)), changes, step="mid", alpha=0.25, color=_choose_color(index)
             )
         axes.axhline(0, color="#222222", linewidth=0.8)
         base = next(iter(comparison.scores))
@@ -249,5 +249,5 @@ def _format_estimate(found: Estimate | None) -> dict[str, object] | None:
     return {"mean": round(found.mean, 6), "ci95": interval, "tasks": found.tasks}
 
 
-def _choose_color(place: int) -> str:
-    return COLORS[place % len(COLORS)]
+def _choose_color(index: int) -> str:
+    return COLORS[index % len(COLORS)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ from whet.app.inputs import (
     parse_resources,
     publish_resources,
 )
+from whet.app.inspection.run_list import EVALUATION_KIND
 from whet.app.prompts.saved import ALL_MODELS
 from whet.app.run_folder import RunFolder
 from whet.config import PolicyConfig, RunConfig, resolve
@@ -58,7 +60,6 @@ from whet.runners.collector import QueueCollector
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, Endpoint, Outcome
 
-KIND = "eval"
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 ModelPrompts = Mapping[str, Mapping[str, JsonValue]]
@@ -140,7 +141,7 @@ class PreparedEvaluation(NamedTuple):
     prompts: Mapping[str, Mapping[str, JsonValue]]
     """Resources of the agent, by model."""
     policies: Mapping[str, PolicyConfig]
-    """Those of a run of several; every other model is served under all of their names."""
+    """Policies of a model that has several; every other model answers under each of their names."""
 
 
 def prepare_evaluation(
@@ -155,10 +156,7 @@ def prepare_evaluation(
     prompts: ModelPrompts | None = None,
 ) -> PreparedEvaluation:
     """Check models and endpoint, then open the run folder: a refused evaluation writes nothing."""
-
-    def progress(text: str) -> None:
-        console.print(text, highlight=False)
-
+    progress = partial(console.print, highlight=False)
     config = resolve(values)
     check_one_policy(config, "an evaluation of models")
     if config.gateway.judge == "base":
@@ -178,10 +176,10 @@ def prepare_evaluation(
     if endpoint is not None:
         run_async(check_endpoint, endpoint, key, key_variable)
     if resume:
-        folder = RunFolder.to_resume(config, KIND)
+        folder = RunFolder.to_resume(config, EVALUATION_KIND)
         folder.resume(values)
     else:
-        folder = RunFolder.create(config, KIND)
+        folder = RunFolder.create(config, EVALUATION_KIND)
     with ExitStack() as stack:
         stack.callback(folder.discard_if_new)
         folder.keep_tasks(tasks, [])
@@ -298,7 +296,7 @@ class _ModelEvaluator:
                     resources = self.prepared.prompts.get(model.name, {})
                     versions = await publish_resources(store, resources)
                     collector = QueueCollector(queue=store, log=store, resources=versions)
-                    ended = await run_trials(trials, collector=collector, directory=store)
+                    ended = await run_trials(trials, collector=collector, listings=store)
             for trial in trials:
                 record = ended[trial.rollout.id]
                 outcome = Outcome(reward=record.reward, failure=record.failure)
@@ -311,10 +309,10 @@ class _ModelEvaluator:
         config, judge, folder = self.config, self.judge, self.prepared.folder
         secret = folder.read_secret()
         if not isinstance(model, EndpointModel):
-            place = folder.path / "serve" / model.name
+            serve_folder = folder.path / "serve" / model.name
             with requires_extra("a model on this machine", "local"):
                 from whet.app.composition.standalone import serve_model  # noqa: PLC0415 - imports torch
-            async with serve_model(model, config, store, secret, place, judge) as gateway:
+            async with serve_model(model, config, store, secret, serve_folder, judge) as gateway:
                 yield gateway
             return
         key = self.prepared.key

@@ -114,7 +114,7 @@ def read_models(
         named = NAME_AND_SOURCE.fullmatch(spec)
         name, source = named.groups() if named else (None, spec)
         if endpoint is None:
-            models.append(_find_all(name, find_source(source, directory), progress))
+            models.append(_resolve_source(name, find_source(source, directory), progress))
         else:
             models.append(EndpointModel(name or _as_name(source), source, endpoint))
     for number, model in enumerate(models):
@@ -141,7 +141,7 @@ def resolve_starts(
         sections: dict[str, JsonValue] = {}
         for name, policy in config.policies.items():
             own: Mapping[str, JsonValue] = policy.model_dump(mode="json", exclude_defaults=True)
-            if policy.model is not None and policy.start is None:
+            if policy.model is not None and policy.initial_weights is None:
                 own = resolve_start(own, config.for_policy(name), progress)
             sections[name] = dict(own)
         resolved["policies"] = sections
@@ -153,8 +153,8 @@ def resolve_start(
 ) -> dict[str, JsonValue]:
     """Resolve a `model` that names a run, a checkpoint or an adapter; other models are unchanged.
 
-    In the returned config values `model` is its base model, `start` the folder of its weights, and
-    the trainer's settings of adapters are those that its adapters have.
+    In the returned config values `model` is its base model, `initial_weights` the folder of its
+    weights, and the trainer's settings of adapters are those that its adapters have.
 
     Raises:
         ConfigError: training cannot start from it, or the values ask for other adapters.
@@ -162,11 +162,11 @@ def resolve_start(
     source = find_source(config.model, config.dir)
     if not _is_start(source):
         return dict(values)
-    found = _find(None, source, progress)
+    found = _resolve_model(None, source, progress)
     start = found.adapter or found.checkpoint
     if start is None:
         return {**values, "model": str(found.folder.absolute())}
-    run = find_run(start)
+    run = find_run_folder(start)
     base = _read_config(start, run).model if run else _find_base_model(start, None)
     shape = _read_shape(start, found.trainer or _read_trainer(start, run))
     requested = values.get("trainer", {})
@@ -178,7 +178,8 @@ def resolve_start(
                 "or make a model folder with `whet models merge` and start from that"
             )
     trainer: dict[str, JsonValue] = {**requested, **shape}
-    return {**values, "model": base, "start": str(start.absolute()), "trainer": trainer}
+    weights = str(start.absolute())
+    return {**values, "model": base, "initial_weights": weights, "trainer": trainer}
 
 
 def find_source(source: str, directory: Path | None) -> str:
@@ -192,7 +193,7 @@ def find_source(source: str, directory: Path | None) -> str:
 def _is_start(source: str) -> bool:
     """Whether a model is a run, a checkpoint or an adapter."""
     path = Path(source).expanduser()
-    run = find_run(path)
+    run = find_run_folder(path)
     return (path / "adapter_config.json").is_file() or (
         run is not None and (path == run.path or _is_checkpoint(path, run))
     )
@@ -211,30 +212,30 @@ def _explain_several(path: Path, run: RunFolder) -> ConfigError:
     )
 
 
-def _find_all(
+def _resolve_source(
     name: str | None, source: str, progress: Callable[[str], None]
 ) -> LocalModel | PolicySet:
-    """Find a model, or all policies of a run that has several, or of one of its checkpoints."""
+    """Resolve a model, or all policies of a run that has several, or of one of its checkpoints."""
     path = Path(source).expanduser()
-    run = find_run(path)
+    run = find_run_folder(path)
     if run is None or not _has_several(path, run):
-        return _find(name, source, progress)
-    several, place = run.read_config().policies, path
+        return _resolve_model(name, source, progress)
+    several, folder = run.read_config().policies, path
     if path == run.path:  # the trained policies, or those of the newest checkpoint while it runs
-        place = run.model if run.model.is_dir() else _find_newest_checkpoint(source, run)
+        folder = run.model if run.model.is_dir() else _find_newest_checkpoint(source, run)
     models: dict[str, LocalModel] = {}
     for policy, section in several.items():
         own = run.read_config().for_policy(policy)
-        weights = str(own.start or own.model) if section.frozen else str(place / policy)
-        models[policy] = _find(policy, weights, progress)
-    step = "" if place == run.model or path == run.path else f"-{place.name}"
+        weights = str(own.initial_weights or own.model) if section.frozen else str(folder / policy)
+        models[policy] = _resolve_model(policy, weights, progress)
+    step = "" if folder == run.model or path == run.path else f"-{folder.name}"
     return PolicySet(name or run.path.name + step, source, models, several)
 
 
 def _has_several(path: Path, run: RunFolder) -> bool:
     """Whether a folder has all the policies of a run of several."""
-    places = (run.path, run.model, *_list_checkpoints(run))
-    return bool(run.read_config().policies) and path in places
+    folders = (run.path, run.model, *_list_checkpoints(run))
+    return bool(run.read_config().policies) and path in folders
 
 
 def _find_newest_checkpoint(source: str, run: RunFolder) -> Path:
@@ -267,35 +268,35 @@ def _read_shape(start: Path, trainer: LocalTrainerConfig | None) -> dict[str, Js
     return {"lora_rank": settings["r"], "lora_alpha": settings["lora_alpha"]}
 
 
-def _find(name: str | None, source: str, progress: Callable[[str], None]) -> LocalModel:
+def _resolve_model(name: str | None, source: str, progress: Callable[[str], None]) -> LocalModel:
     path = Path(source).expanduser()
-    run = find_run(path)
+    run = find_run_folder(path)
     if run is not None and _has_several(path, run):
         raise _explain_several(run.model if path == run.path else path, run)
     if run is not None and path == run.path:
-        return _find_trained(name, source, run, progress)
+        return _resolve_run(name, source, run, progress)
     if (path / "adapter_config.json").is_file():
         folder = resolve_model(_find_base_model(path, run), progress=progress)
         return LocalModel(name or _choose_name(path, run), source, folder, adapter=path)
     if run is not None and _is_checkpoint(path, run):
-        return _find_at_checkpoint(name, source, path, run, progress)
+        return _resolve_checkpoint(name, source, path, run, progress)
     return LocalModel(
         name or _choose_name(path, run), source, resolve_model(source, progress=progress)
     )
 
 
-def _find_trained(
+def _resolve_run(
     name: str | None, source: str, run: RunFolder, progress: Callable[[str], None]
 ) -> LocalModel:
-    """The trained model of a run, or its newest checkpoint while it runs."""
+    """Resolve the trained model of a run, or its newest checkpoint while it runs."""
     if run.model.is_dir():
-        found = _find(name or run.path.name, str(run.model), progress)
+        found = _resolve_model(name or run.path.name, str(run.model), progress)
         return LocalModel(found.name, source, found.folder, found.adapter)
     newest = _find_newest_checkpoint(source, run)
-    return _find_at_checkpoint(name or run.path.name, source, newest, run, progress)
+    return _resolve_checkpoint(name or run.path.name, source, newest, run, progress)
 
 
-def _find_at_checkpoint(
+def _resolve_checkpoint(
     name: str | None, source: str, path: Path, run: RunFolder, progress: Callable[[str], None]
 ) -> LocalModel:
     config = _read_config(path, run)
@@ -319,11 +320,11 @@ def _find_at_checkpoint(
     )
 
 
-def find_run(path: Path) -> RunFolder | None:
-    """The run that a folder belongs to."""
-    for place in (path, *path.parents[:3]):  # of one policy: RUN/checkpoints/STEP/POLICY
-        if (place / "kind").is_file() and (place / "config.json").is_file():
-            return RunFolder(place)
+def find_run_folder(path: Path) -> RunFolder | None:
+    """Return the run that a folder belongs to."""
+    for folder in (path, *path.parents[:3]):  # of one policy: RUN/checkpoints/STEP/POLICY
+        if (folder / "kind").is_file() and (folder / "config.json").is_file():
+            return RunFolder(folder)
     return None
 
 

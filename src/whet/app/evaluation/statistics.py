@@ -16,7 +16,7 @@ from typing import NamedTuple
 from whet.types import Failure, FailureKind
 
 AGENT_FAILURES = frozenset(
-    {FailureKind.AGENT, FailureKind.CONTEXT, FailureKind.TIMEOUT, FailureKind.REWARD}
+    {FailureKind.AGENT, FailureKind.CONTEXT_LENGTH, FailureKind.TIMEOUT, FailureKind.BAD_REWARD}
 )
 """Failures that count as a reward of 0: a model that breaks its agent is not better for it. Other
 failures, of workers, gateways and producers, say nothing about the model and are left out."""

@@ -1,6 +1,6 @@
 """The rollouts of an evaluation, greedy and sampled, and the scores they give."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,10 +9,9 @@ from pydantic import JsonValue
 from whet.app.evaluation.statistics import AGENT_FAILURES, Scores
 from whet.config import RunConfig
 from whet.errors import ConfigError
-from whet.protocols import Collector, Directory
+from whet.io.paging import iterate_pages
+from whet.protocols import Collector, Listings
 from whet.types import RETRYABLE, TERMINAL, Mode, Rollout, RolloutRecord, SamplingOverride
-
-PAGE = 1000
 
 RETRIED = tuple(kind for kind in RETRYABLE if kind not in AGENT_FAILURES)
 """Failures after which a rollout is tried again: none that the model may have caused."""
@@ -54,18 +53,19 @@ def plan_trials(when: str, tasks: Sequence[JsonValue], config: RunConfig) -> lis
 
 
 async def run_trials(
-    trials: Sequence[Trial], *, collector: Collector, directory: Directory
+    trials: Sequence[Trial], *, collector: Collector, listings: Listings
 ) -> dict[str, RolloutRecord]:
     """Run the rollouts that have not ended; returns the records of all, by id."""
     await collector.collect([trial.rollout for trial in trials])
-    return await read_ended_rollouts(directory)
+    return await read_ended_rollouts(listings)
 
 
-async def read_ended_rollouts(directory: Directory) -> dict[str, RolloutRecord]:
+async def read_ended_rollouts(listings: Listings) -> dict[str, RolloutRecord]:
     """The evaluation rollouts that have ended, by id."""
     return {
         record.rollout.id: record
-        async for record in _list_evaluated(directory)
+        async for page in iterate_pages(listings, mode=Mode.VAL)
+        for record in page
         if record.status in TERMINAL
     }
 
@@ -93,14 +93,6 @@ def _read_reward(record: RolloutRecord) -> float | None:
     if record.failure is not None and record.failure.kind in AGENT_FAILURES:
         return 0.0
     return record.reward
-
-
-async def _list_evaluated(directory: Directory) -> AsyncGenerator[RolloutRecord]:
-    page = await directory.rollouts(mode=Mode.VAL, limit=PAGE)
-    while page:
-        for record in page:
-            yield record
-        page = await directory.rollouts(mode=Mode.VAL, after=page[-1].rollout.id, limit=PAGE)
 
 
 def _build_rollout(

@@ -1,1 +1,1 @@
-"""Show what happened in attempts: dry runs, trees, exactness reports."""
+"""Show what happened in attempts: dev runs, trees, exactness reports."""

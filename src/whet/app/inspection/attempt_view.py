@@ -116,7 +116,7 @@ def _dump_call(call: Call) -> dict[str, JsonValue]:
         "fork": call.origin.fork.value if call.origin.fork else None,
         "omitted": [omission.value for omission in call.origin.omitted],
         "prompt_tokens": call.prompt_length,
-        "new_prompt_tokens": len(call.context),
+        "new_prompt_tokens": len(call.prompt_suffix),
         "messages": [dict(message) for message in call.messages],
         "answers": [
             {
@@ -199,7 +199,7 @@ def _format_call(number: int, call: Call) -> Text:
     who += f", agent {agent}" if agent else ""
     line.append(
         f"{call.origin.dialect}, {call.origin.model or 'policy'}{who}: prompt "
-        f"{call.prompt_length} tokens ({len(call.context)} new), sampled {sampled}",
+        f"{call.prompt_length} tokens ({len(call.prompt_suffix)} new), sampled {sampled}",
         "not bold",
     )
     if call.origin.fork:

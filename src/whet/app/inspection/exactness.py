@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from whet.config import SelectionConfig
 from whet.io.genai_spans import UntrainableCall, find_untrainable_calls
+from whet.io.paging import iterate_pages
 from whet.io.text import format_count
 from whet.protocols import Store
 from whet.training.diagnosis import explain_metrics
@@ -17,8 +18,6 @@ from whet.training.rows import build_rows
 from whet.training.selection import count_reasons, explain_exclusions
 from whet.types import Credit, Mode, StepRecord, Trajectory
 
-PAGE = 256
-"""Rollouts read at a time."""
 MAX_REASONS = 8
 """Reasons of failed rollouts that are listed, the most frequent first."""
 
@@ -42,7 +41,7 @@ class ExactnessCounts:
     omitted: Counter[str] = field(default_factory=Counter[str])
     """Calls with parts that the chat template leaves out, by part."""
     forks: Counter[str] = field(default_factory=Counter[str])
-    left_out: Counter[str] = field(default_factory=Counter[str])
+    unselected: Counter[str] = field(default_factory=Counter[str])
     """Generations that the selection excludes from training, by reason."""
     without_tokens: dict[str, list[UntrainableCall]] = field(
         default_factory=dict[str, list[UntrainableCall]]
@@ -54,7 +53,7 @@ class ExactnessCounts:
         self.rollouts += 1
         ids = trajectory.generation_ids()
         reasons = explain_exclusions(trajectory.calls, selection)
-        self.left_out.update(count_reasons(reasons))
+        self.unselected.update(count_reasons(reasons))
         built = build_rows([Credit(trajectory, {id: 1.0 for id in ids if id not in reasons})])
         self.rows += len(built.rows)
         self.row_tokens += sum(len(row.tokens) for row in built.rows)
@@ -66,7 +65,7 @@ class ExactnessCounts:
             sampled = sum(len(g.tokens) for g in call.generations)
             self.calls += 1
             self.prompt_tokens += call.prompt_length
-            self.stored_tokens += len(call.context) + sampled
+            self.stored_tokens += len(call.prompt_suffix) + sampled
             self.sampled_tokens += sampled
             self.lossy += call.origin.lossy
             self.omitted.update(omission.value for omission in call.origin.omitted)
@@ -80,7 +79,7 @@ class ExactnessCounts:
             "rollouts": self.rollouts,
             "calls": self.calls,
             "rows": self.rows,
-            "merge_ratio": self.calls / self.rows if self.rows else None,
+            "calls_per_row": self.calls / self.rows if self.rows else None,
             "sampled_tokens": self.sampled_tokens,
             "prompt_tokens_served": self.prompt_tokens,
             "tokens_stored": self.stored_tokens,
@@ -90,7 +89,7 @@ class ExactnessCounts:
             "lossy_echoes": self.lossy,
             "omitted_by_template": dict(self.omitted),
             "forks": dict(self.forks),
-            "left_out": dict(self.left_out),
+            "unselected": dict(self.unselected),
             "without_token_ids": {
                 calls[0].reason: len(calls) for calls in self.without_tokens.values()
             },
@@ -101,12 +100,10 @@ class ExactnessCounts:
 async def build_exactness_report(store: Store, selection: SelectionConfig) -> dict[str, JsonValue]:
     """Read all records of a run and count; `selection` decides what would be trained."""
     counts, failures = ExactnessCounts(), Counter[str]()
-    last: str | None = None
-    while page := await store.rollouts(mode=Mode.TRAIN, after=last, limit=PAGE):
+    async for page in iterate_pages(store, mode=Mode.TRAIN):
         ids = [record.rollout.id for record in page]
         await count_exactness(counts, store, ids, selection)
         failures.update((await store.failures(ids)).values())
-        last = ids[-1]
     steps = await store.steps()
     return {
         "verdict": _explain_training(steps, counts.rollouts, failures.total()),

@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from whet.io.files import stat_files
 from whet.io.text import format_count
 
 DEV_KIND = "dev"
+EVALUATION_KIND = "eval"
 """Kind of the runs of `whet dev`."""
 
 State = Literal["running", "done", "failed", "stopped"]
@@ -61,9 +62,12 @@ def list_runs(directory: Path) -> list[RunSummary]:
     return sorted(found, key=lambda run: -run.changed)
 
 
-def find_newest(directory: Path) -> str:
-    """Return the name of the newest run of a directory. Raises ConfigError if there is none."""
-    runs = list_runs(directory)
+def find_newest(directory: Path, *, excluded: Container[str] = ()) -> str:
+    """Return the name of the newest run of a directory. Raises ConfigError if there is none.
+
+    Kinds of runs that are `excluded` do not count.
+    """
+    runs = [run for run in list_runs(directory) if run.kind not in excluded]
     if not runs:
         raise ConfigError(f"no runs in {str(directory)!r}: `whet demo` or `whet train` makes one")
     return runs[0].name

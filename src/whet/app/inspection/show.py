@@ -19,17 +19,21 @@ from whet.app.inspection.attempt_view import (
     draw_attempt,
     read_attempt,
 )
-from whet.app.inspection.run_list import build_narrow_table, find_newest, list_runs, print_rows
+from whet.app.inspection.run_list import (
+    EVALUATION_KIND,
+    build_narrow_table,
+    find_newest,
+    list_runs,
+    print_rows,
+)
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
+from whet.io.paging import iterate_pages
 from whet.io.threads import run_async
 from whet.protocols import Store
-from whet.runners.judges.group_ranking import SCORE
+from whet.runners.judges.group_ranking import is_ranking
 from whet.training.learners import read_versions
-from whet.types import NO_ADVANTAGES, Rollout, RolloutRecord, Status, StepRecord
-
-PAGE = 500
-"""Rollouts read at a time."""
+from whet.types import NO_ADVANTAGES, Rollout, Status, StepRecord
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -50,7 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--step", type=int, metavar="N", help="number of a step, from 1 (default: the last)"
     )
     only = group.add_mutually_exclusive_group()
-    only.add_argument("--worst", action="store_true", help="rollouts with the least reward")
+    only.add_argument("--worst", action="store_true", help="rollouts with the lowest reward")
     only.add_argument("--failed", action="store_true", help="failed rollouts, with tracebacks")
     only.add_argument("--rollout", metavar="ID", help="one rollout")
     group.add_argument(
@@ -67,11 +71,15 @@ def add_arguments(parser: CommandParser) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Run `whet show`."""
     directory = Path(args.dir)
-    folder, rollout = run_async(_find, args.name or find_newest(directory), directory)
+    folder, rollout = run_async(
+        _find, args.name or find_newest(directory, excluded=(EVALUATION_KIND,)), directory
+    )
     if rollout and (args.step or args.worst or args.failed or args.rollout):
         raise ConfigError(f"{args.name!r} is a rollout: choose among the rollouts of a run instead")
-    choice = Choice(args.step, args.worst, args.failed, rollout or args.rollout, args.limit)
-    found = run_async(_read, folder, choice, args.store)
+    selection = RolloutSelection(
+        args.step, args.worst, args.failed, rollout or args.rollout, args.limit
+    )
+    found = run_async(_read, folder, selection, args.store)
     if args.json:
         sys.stdout.write(json.dumps(found.as_json(folder), ensure_ascii=False) + "\n")
     else:
@@ -101,8 +109,8 @@ def show(
     if worst + failed + (rollout is not None) > 1:
         raise ConfigError("worst, failed and rollout exclude each other: give one of them")
     folder = RunFolder.find(run, Path(dir))
-    choice = Choice(step, worst, failed, rollout, limit)
-    _print(open_console(), folder, run_async(_read, folder, choice, store))
+    selection = RolloutSelection(step, worst, failed, rollout, limit)
+    _print(open_console(), folder, run_async(_read, folder, selection, store))
 
 
 async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
@@ -125,7 +133,7 @@ async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RolloutSelection:
     """The rollouts of a run to show."""
 
     step: int | None
@@ -136,7 +144,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SelectedAttempts:
     """The attempts of a run that are shown, with their advantages."""
 
     views: Sequence[AttemptView]
@@ -175,27 +183,32 @@ class Shown:
         }
 
 
-async def _read(folder: RunFolder, choice: Choice, address: str | None) -> Shown:
+async def _read(
+    folder: RunFolder, selection: RolloutSelection, address: str | None
+) -> SelectedAttempts:
     async with folder.open_records(address) as store:
         steps = await store.steps()
-        if choice.rollout:
-            views = [await read_attempt(store, await _read_rollout(store, choice.rollout))]
-            step = next((each for each in steps if choice.rollout in each.consumed), None)
-            return Shown(views, await store.advantages(step.step) if step else NO_ADVANTAGES)
-        records = await _read_rollouts(store)
-        if choice.failed:
+        if selection.rollout:
+            views = [await read_attempt(store, await _read_rollout(store, selection.rollout))]
+            step = next((each for each in steps if selection.rollout in each.consumed), None)
+            return SelectedAttempts(
+                views, await store.advantages(step.step) if step else NO_ADVANTAGES
+            )
+        pages = iterate_pages(store)
+        records = {record.rollout.id: record async for page in pages for record in page}
+        if selection.failed:
             failed = [id for id, record in records.items() if record.status is Status.FAILED]
             views = [
-                await read_attempt(store, records[id].rollout) for id in failed[: choice.limit]
+                await read_attempt(store, records[id].rollout) for id in failed[: selection.limit]
             ]
-            return Shown(views, NO_ADVANTAGES)
-        step = _choose_step(steps, choice.step, folder)
+            return SelectedAttempts(views, NO_ADVANTAGES)
+        step = _choose_step(steps, selection.step, folder)
         advantages = await store.advantages(step.step)
         views = [await read_attempt(store, records[id].rollout) for id in step.consumed]
-        if not choice.worst:
-            return Shown(views, advantages, step, steps)
+        if not selection.worst:
+            return SelectedAttempts(views, advantages, step, steps)
         views.sort(key=lambda view: (view.record.failure is not None, view.record.reward or 0.0))
-        return Shown(views[: choice.limit], advantages)
+        return SelectedAttempts(views[: selection.limit], advantages)
 
 
 async def _read_rollout(store: Store, id: str) -> Rollout:
@@ -214,15 +227,6 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
     return trajectory.attempt.rollout
 
 
-async def _read_rollouts(store: Store) -> dict[str, RolloutRecord]:
-    found: dict[str, RolloutRecord] = {}
-    last: str | None = None
-    while page := await store.rollouts(after=last, limit=PAGE):
-        found |= {record.rollout.id: record for record in page}
-        last = page[-1].rollout.id
-    return found
-
-
 def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFolder) -> StepRecord:
     if not steps:
         raise ConfigError(
@@ -234,16 +238,16 @@ def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFol
     return steps[number - 1 if number else -1]
 
 
-def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
-    for view in shown.views if shown.step is None else ():
-        console.print(draw_attempt(view, shown.advantages))
-    if not shown.views:
+def _print(console: Console, folder: RunFolder, selected: SelectedAttempts) -> None:
+    for view in selected.views if selected.step is None else ():
+        console.print(draw_attempt(view, selected.advantages))
+    if not selected.views:
         console.print("no such rollouts")
-    if shown.step is None:
+    if selected.step is None:
         return
     config = folder.read_config()
-    line = f"run {folder.path}: {config.model}, step {shown.step.step + 1}"
-    if versions := read_versions(shown.step.metrics):
+    line = f"run {folder.path}: {config.model}, step {selected.step.step + 1}"
+    if versions := read_versions(selected.step.metrics):
         numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
         line += f"; versions of the policies: {numbered}"
     console.print(line, highlight=False, soft_wrap=True)
@@ -252,8 +256,8 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
         table.add_column(title, justify="right", overflow="ellipsis")  # before the rollout is
     if config.policies:
         table.add_column("policies", no_wrap=True)
-    for view in shown.views:
-        record, advantage = view.record, shown.compute_advantage(view)
+    for view in selected.views:
+        record, advantage = view.record, selected.compute_advantage(view)
         forks = sum(call.origin.fork is not None for call in view.calls)
         table.add_row(
             view.rollout.id,
@@ -263,18 +267,18 @@ def _print(console: Console, folder: RunFolder, shown: Shown) -> None:
             str(forks),
             str(view.sampled_tokens),
             f"{view.seconds:.1f}",
-            *([", ".join(shown.describe_policies(view))] if config.policies else []),
+            *([", ".join(selected.describe_policies(view))] if config.policies else []),
         )
-    failures = [view.record.failure for view in shown.views]
+    failures = [view.record.failure for view in selected.views]
     print_rows(console, table, [failure.message if failure else "" for failure in failures])
-    if any(SCORE in span.attributes for view in shown.views for span in view.spans):
+    if any(is_ranking(span) for view in selected.views for span in view.spans):
         console.print(
             "reward: the agent's own; with the scores of the judge, which training adds, the mean "
-            f"of the step is {shown.step.metrics['reward']:.2f}",
+            f"of the step is {selected.step.metrics['reward']:.2f}",
             highlight=False,
         )
     for line in (
-        *format_checkpoints(folder, shown.steps),
+        *format_checkpoints(folder, selected.steps),
         f"whole attempts: whet show {folder.path.name} --worst, --failed, or --rollout ID",
     ):
         console.print(line, highlight=False, soft_wrap=True)

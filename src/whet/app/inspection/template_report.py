@@ -9,9 +9,10 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
+from whet.gateway.templates.chat_template import QUESTION
 from whet.gateway.templates.detokenize import decode_message
 from whet.gateway.templates.renderer import Renderer
-from whet.gateway.templates.suffix import QUESTION, TOOL
+from whet.gateway.templates.suffix import TOOL
 from whet.types import Sampling
 
 WIDTH = 100
@@ -60,7 +61,7 @@ def describe_template(report: Mapping[str, JsonValue]) -> str:
     probes = cast(dict[str, dict[str, str]], report["probes"])
     lines = cast(dict[str, str], report["lines"])
     causes = cast(list[str], report["causes"])
-    left_out = cast(list[str], report["left_out"])
+    omissions = cast(list[str], report["omissions"])
     page = [
         _format_entry("conversations", _describe_mode(report)),
         *(_format_entry("", f"because {cause}") for cause in causes),
@@ -69,7 +70,7 @@ def describe_template(report: Mapping[str, JsonValue]) -> str:
         _format_entry("tools", _describe_tools(report)),
         _format_entry("thinking", _describe_thinking(report)),
         _format_entry(
-            "left out", f"{', '.join(left_out)}; calls are marked" if left_out else "nothing"
+            "left out", f"{', '.join(omissions)}; calls are marked" if omissions else "nothing"
         ),
     ]
     if passed := probes["passed"]:

@@ -26,7 +26,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.usage = "whet chat MODEL [options]"
     group = parser.group("chat")
     group.add_argument("model", metavar="MODEL", help="a run, an adapter, a checkpoint or a model")
-    group.add_argument("--policy", metavar="NAME", help="one of the several policies of a run")
+    group.add_argument("--policy", metavar="NAME", help="which policy, for a run with several")
     group.add_argument("--system", metavar="TEXT", help="system prompt")
     group.add_argument(
         "--temperature",

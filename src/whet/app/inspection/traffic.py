@@ -45,9 +45,9 @@ def build_traffic_report(file: Path, template: ChatTemplate) -> dict[str, JsonVa
         run = replies.setdefault(str(record.get("run", "")), [])
         counts["calls"] += 1
         wires = cast(list[dict[str, JsonValue]], body["messages"])
-        for place, message in enumerate(ask.messages):
+        for index, message in enumerate(ask.messages):
             if message.role == "assistant":
-                _compare(message, wires[place], run, template, counts)
+                _compare(message, wires[index], run, template, counts)
         if (reply := _read_reply(record["reply"])) is not None:
             run.append(reply)
     return _report(counts)
@@ -175,7 +175,7 @@ def _report(counts: Counter[str]) -> dict[str, JsonValue]:
 
 def _read_records(file: Path) -> list[dict[str, JsonValue]]:
     records: list[dict[str, JsonValue]] = []
-    for number, value in read_jsonl(file, "recorded calls"):
+    for number, value in read_jsonl(file, "recorded calls", strict=False):
         if not isinstance(value, dict):
             raise ConfigError(f"{str(file)!r} line {number}: expected a JSON object")
         records.append(value)

@@ -6,14 +6,12 @@ from statistics import fmean
 
 from whet.config import SelectionConfig
 from whet.errors import ConfigError
+from whet.io.paging import iterate_pages
 from whet.protocols import Store
 from whet.training.rows import build_rows
 from whet.training.selection import select
 from whet.training.supervised import SupervisedExample
 from whet.types import Credit, Group, Mode, Row, Status, Trajectory
-
-PAGE = 256
-"""Rollouts read at a time."""
 
 
 async def read_best(
@@ -26,9 +24,9 @@ async def read_best(
     """
 
     def choose(group: Group) -> list[SupervisedExample]:
-        least = min_reward if min_reward is not None else fmean(t.reward for t in group)
+        minimum = min_reward if min_reward is not None else fmean(t.reward for t in group)
         ranked = sorted(group, key=lambda trajectory: -trajectory.reward)
-        chosen = [t for t in ranked if t.reward > least or t.reward == min_reward]
+        chosen = [t for t in ranked if t.reward > minimum or t.reward == min_reward]
         found = [(t, _build_rows(t, selection)) for t in chosen[:best]]
         return [SupervisedExample(t.attempt.rollout.id, rows) for t, rows in found if rows]
 
@@ -78,13 +76,9 @@ async def _read(
 async def _read_groups(store: Store) -> AsyncGenerator[list[Trajectory]]:
     """Yield the succeeded training rollouts of each group; evaluations are not trained on."""
     ids: dict[str, list[str]] = {}
-    after: str | None = None
-    while page := await store.rollouts(
-        mode=Mode.TRAIN, status=Status.SUCCEEDED, after=after, limit=PAGE
-    ):
+    async for page in iterate_pages(store, mode=Mode.TRAIN, status=Status.SUCCEEDED):
         for record in page:
             ids.setdefault(record.rollout.group, []).append(record.rollout.id)
-        after = page[-1].rollout.id
     for group in ids.values():
         if trajectories := await store.trajectories(group):
             yield trajectories

@@ -14,7 +14,7 @@ from whet.config import resolve
 from whet.errors import requires_extra
 
 if TYPE_CHECKING:  # imports torch
-    from whet.app.supervised.tuning import Kind
+    from whet.app.supervised.tuning import TuningKind
 
 SHOWN = {
     "model": ("model", "trainer.weights", "engine.device"),
@@ -33,7 +33,7 @@ LIMITS = ("min_reward", "best", "min_margin")
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet sft`, or of `whet dpo` if that is the parser's command."""
-    kind: Kind = "dpo" if parser.prog.endswith("dpo") else "sft"
+    kind: TuningKind = "dpo" if parser.prog.endswith("dpo") else "sft"
     parser.usage = f"whet {kind} (DATA | --from RUN) [options]"
     group = parser.group("data")
     what = '"messages" and "tools"' if kind == "sft" else '"prompt", "chosen" and "rejected"'
@@ -54,7 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
             "--min-reward",
             type=float,
             metavar="X",
-            help="with --from: least reward of a rollout (default: above its group's mean)",
+            help="with --from: minimum reward of a rollout (default: above its group's mean)",
         )
         group.add_argument(
             "--best",
@@ -68,7 +68,7 @@ def add_arguments(parser: CommandParser) -> None:
             type=float,
             default=0.0,
             metavar="X",
-            help="with --from: least difference in reward between the two of a pair (default 0)",
+            help="with --from: minimum difference in reward between the two of a pair (default 0)",
         )
     for title in SHOWN:
         parser.group(title)
@@ -80,7 +80,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.set_defaults(run=partial(_run, kind))
 
 
-def _run(kind: "Kind", args: argparse.Namespace) -> int:
+def _run(kind: "TuningKind", args: argparse.Namespace) -> int:
     values = read_config_values(args)
     resolve(values)  # errors in flags are reported before the slow imports
     with requires_extra(f"`whet {kind}`", "local"):
@@ -97,8 +97,8 @@ def _run(kind: "Kind", args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not folders:
             raise
-        place = args.data or f"--from {args.from_run}"
-        return report_stopped(f"whet {kind} {place}", folders[0])
+        data = args.data or f"--from {args.from_run}"
+        return report_stopped(f"whet {kind} {data}", folders[0])
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     return 0

@@ -44,7 +44,7 @@ from whet.training.supervised import (
 from whet.training.tracking import Tracking, check_installed
 from whet.types import Metrics, StepRecord, digest_tokens
 
-Kind = Literal["sft", "dpo"]
+TuningKind = Literal["sft", "dpo"]
 
 REFERENCE = "reference.json"
 """File of a run with the log-probabilities of its pairs before training."""
@@ -156,7 +156,7 @@ def dpo(
 
 
 def tune(
-    kind: Kind,
+    kind: TuningKind,
     source: Source,
     values: Mapping[str, JsonValue],
     console: Console,
@@ -171,7 +171,7 @@ def tune(
     source.check()
     values = _with_model(values, source)
     check_config(resolve(values), kind)
-    folder, config = _find_run(kind, values, resume=resume)
+    folder, config = _find_resumed_run(kind, values, resume=resume)
     check_installed(config.tracking)
     model = resolve_model(config.model, progress=console.print)
     if source.from_run is not None:
@@ -195,7 +195,7 @@ def tune(
     return result
 
 
-def check_config(config: RunConfig, kind: Kind) -> None:
+def check_config(config: RunConfig, kind: TuningKind) -> None:
     """Raise ConfigError for keys that have no meaning here."""
     if config.trainer.kind != "local":
         raise ConfigError(f"`whet {kind}` trains in this process: leave out trainer.kind")
@@ -219,8 +219,8 @@ def _with_model(values: Mapping[str, JsonValue], source: Source) -> dict[str, Js
     return {"model": config.model} | dict(values)
 
 
-def _find_run(
-    kind: Kind, values: Mapping[str, JsonValue], *, resume: bool
+def _find_resumed_run(
+    kind: TuningKind, values: Mapping[str, JsonValue], *, resume: bool
 ) -> tuple[RunFolder | None, RunConfig]:
     config = resolve(values)
     if not resume:
@@ -242,7 +242,7 @@ def _check_vocabulary(source: str | Path, config: RunConfig, model: Path) -> Non
 
 
 def _load_examples(
-    kind: Kind, source: Source, model: Path, config: RunConfig, console: Console
+    kind: TuningKind, source: Source, model: Path, config: RunConfig, console: Console
 ) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
     """Examples to train and to hold out."""
     renderer = build_renderer(model, config)
@@ -265,14 +265,14 @@ def _load_examples(
     return shuffled[count:], shuffled[:count]
 
 
-def _render(kind: Kind, data: Dialogues, renderer: Renderer) -> list[SupervisedExample]:
+def _render(kind: TuningKind, data: Dialogues, renderer: Renderer) -> list[SupervisedExample]:
     if kind == "sft":
         return [imitate(dialogue, renderer) for dialogue in load_dialogues(data)]
     return [prefer(pair, renderer) for pair in load_pairs(data)]
 
 
 async def _read_rollouts(
-    kind: Kind, source: Source, folder: RunFolder, config: RunConfig
+    kind: TuningKind, source: Source, folder: RunFolder, config: RunConfig
 ) -> list[SupervisedExample]:
     async with folder.open_records() as store:
         if kind == "dpo":
@@ -317,7 +317,7 @@ def _digest(examples: Sequence[SupervisedExample]) -> list[JsonValue]:
 
 
 async def _train(
-    kind: Kind,
+    kind: TuningKind,
     folder: RunFolder,
     examples: Sequence[SupervisedExample],
     held_out: Sequence[SupervisedExample],
@@ -360,7 +360,7 @@ async def _train(
 
 
 async def _build_objective(
-    kind: Kind, folder: RunFolder, scorer: Scorer, examples: Sequence[SupervisedExample]
+    kind: TuningKind, folder: RunFolder, scorer: Scorer, examples: Sequence[SupervisedExample]
 ) -> Objective:
     """The objective of a run; the reference of pairs is computed once, before training."""
     if kind == "sft":

@@ -67,7 +67,7 @@ class BaseModelInfo(NamedTuple):
 
     name: str
     """Folder or Hugging Face Hub name from which clients load the tokenizer."""
-    also: tuple[str, ...]
+    extra_names: tuple[str, ...]
     """Further names that clients may use."""
     aliases: tuple[str, ...]
     """Those of them that are listed."""
@@ -78,7 +78,7 @@ class BaseModelInfo(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """Names that clients may use."""
-        return (self.name, *self.also)
+        return (self.name, *self.extra_names)
 
     @property
     def listed(self) -> tuple[str, ...]:
@@ -115,16 +115,16 @@ async def open_models(
     busy, taken = asyncio.Lock(), set[str]()
     models: list[ServedModel] = []
     for folder, sources, names in named:
-        place = str(folder.absolute())
-        name, *aliases = names or [name_folder(place)]
-        also = (*sources, place, f"{place}/")
-        if shared := taken & {name, *aliases, *also}:
+        path = str(folder.absolute())
+        name, *aliases = names or [name_folder(path)]
+        extra_names = (*sources, path, f"{path}/")
+        if shared := taken & {name, *aliases, *extra_names}:
             raise ConfigError(
                 f"two models have the name {min(shared)!r}: give each its own, --model NAME=MODEL"
             )
-        taken |= {name, *aliases, *also}
+        taken |= {name, *aliases, *extra_names}
         base = BaseModel(folder, config)
-        samplers = Samplers(base, name, also, engines=engines, aliases=tuple(aliases))
+        samplers = Samplers(base, name, extra_names, engines=engines, aliases=tuple(aliases))
         models.append(ServedModel(TrainingRuns(base, busy), samplers))
     try:
         yield models
@@ -269,7 +269,7 @@ class Samplers:
         self,
         base: BaseModel,
         name: str,
-        also: tuple[str, ...],
+        extra_names: tuple[str, ...],
         *,
         engines: int,
         aliases: tuple[str, ...] = (),
@@ -286,7 +286,7 @@ class Samplers:
         """Requests that wait for an engine, by the weights they need."""
         self.served = BaseModelInfo(
             name=name,
-            also=(*also, *aliases),
+            extra_names=(*extra_names, *aliases),
             aliases=aliases,
             context_length=base.policy.context_length,
             vocabulary=base.policy.vocabulary,

@@ -147,9 +147,9 @@ def _add_prompt(output: pb.SampleResponse, prompt: PromptReply) -> None:
 def _encode_top_lists(tops: Sequence[Sequence[tuple[int, float]]], k: int) -> pb.TopkLogprobs:
     ids = np.zeros((len(tops), k), np.int64)
     values = np.full((len(tops), k), MASKED, np.float32)
-    for place, top in enumerate(tops):
+    for index, top in enumerate(tops):
         for rank, (token, logprob) in enumerate(top[:k]):
-            ids[place, rank], values[place, rank] = token, logprob
+            ids[index, rank], values[index, rank] = token, logprob
     return _encode_top(ids, values)
 
 
@@ -216,9 +216,9 @@ def _decode_sparse(tensor: pb.Tensor, shape: tuple[int, ...]) -> NDArray[np.gene
         raise ValueError(f"{rows} by {columns} entries are more than {LARGEST_SPARSE}")
     values = _decode_array(tensor.sparse_csr.values, tensor.dtype)
     ends = _decode_array(tensor.sparse_csr.crow_indices, pb.DTYPE_INT64).astype(np.int64)
-    places = _decode_array(tensor.sparse_csr.col_indices, pb.DTYPE_INT64).astype(np.int64)
+    indices = _decode_array(tensor.sparse_csr.col_indices, pb.DTYPE_INT64).astype(np.int64)
     dense = np.zeros((rows, columns), values.dtype)
-    dense[np.repeat(np.arange(rows), np.diff(ends)), places] = values
+    dense[np.repeat(np.arange(rows), np.diff(ends)), indices] = values
     return dense
 
 

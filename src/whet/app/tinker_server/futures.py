@@ -14,7 +14,7 @@ from whet.errors import NotFound, RequestError, WhetError
 
 logger = logging.getLogger(__name__)
 
-Reply = bytes | dict[str, JsonValue]
+FutureResult = bytes | dict[str, JsonValue]
 """A protocol buffer, or JSON."""
 
 RETRIEVED_TTL_S = 600.0
@@ -28,7 +28,7 @@ MISSING_S = 10.0
 
 @dataclass
 class _Future:
-    task: asyncio.Task[Reply]
+    task: asyncio.Task[FutureResult]
     cancellable: bool
     expires_at: float = math.inf
 
@@ -40,7 +40,7 @@ class Futures:
         self._futures: dict[str, _Future] = {}
 
     def start(
-        self, id: str, work: Callable[[], Awaitable[Reply]], *, cancellable: bool = False
+        self, id: str, work: Callable[[], Awaitable[FutureResult]], *, cancellable: bool = False
     ) -> None:
         """Start work unless the same request was submitted before: clients resend requests."""
         self._sweep()
@@ -49,12 +49,12 @@ class Futures:
         task = asyncio.get_running_loop().create_task(_run_work(work))
         future = self._futures[id] = _Future(task, cancellable)
 
-        def set_expiry(task: asyncio.Task[Reply]) -> None:
+        def set_expiry(task: asyncio.Task[FutureResult]) -> None:
             future.expires_at = time.monotonic() + UNRETRIEVED_TTL_S
 
         task.add_done_callback(set_expiry)
 
-    async def wait(self, id: str, seconds: float) -> Reply | None:
+    async def wait(self, id: str, seconds: float) -> FutureResult | None:
         """Return the result, or None after `seconds`. Raises NotFound."""
         future = self._futures.get(id)
         if future is None:
@@ -65,7 +65,7 @@ class Futures:
             return None
         future.expires_at = min(future.expires_at, time.monotonic() + RETRIEVED_TTL_S)
         if task.cancelled():
-            return {"error": "the request was cancelled", "category": "user"}
+            return {"error": "the request was canceled", "category": "user"}
         return task.result()
 
     def cancel(self, id: str) -> None:
@@ -92,7 +92,7 @@ class Futures:
             del self._futures[id]
 
 
-async def _run_work(work: Callable[[], Awaitable[Reply]]) -> Reply:
+async def _run_work(work: Callable[[], Awaitable[FutureResult]]) -> FutureResult:
     """Run work and return its result; errors become the client's error format."""
     try:
         return await work()

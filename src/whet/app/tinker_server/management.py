@@ -116,13 +116,13 @@ class _Management:
         return JSONResponse({"urls": urls, "expires": expires.isoformat()})
 
     async def send_file(self, request: Request) -> Response:
-        place = request.path_params
-        path = f"{SCHEME}{place['run']}/external_weights/{place['name']}"
-        self._signer.check(place["token"], path)
+        params = request.path_params
+        path = f"{SCHEME}{params['run']}/external_weights/{params['name']}"
+        self._signer.check(params["token"], path)
         folder = self._storage.find_folder(path)
-        if place["file"] not in _list_files(folder):
-            raise NotFound(f"unknown file {place['file']!r} of {path!r}")
-        return FileResponse(folder / place["file"])
+        if params["file"] not in _list_files(folder):
+            raise NotFound(f"unknown file {params['file']!r} of {path!r}")
+        return FileResponse(folder / params["file"])
 
     async def list_sessions(self, request: Request) -> Response:
         sessions, _ = _select_page(request, self._storage.list_sessions(), 20)
@@ -185,8 +185,8 @@ def _select_page(
 
 
 def _read_path(request: Request) -> str:
-    place = request.path_params
-    return f"{SCHEME}{place['run']}/{place['kind']}/{place['name']}"
+    params = request.path_params
+    return f"{SCHEME}{params['run']}/{params['kind']}/{params['name']}"
 
 
 def _list_files(folder: Path) -> list[str]:

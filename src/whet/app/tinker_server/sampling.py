@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from whet.app.tinker_server import codec
 from whet.app.tinker_server.backend import BaseModelInfo, Sampled, Samplers, Weights
-from whet.app.tinker_server.futures import Reply
+from whet.app.tinker_server.futures import FutureResult
 from whet.app.tinker_server.schemas import CreateSampler, Sample, Tensor, read_json
 from whet.app.tinker_server.state import ServerState
 from whet.app.tinker_server.storage import SamplingSession
@@ -69,7 +69,7 @@ class _Sampling:
         ids = [f"{id}:{index}" for index in range(body.num_samples)]
         return JSONResponse({"request_id": id, "sample_sequence_ids": ids})
 
-    async def _sample(self, body: Sample, sampler: SamplingSession) -> Reply:
+    async def _sample(self, body: Sample, sampler: SamplingSession) -> FutureResult:
         if body.record_stability_info:
             raise RequestError("record_stability_info is not supported: leave it out")
         samplers = self._state.find_model(sampler.base_model).samplers

@@ -17,7 +17,7 @@ LARGEST_BODY = 512 * 2**20
 BODY_TIMEOUT_S = 300.0
 TEN_YEARS_S = 10 * 365 * 24 * 3600
 
-Number = Annotated[int, Field(ge=0, lt=2**63)]
+SequenceNumber = Annotated[int, Field(ge=0, lt=2**63)]
 """Sequence number of a request, counted by the client."""
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 """Token id; the model checks it against the vocabulary."""
@@ -73,7 +73,7 @@ class LoraShape(Body):
 class CreateModel(SessionRequest):
     """Create a training run."""
 
-    model_seq_id: Number
+    model_seq_id: SequenceNumber
     base_model: str
     user_metadata: dict[str, JsonValue] | None = None
     lora_config: LoraShape | None = None
@@ -84,7 +84,7 @@ class RunRequest(Body):
     """A request of a training run, executed in the order of `seq_id`."""
 
     model_id: str
-    seq_id: Annotated[Number, Field(ge=1)] = 1
+    seq_id: Annotated[SequenceNumber, Field(ge=1)] = 1
 
 
 class AdamParams(Body):
@@ -140,7 +140,7 @@ class Load(RunRequest):
 class CreateSampler(SessionRequest):
     """Create a sampling client."""
 
-    sampling_session_seq_id: Number
+    sampling_session_seq_id: SequenceNumber
     base_model: str | None = None
     model_path: str | None = None
 
@@ -182,7 +182,7 @@ class Sample(Body):
     """Sample from a prompt."""
 
     sampling_session_id: str
-    seq_id: Number
+    seq_id: SequenceNumber
     num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
     prompt: Prompt
     sampling_params: SamplingParams

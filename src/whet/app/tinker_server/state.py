@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from starlette.responses import JSONResponse
 
 from whet.app.tinker_server.backend import ServedModel, Weights
-from whet.app.tinker_server.futures import Futures, Reply, SequenceLock
+from whet.app.tinker_server.futures import FutureResult, Futures, SequenceLock
 from whet.app.tinker_server.storage import Checkpoint, Session, Storage, TrainingRun
 from whet.errors import NotFound, RequestError
 
@@ -106,7 +106,7 @@ class ServerState:
         return self.storage.read_run(id)
 
     def run_in_order(
-        self, run: str, number: int, work: Callable[[], Awaitable[Reply]]
+        self, run: str, number: int, work: Callable[[], Awaitable[FutureResult]]
     ) -> JSONResponse:
         """Schedule work on a run after the requests with lower numbers.
 
@@ -115,7 +115,7 @@ class ServerState:
         """
         lock = self._locks[run]
 
-        async def on_turn() -> Reply:
+        async def on_turn() -> FutureResult:
             async with lock.wait_turn(number):
                 return await work()
 
@@ -135,7 +135,7 @@ class ServerState:
         """Return the model that a sampler uses: the one it names, or that of its checkpoint.
 
         Raises:
-            RequestError: both are missing, or the checkpoint is of another model or exported.
+            RequestError: both are missing, or the checkpoint is another model's or exported.
             NotFound: there is no such checkpoint.
         """
         named = None if base_model is None else self.find_model(base_model)

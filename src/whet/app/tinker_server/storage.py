@@ -23,7 +23,7 @@ from whet.types import Value
 
 V = TypeVar("V", bound=Value)
 
-Kind = Literal["weights", "sampler_weights", "external_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: dict[str, str] = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -61,7 +61,7 @@ class Checkpoint(Value):
     """A checkpoint of a run."""
 
     run: str
-    kind: Kind
+    kind: CheckpointKind
     name: str
     created: float
     base_model: str

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from whet.app.tinker_server import codec
 from whet.app.tinker_server.backend import Lora, TrainingRuns
 from whet.app.tinker_server.encryption import encrypt_files, parse_recipients
-from whet.app.tinker_server.futures import Reply
+from whet.app.tinker_server.futures import FutureResult
 from whet.app.tinker_server.schemas import (
     Body,
     CreateModel,
@@ -26,7 +26,13 @@ from whet.app.tinker_server.schemas import (
     read_json,
 )
 from whet.app.tinker_server.state import ServerState, create_id
-from whet.app.tinker_server.storage import SCHEME, Checkpoint, Kind, SamplingSession, TrainingRun
+from whet.app.tinker_server.storage import (
+    SCHEME,
+    Checkpoint,
+    CheckpointKind,
+    SamplingSession,
+    TrainingRun,
+)
 from whet.errors import RequestError
 
 B = TypeVar("B", bound=Body)
@@ -75,7 +81,7 @@ class _Training:
             metadata=body.user_metadata,
         )
 
-        async def work() -> Reply:
+        async def work() -> FutureResult:
             state.drop_inactive()
             await model.runs.create(id, lora, requested.seed)
             state.add_run(run)
@@ -103,7 +109,7 @@ class _Training:
         message = codec.parse_pass(await read_body(request), encoding)
         run = self._state.find_run(message.model_id)
 
-        async def work() -> Reply:
+        async def work() -> FutureResult:
             data, settings = codec.decode_data(message), codec.decode_settings(message)
             passed = await self._get_runs(run).forward_backward(
                 run.id, data, message.loss_fn, settings, forward_only=message.forward_only
@@ -115,7 +121,7 @@ class _Training:
     async def optim_step(self, request: Request) -> Response:
         return await self._schedule_in_order(request, OptimStep, self._update)
 
-    async def _update(self, run: TrainingRun, body: OptimStep) -> Reply:
+    async def _update(self, run: TrainingRun, body: OptimStep) -> FutureResult:
         if body.adam_params is None:
             raise RequestError("this server supports AdamW only: set AdamParams")
         metrics = await self._get_runs(run).optim_step(run.id, body.adam_params.to_adam())
@@ -130,7 +136,7 @@ class _Training:
     async def save_for_sampler(self, request: Request) -> Response:
         return await self._schedule_in_order(request, Save, partial(self._save, "sampler_weights"))
 
-    async def _save(self, kind: Kind, run: TrainingRun, body: Save) -> Reply:
+    async def _save(self, kind: CheckpointKind, run: TrainingRun, body: Save) -> FutureResult:
         saved = await self._write(run, kind, body)
         reply_types = {
             "weights": "save_weights",
@@ -150,7 +156,7 @@ class _Training:
         self._state.storage.save_sampler(sampler)
         return {"sampling_session_id": sampler.id, "type": reply_types[kind]}
 
-    async def _write(self, run: TrainingRun, kind: Kind, body: Save) -> Checkpoint:
+    async def _write(self, run: TrainingRun, kind: CheckpointKind, body: Save) -> Checkpoint:
         storage = self._state.storage
         ephemeral = kind == "sampler_weights" and body.path is None
         if body.path is None and not ephemeral:
@@ -181,7 +187,7 @@ class _Training:
     async def load(self, request: Request) -> Response:
         return await self._schedule_in_order(request, Load, self._load)
 
-    async def _load(self, run: TrainingRun, body: Load) -> Reply:
+    async def _load(self, run: TrainingRun, body: Load) -> FutureResult:
         saved = self._state.storage.read_checkpoint(body.path)
         if saved.kind != "weights":
             raise RequestError(
@@ -206,10 +212,15 @@ class _Training:
         return self._state.find_model(run.base_model).runs
 
     async def _schedule_in_order(
-        self, request: Request, kind: type[B], work: Callable[[TrainingRun, B], Awaitable[Reply]]
+        self,
+        request: Request,
+        kind: type[B],
+        work: Callable[[TrainingRun, B], Awaitable[FutureResult]],
     ) -> Response:
         """Schedule work on a run; its body is validated when it is its turn."""
         body = await read_body(request)
-        place = parse(body, RunRequest)
-        run = self._state.find_run(place.model_id)
-        return self._state.run_in_order(run.id, place.seq_id, lambda: work(run, parse(body, kind)))
+        run_request = parse(body, RunRequest)
+        run = self._state.find_run(run_request.model_id)
+        return self._state.run_in_order(
+            run.id, run_request.seq_id, lambda: work(run, parse(body, kind))
+        )

@@ -104,7 +104,7 @@ async def _run(
     store_url: str | None,
 ) -> dict[str, JsonValue]:
     config = folder.read_config()
-    note = partial(console.print, highlight=False)
+    progress = partial(console.print, highlight=False)
     store: Store
     async with AsyncExitStack() as stack:
         stack.enter_context(folder.lock())  # first: the folder of another process is not deleted
@@ -121,7 +121,7 @@ async def _run(
         _write_address(settings, address, folder, store_url)
         folder.keep()
         if config.runner.ray is not None and agent is not None:
-            running = run_agents_on_ray(agent, config.runner, store, address, report=note)
+            running = run_agents_on_ray(agent, config.runner, store, address, progress=progress)
         elif agent is not None and store_url is None:
             endpoints = find_endpoints(store, address.secret)
             running = run_agents(
@@ -130,10 +130,10 @@ async def _run(
                 store,
                 endpoints,
                 explain_unread=explain_unread,
-                on_warning=note,
+                on_warning=progress,
             )
         else:
-            running = watch_workers(store, note)
+            running = watch_workers(store, progress)
         await stack.enter_async_context(running)
         again = "the same command" if store_url else f"--resume {folder.path.name}"
         await _run_verl(config, settings, again)

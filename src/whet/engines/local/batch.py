@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from whet.engines.request import SampledTokens, SampleRequest
-from whet.models.distribution import Shaping
+from whet.models.distribution import SamplingTransform
 
 R = TypeVar("R", bound=SampleRequest)
 
@@ -248,7 +248,7 @@ _ROW = np.dtype(
         ("seed", np.uint64),
         ("every", np.bool_),  # every token is given to the request at once
         ("stop", np.int64, MAX_STOP_IDS),
-        ("shaping", np.float64, 3),  # temperature, top-p and top-k
+        ("sampling", np.float64, 3),  # temperature, top-p and top-k
         ("buffered", np.int64),  # entries in use of the two buffers
         ("tokens", np.int32, BUFFERED_TOKENS),
         ("logprobs", np.float32, BUFFERED_TOKENS),
@@ -267,7 +267,7 @@ class RunningBatch(Generic[R]):
     def __init__(self) -> None:
         self.requests: list[R] = []
         self._table = np.zeros(0, _ROW)
-        self._shaping: Shaping | None = None
+        self._transform: SamplingTransform | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -318,21 +318,21 @@ class RunningBatch(Generic[R]):
         row["every"] = request.needs_every_token or len(ids) > MAX_STOP_IDS
         row["stop"] = NO_TOKEN
         row["stop"][: len(ids[:MAX_STOP_IDS])] = ids[:MAX_STOP_IDS]
-        row["shaping"] = sampling.temperature, sampling.top_p, sampling.top_k
+        row["sampling"] = sampling.temperature, sampling.top_p, sampling.top_k
         row["buffered"] = 0
-        self._shaping = None
+        self._transform = None
 
     def reorder(self, order: Sequence[int]) -> None:
         """Permute rows: row `i` becomes what row `order[i]` was; rows not in `order` leave."""
         self._table[: len(order)] = self._table[list(order)]
         self.requests = [self.requests[row] for row in order]
-        self._shaping = None
+        self._transform = None
 
-    def build_shaping(self, device: torch.device) -> Shaping:
-        """Temperature, top-p and top-k of each row."""
-        if self._shaping is None:
-            self._shaping = Shaping.from_settings(self._rows["shaping"], device)
-        return self._shaping
+    def build_transform(self, device: torch.device) -> SamplingTransform:
+        """Build the temperature, top-p and top-k of each row."""
+        if self._transform is None:
+            self._transform = SamplingTransform.from_settings(self._rows["sampling"], device)
+        return self._transform
 
     def record(
         self, token_B: NDArray[np.int64], logprob_B: NDArray[np.float32]

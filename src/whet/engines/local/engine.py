@@ -34,7 +34,7 @@ from whet.types import Sampling, TokenChunk, join_chunks
 logger = logging.getLogger(__name__)
 
 MIN_SHARED_PREFIX = 16
-"""Shared tokens for which a request waits for a prefill, to copy the KV cache of another one."""
+"""Tokens that a request must share with one that is prefilled to wait and copy its KV cache."""
 
 MIN_ROW_CAPACITY = 64
 """Positions of the smallest KV cache row; larger ones are powers of two, so growing is rare."""
@@ -272,7 +272,7 @@ class LocalEngine(Engine):
                 waiting.add(key)
                 continue
             shared = min(shared, len(tokens) - 1)
-            self._place(request, source, shared)
+            self._activate(request, source, shared)
             deferred.pop()
             placed.setdefault(key, (len(self._batch) - 1, shared))
             fresh[admitted, : len(tokens)] = tokens
@@ -308,7 +308,7 @@ class LocalEngine(Engine):
         if (wanted, capacity) != (cache.rows, cache.capacity):
             cache.resize(wanted, capacity)
 
-    def _place(self, request: _PendingRequest, source: int, shared: int) -> None:
+    def _activate(self, request: _PendingRequest, source: int, shared: int) -> None:
         """Make a request active, in an idle row that holds the prefix it shares with `source`."""
         cache = self._cache
         row = len(self._batch)
@@ -363,7 +363,7 @@ class LocalEngine(Engine):
         special = batch.requests if batch.any_needs_every_token else ()
         sampled = sample_tokens(
             logits_BV,
-            batch.build_shaping(self._policy.device),
+            batch.build_transform(self._policy.device),
             draw_uniform_numbers(batch.seed_B, batch.sampled_B),
             matchers=[request.matcher for request in special],
             tops=[request.sampling.top_logprobs for request in special],

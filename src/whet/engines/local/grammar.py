@@ -31,7 +31,7 @@ class Matcher:
         self._end_ids = list(end_ids)
         self.finished = False
         """Whether no token may follow, not even a stop id."""
-        self.allowed_V = self._list_allowed()
+        self.allowed_V = self._compute_allowed()
         """Whether each id may come next; a stop id may only where the text is complete."""
 
     def advance(self, token: int) -> None:
@@ -40,9 +40,9 @@ class Matcher:
             self.finished = True
             return
         self._matcher.consume_token(token)
-        self.allowed_V = self._list_allowed()
+        self.allowed_V = self._compute_allowed()
 
-    def _list_allowed(self) -> NDArray[np.bool_]:
+    def _compute_allowed(self) -> NDArray[np.bool_]:
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed_V = np.unpackbits(packed, bitorder="little").astype(np.bool_)
         complete = self._matcher.is_accepting()

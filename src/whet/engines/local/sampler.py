@@ -12,7 +12,7 @@ from torch import Tensor
 from whet.engines.local.grammar import Matcher, mask_logits
 from whet.engines.request import TopLogprobs
 from whet.errors import EngineError
-from whet.models.distribution import Shaping, compute_log_probs
+from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.transfer import copy_to_device
 
 
@@ -27,7 +27,7 @@ class NextTokens(NamedTuple):
 
 def sample_tokens(
     logits_BV: Tensor,
-    shaping: Shaping,
+    transform: SamplingTransform,
     uniform_B: NDArray[np.float64],
     *,
     matchers: Sequence[Matcher | None] = (),
@@ -38,9 +38,9 @@ def sample_tokens(
     `uniform_B` are random numbers of [0, 1); `tops` is the number of top log-probabilities that
     each row requests. The results of all rows reach the host in one transfer.
     """
-    logp_BV = compute_log_probs(mask_logits(logits_BV, matchers), shaping)
+    logp_BV = compute_log_probs(mask_logits(logits_BV, matchers), transform)
     sampled_B = _invert_cdf(logp_BV, copy_to_device(uniform_B, logp_BV.device))
-    token_B = torch.where(shaping.temperature_N == 0, logp_BV.argmax(dim=-1), sampled_B)
+    token_B = torch.where(transform.temperature_N == 0, logp_BV.argmax(dim=-1), sampled_B)
     chosen_B = logp_BV.gather(1, token_B[:, None])[:, 0]
     # One transfer: float64 holds every id and every fp32 number.
     token_and_logprob = torch.stack([token_B.double(), chosen_B.double()]).cpu().numpy()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Json = Mapping[str, Any]
+JsonMap = Mapping[str, Any]
 
 MAX_REPLICAS_PER_REQUEST = 3
 """Replicas a request is sent to before its failure is reported, or one of them as many times."""
@@ -56,11 +56,13 @@ class ServerApi(Protocol):
     context_length: int
     """Maximum number of tokens of a prompt and its generation."""
 
-    def request_body(self, request: SampleRequest, weights: WeightsSpec, *, stream: bool) -> Json:
+    def request_body(
+        self, request: SampleRequest, weights: WeightsSpec, *, stream: bool
+    ) -> JsonMap:
         """Build a sampling request. Raises RequestError for unsupported settings."""
         ...
 
-    def parse_reply(self, reply: Json, request: SampleRequest) -> SampledTokens:
+    def parse_reply(self, reply: JsonMap, request: SampleRequest) -> SampledTokens:
         """Read the new tokens from a reply or an event of a stream. Raises ReplicaFailed."""
         ...
 
@@ -179,7 +181,7 @@ class RemoteEngine(Engine):
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
             call_in_loop(monitor.get_loop(), monitor.cancel)
-        with anyio.CancelScope(shield=True):  # connections are closed even when cancelled
+        with anyio.CancelScope(shield=True):  # connections are closed even when canceled
             await self._http.close()
             await self._identity_http.close()
 
@@ -210,7 +212,7 @@ class RemoteEngine(Engine):
             raise ReplicaFailed("its reply ended early")
 
     def _append_events(
-        self, events: Sequence[Json], request: SampleRequest, version: int
+        self, events: Sequence[JsonMap], request: SampleRequest, version: int
     ) -> tuple[list[TokenChunk], bool]:
         """Append events up to the request's end; returns chunks, and whether the server ended."""
         chunks: list[TokenChunk] = []
@@ -226,7 +228,7 @@ class RemoteEngine(Engine):
 
     @asynccontextmanager
     async def _post(
-        self, replica: Replica, model: str, body: Json
+        self, replica: Replica, model: str, body: JsonMap
     ) -> "AsyncGenerator[aiohttp.ClientResponse]":
         """A replica's response; leaving it early disconnects, which stops the sampling."""
         replica.in_use[model] += 1
@@ -386,7 +388,7 @@ async def wait_until_healthy(
 
 
 async def send(
-    http: HttpClient, url: str, body: Json | None = None, *, timeout_s: float = CHECK_TIMEOUT_S
+    http: HttpClient, url: str, body: JsonMap | None = None, *, timeout_s: float = CHECK_TIMEOUT_S
 ) -> tuple[int, Any]:
     """GET, or POST a body; returns the status and the reply, parsed if it is JSON.
 
@@ -403,7 +405,7 @@ async def send(
     return response.status, response.body.decode(errors="replace")
 
 
-async def probe(http: HttpClient, url: str, body: Json | None = None) -> tuple[int, Any]:
+async def probe(http: HttpClient, url: str, body: JsonMap | None = None) -> tuple[int, Any]:
     """`send` before an engine is built, with time for compilation. Raises ConfigError."""
     try:
         return await send(http, url, body, timeout_s=PROBE_TIMEOUT_S)
@@ -478,12 +480,12 @@ def _split_tokens(sampled: SampledTokens) -> list[SampledTokens]:
     ] or [sampled]
 
 
-async def _read_events(response: "aiohttp.ClientResponse") -> AsyncGenerator[list[Json]]:
+async def _read_events(response: "aiohttp.ClientResponse") -> AsyncGenerator[list[JsonMap]]:
     """Parse server-sent events up to the end of the stream; yields those that arrived together."""
     rest = b""
     async for data in response.content.iter_any():
         *lines, rest = (rest + data).split(b"\n\n")
-        events: list[Json] = []
+        events: list[JsonMap] = []
         for line in lines:
             payload = line.removeprefix(b"data:").strip()
             if payload == b"[DONE]":

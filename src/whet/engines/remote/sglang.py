@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from whet.engines.remote.engine import (
     LOAD_TIMEOUT_S,
-    Json,
+    JsonMap,
     ReplicaFailed,
     ServerApi,
     probe,
@@ -40,7 +40,7 @@ MIN_SPREAD = 1e-2
 LOADED = ("already loaded", "already exists")
 """How newer and older versions refuse an adapter that they have."""
 
-Entry = tuple[float, int, str | None]
+LogprobEntry = tuple[float, int, str | None]
 """Log-probability, id and text of a token."""
 
 
@@ -59,7 +59,9 @@ class SGLang(ServerApi):
         self.incremental = False
         """Whether an event of a stream has only the new tokens."""
 
-    def request_body(self, request: SampleRequest, weights: WeightsSpec, *, stream: bool) -> Json:
+    def request_body(
+        self, request: SampleRequest, weights: WeightsSpec, *, stream: bool
+    ) -> JsonMap:
         sampling = request.sampling
         if sampling.grammar is not None:
             raise RequestError("the SGLang engine does not support grammars")
@@ -95,12 +97,12 @@ class SGLang(ServerApi):
             "stream": stream,
         }
 
-    def parse_reply(self, reply: Json, request: SampleRequest) -> SampledTokens:
-        meta: Json = reply["meta_info"]
-        entries: list[Entry] = meta.get("output_token_logprobs") or []
+    def parse_reply(self, reply: JsonMap, request: SampleRequest) -> SampledTokens:
+        meta: JsonMap = reply["meta_info"]
+        entries: list[LogprobEntry] = meta.get("output_token_logprobs") or []
         # By default each event of a stream repeats all tokens so far.
         new = slice(0 if self.incremental else len(request.logprobs), None)
-        tops: list[list[Entry]] = []
+        tops: list[list[LogprobEntry]] = []
         if request.sampling.top_logprobs:
             tops = meta.get("output_top_logprobs") or []
         return SampledTokens(
@@ -221,15 +223,15 @@ async def _check_stop_ids(http: HttpClient, url: str, server: SGLang, token: int
         )
 
 
-async def _fetch_info(http: HttpClient, url: str) -> Json:
+async def _fetch_info(http: HttpClient, url: str) -> JsonMap:
     for path in INFO_PATHS:
         status, info = await probe(http, url + path)
         if status == 200 and isinstance(info, dict):
-            return cast(Json, info)
+            return cast(JsonMap, info)
     raise ConfigError(f"there is no SGLang at {url}: missing {' and '.join(INFO_PATHS)}")
 
 
-def _stop_reason(reason: Json | None) -> StopReason | None:
+def _stop_reason(reason: JsonMap | None) -> StopReason | None:
     match reason:
         case None:
             return None

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from whet.engines.remote.engine import (
     LOAD_TIMEOUT_S,
-    Json,
+    JsonMap,
     ReplicaFailed,
     ServerApi,
     probe,
@@ -56,7 +56,9 @@ class VLLM(ServerApi):
         self.max_loras: int | None = None
         """Its `--max-loras`, reported in development mode only."""
 
-    def request_body(self, request: SampleRequest, weights: WeightsSpec, *, stream: bool) -> Json:
+    def request_body(
+        self, request: SampleRequest, weights: WeightsSpec, *, stream: bool
+    ) -> JsonMap:
         sampling = request.sampling
         self._check_sampling(sampling)
         params: dict[str, Any] = {
@@ -96,10 +98,10 @@ class VLLM(ServerApi):
             "add_special_tokens": False,
         }
 
-    def parse_reply(self, reply: Json, request: SampleRequest) -> SampledTokens:
+    def parse_reply(self, reply: JsonMap, request: SampleRequest) -> SampledTokens:
         [choice] = reply["choices"]
         tokens: list[int] = choice.get("token_ids") or []
-        scores: Json = choice.get("logprobs") or {}
+        scores: JsonMap = choice.get("logprobs") or {}
         logprobs: list[float] = scores.get("token_logprobs") or []
         if "content" in scores:
             logprobs = [token["logprob"] for token in scores["content"]]
@@ -277,7 +279,7 @@ async def _fetch_model(http: HttpClient, url: str) -> tuple[str, int]:
             )
 
 
-def _parse_top_logprobs(scores: Json) -> list[TopLogprobs]:
+def _parse_top_logprobs(scores: JsonMap) -> list[TopLogprobs]:
     """The most probable tokens at each position, from either form of log-probabilities."""
     named: list[dict[str, float]] = scores.get("top_logprobs") or []
     if "content" in scores:
@@ -314,7 +316,7 @@ async def _reset_prefix_cache(http: HttpClient, url: str) -> None:
     for _ in range(RESET_TRIES):
         status, reply = await send(http, f"{url}/reset_prefix_cache", {})
         answer = f"{status}, {read_error_text(json.dumps(reply))}"
-        if status == 200 and not (reply and cast(Json, reply).get("success") is False):
+        if status == 200 and not (reply and cast(JsonMap, reply).get("success") is False):
             return
         await asyncio.sleep(RESET_INTERVAL_S)
     raise EngineError(

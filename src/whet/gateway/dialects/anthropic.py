@@ -297,10 +297,10 @@ def _read_blocks(content: str | list[JsonValue], where: str) -> list[_Block]:
         return [_Block(type="text", where=where, text=content)]
     blocks: list[_Block] = []
     for index, block in enumerate(content):
-        place = f"{where}.{index}"
-        read_type(block, place)
+        path = f"{where}.{index}"
+        read_type(block, path)
         assert isinstance(block, dict)
-        blocks.append(_parse_block(block, place))
+        blocks.append(_parse_block(block, path))
     return blocks
 
 

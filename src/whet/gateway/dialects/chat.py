@@ -17,7 +17,7 @@ from whet.gateway.dialects.wire import (
     OpenAIDialect,
     SamplingFields,
     StopStrings,
-    TopLogprobs,
+    TopsByToken,
     Wire,
     Zero,
     build_tool,
@@ -335,7 +335,7 @@ class ChatReply(Reply):
         return wire
 
     def _format_logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
+        self, tokens: Sequence[int], logprobs: Sequence[float], tops: TopsByToken
     ) -> Json | None:
         if not self._request.logprobs:
             return None

@@ -16,7 +16,7 @@ from whet.gateway.dialects.wire import (
     OpenAIDialect,
     SamplingFields,
     StopStrings,
-    TopLogprobs,
+    TopsByToken,
     Zero,
     find_stop_string,
     format_event,
@@ -185,7 +185,7 @@ class CompletionReply(Reply):
         }
 
     def _build_logprobs(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], tops: TopsByToken
     ) -> Json | None:
         if self._request.logprobs is None:
             return None

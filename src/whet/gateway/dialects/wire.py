@@ -31,7 +31,7 @@ MAX_TOOLS = 1024
 MIN_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON lacks."""
 
-TopLogprobs = Sequence[tuple[tuple[int, float], ...]]
+TopsByToken = Sequence[tuple[tuple[int, float], ...]]
 """Most likely ids of each token; empty where they were not requested, or not kept."""
 
 DONE = b"data: [DONE]\n\n"
@@ -224,7 +224,7 @@ def find_stop_string(generation: Generation, template: ChatTemplate) -> str | No
 
 
 def format_logprobs(
-    template: ChatTemplate, tokens: Sequence[int], logprobs: Sequence[float], tops: TopLogprobs
+    template: ChatTemplate, tokens: Sequence[int], logprobs: Sequence[float], tops: TopsByToken
 ) -> list[JsonValue]:
     """Format one entry for each token, for Chat Completions and Responses."""
     entries: list[JsonValue] = []

@@ -363,7 +363,7 @@ class ChatTemplate:
 
 
 def remove_words(text: str, words: Iterable[str]) -> str:
-    """Remove all occurrences of words in one pass: what then comes together is not removed."""
+    """Remove all occurrences of words in one pass; one that only then appears stays."""
     longest_first = sorted(filter(None, words), key=len, reverse=True)
     return re.sub("|".join(map(re.escape, longest_first)), "", text) if longest_first else text
 

@@ -23,7 +23,7 @@ from whet.types import Sampling
 OVERLAP = 4
 """Ids decoded again: a character may span tokens, and some decoders drop the first space."""
 WINDOW = 24
-"""Most ids decoded at once, unless they end in a run of bytes."""
+"""Maximum number of ids decoded at once; a run of bytes may be longer."""
 
 
 class IncrementalDecoder:
@@ -44,7 +44,7 @@ class IncrementalDecoder:
         """Return the text that these ids complete; empty while the last character is not whole."""
         self._ids += ids
         if self._ids and self._ids[-1] in self._byte_ids:
-            return ""  # the next byte may be one with which none of them is text
+            return ""  # a run of bytes is text only if all of it is UTF-8: wait for its end
         text = self._decode_whole()
         new, self._decoded = text[len(self._decoded) :], text
         if len(self._ids) > WINDOW:

@@ -13,9 +13,9 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
+from whet.gateway.templates.chat_template import QUESTION
 from whet.gateway.templates.renderer import Renderer
 
-QUESTION = Message("user", "What is 2 + 3?")
 PROBE_NAMES = ("probealpha", "probebeta")
 """Names of the tools in probes."""
 PROBE_WORDS = ("wordalpha", "wordbeta")

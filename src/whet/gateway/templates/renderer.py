@@ -17,10 +17,9 @@ from whet.gateway.graph import Turn
 from whet.gateway.messages import Message, ToolCall, join_extensions
 from whet.gateway.parsers.formats import NO_PARSER, choose_parser, choose_reasoning
 from whet.gateway.parsers.harmony import HarmonyParser
-from whet.gateway.templates.chat_template import ChatTemplate, remove_words
+from whet.gateway.templates.chat_template import QUESTION, ChatTemplate, remove_words
 from whet.gateway.templates.suffix import (
     PLACEHOLDER,
-    QUESTION,
     TOOL,
     Continuation,
     Mismatch,
@@ -93,7 +92,7 @@ class Renderer:
         self.prompt_opens_thinking = self.reasoning.ends_open(prompt)
         """Whether a plain prompt ends inside a thinking block."""
         self._reads_calls = self._read_back(headers is not None)
-        self.left_out = detect_omissions(
+        self.omissions = detect_omissions(
             template, renders_tools=self.renders_tools and self._renders_results
         )
         """What the prompt lacks of requests that have it."""
@@ -112,7 +111,7 @@ class Renderer:
             system=_describe_rules(template),
             parser=self.parser.format.name if self._reads_calls else "none",
             reasoning=self.parser.format.name if headers else self.reasoning.name,
-            left_out=self.left_out,
+            omissions=self.omissions,
         )
         self._warn()
 
@@ -134,7 +133,7 @@ class Renderer:
                 "the chat template cannot be continued turn by turn: one row per call causes=%s",
                 "; ".join(self.report.causes),
             )
-        if serious := self.left_out - {Omission.NAME}:  # hardly any template shows names
+        if serious := self.omissions - {Omission.NAME}:  # hardly any template shows names
             logger.warning(
                 "the chat template leaves out parts of requests; calls that have some are marked "
                 "parts=%s",
@@ -226,7 +225,7 @@ class Renderer:
                 text, ids = prompt
         except RequestError:
             return None
-        return text if tuple(ids) == last.call.context else None
+        return text if tuple(ids) == last.call.prompt_suffix else None
 
     def find_turn_end(self, turn: Message, messages: Sequence[Message]) -> int | None:
         """Return the id that ends a turn before these messages, or None if none does."""
@@ -273,7 +272,7 @@ class Renderer:
             ids = self.template.encode(text)
             if self.template.decode_all(before + ids) != self.template.decode_all(whole):
                 raise RequestError("the turn is encoded differently after its prompt")
-        stops = [place for place, id in enumerate(ids) if id in self.stop_ids]
+        stops = [index for index, id in enumerate(ids) if id in self.stop_ids]
         if stops:
             if self.template.decode(ids[stops[0] + 1 :]).strip():
                 token = self.template.get_token_text(ids[stops[0]])

@@ -25,7 +25,7 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, Role, ToolCall
-from whet.gateway.templates.chat_template import ChatTemplate
+from whet.gateway.templates.chat_template import QUESTION, ChatTemplate
 from whet.types import Fork
 
 PLACEHOLDER = f"0{secrets.token_hex(8)}0"
@@ -35,7 +35,6 @@ PLACEHOLDER_ARGUMENTS = json.dumps({"a": PLACEHOLDER})
 NEXT_TEXT = f"1{secrets.token_hex(8)}1"
 """Text of the message after the placeholder turn."""
 
-QUESTION = Message("user", "What is 2 + 3?")
 TOOL: JsonValue = {
     "type": "function",
     "function": {
@@ -353,7 +352,10 @@ def _find_call_text(call: ToolCall) -> str:
 
 
 def _is_moved(part: str, own: str, suffix: str, messages: Sequence[Message]) -> bool:
-    """Return whether the suffix has a part of a turn which the turn lacks and no message wrote."""
+    """Return whether a part of a turn is rendered in the suffix instead of in the turn.
+
+    Occurrences that the messages of the suffix wrote do not count.
+    """
     if part in own or part not in suffix:
         return False
     texts = [m.content for m in messages]

@@ -16,11 +16,11 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
-from whet.gateway.templates.chat_template import PROBE_TEXT, ChatTemplate
-from whet.gateway.templates.suffix import QUESTION, TOOL, Mismatch, SuffixCutter
+from whet.gateway.templates.chat_template import PROBE_TEXT, QUESTION, ChatTemplate
+from whet.gateway.templates.suffix import TOOL, Mismatch, SuffixCutter
 from whet.types import Fork, Omission
 
-Mode = Literal["merged", "per-call"]
+MergeMode = Literal["merged", "per-call"]
 DropsThinking = Literal["never", "before_last_user", "always"]
 
 
@@ -102,7 +102,7 @@ class ProbeResult(NamedTuple):
 class TemplateReport:
     """Report on which conversations of a template can be continued from stored tokens."""
 
-    mode: Mode
+    mode: MergeMode
     """`merged`: a conversation trains as one row. `per-call`: every call is a row of its own."""
     causes: tuple[str, ...]
     """Why the mode is not merged; empty if it is."""
@@ -129,7 +129,7 @@ class TemplateReport:
     """Name of the tool-call format."""
     reasoning: str
     """Name of the thinking format."""
-    left_out: tuple[str, ...]
+    omissions: tuple[str, ...]
     """Parts of requests that the template leaves out; calls that have some are marked."""
 
     def to_json(self) -> dict[str, JsonValue]:
@@ -150,7 +150,7 @@ class TemplateReport:
             "system": self.system,
             "parser": self.parser,
             "reasoning": self.reasoning,
-            "left_out": list(self.left_out),
+            "omissions": list(self.omissions),
         }
 
 
@@ -316,7 +316,7 @@ def build_report(
     system: str,
     parser: str,
     reasoning: str,
-    left_out: frozenset[Omission],
+    omissions: frozenset[Omission],
 ) -> TemplateReport:
     """Decide from the results of all probes whether conversations are merged.
 
@@ -346,7 +346,7 @@ def build_report(
         system=system,
         parser=parser,
         reasoning=reasoning,
-        left_out=tuple(omission.value for omission in Omission if omission in left_out),
+        omissions=tuple(omission.value for omission in Omission if omission in omissions),
     )
 
 

@@ -9,11 +9,11 @@ from whet.io import chat_completion
 from whet.io.http_client import HttpClient, TransportError
 from whet.types import Endpoint
 
-Message = dict[str, JsonValue]
+JsonMessage = dict[str, JsonValue]
 
 
 async def complete(
-    llm: Endpoint, messages: Sequence[Message], *, max_tokens: int | None = None
+    llm: Endpoint, messages: Sequence[JsonMessage], *, max_tokens: int | None = None
 ) -> str:
     """Return the text of the model's reply. Raises AgentFailed."""
     body: dict[str, JsonValue] = {"model": llm.model, "messages": list(messages)}

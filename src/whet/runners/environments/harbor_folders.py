@@ -7,7 +7,6 @@ more, runs with the programs of this machine. Others need a container, which is 
 import logging
 import re
 import time
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +15,11 @@ from anyio import to_thread
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError
-from whet.runners.environments.completion import Message, complete
-from whet.runners.environments.environment import Options, Split, read_count
+from whet.runners.environments.completion import JsonMessage, complete
+from whet.runners.environments.environment import Options, Split, find_split, read_count
 from whet.runners.environments.harbor_sandbox import HarborSandbox
 from whet.runners.environments.harbor_tasks import HarborTask, NeedsContainer, read_task
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.sandbox import SandboxLimits
 from whet.types import Endpoint
 
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 OPTIONS = {"max_turns": 8, "max_tokens": 512}
 COMMAND_S = 60.0
-HELD_OUT = 5
-"""One in this many tasks is held out."""
 BLOCK = re.compile(r"```(?:sh|bash)?\n(.*?)```", re.DOTALL)
 SYSTEM = (
     "You work in a Linux shell without a network. Reply with one block of commands, ```sh ... ```, "
@@ -46,7 +43,7 @@ class HarborFolder:
 
     def list_tasks(self, split: Split, count: int) -> Sequence[JsonValue]:
         """Name the tasks of a split; the name itself says which split it is in."""
-        names = [name for name in self._tasks if _find_split(name) == split]
+        names = [name for name in self._tasks if find_split(name) == split]
         return [{"name": name} for name in names[:count]]
 
     async def rollout(self, task: JsonValue, llm: Endpoint) -> float:
@@ -56,15 +53,15 @@ class HarborFolder:
                 found = self._tasks[name]
             case _:
                 raise AgentFailed(f"not a task of this folder: {task!r:.80}")
-        with TemporaryDirectory(prefix="whet-") as place:
-            sandbox = HarborSandbox(found, Path(place), SandboxLimits())
+        with TemporaryDirectory(prefix="whet-") as folder:
+            sandbox = HarborSandbox(found, Path(folder), SandboxLimits())
             await to_thread.run_sync(sandbox.prepare)
             await self._work(found, sandbox, llm)
             return await to_thread.run_sync(sandbox.verify)
 
     async def _work(self, task: HarborTask, sandbox: HarborSandbox, llm: Endpoint) -> None:
         deadline = time.monotonic() + task.agent_s
-        messages: list[Message] = [
+        messages: list[JsonMessage] = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": task.instruction},
         ]
@@ -110,7 +107,3 @@ def open_environment(name: str, options: Options) -> HarborFolder:
         )
     choose_sandbox("bubblewrap")  # raises ConfigError where it does not work
     return HarborFolder(tasks, counts)
-
-
-def _find_split(name: str) -> Split:
-    return "train" if zlib.crc32(name.encode()) % HELD_OUT else "held_out"

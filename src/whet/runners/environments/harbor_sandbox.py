@@ -27,11 +27,11 @@ class HarborSandbox:
     `/tmp`, and have no network. `/tests` and `/logs` are there in `verify` only.
     """
 
-    def __init__(self, task: HarborTask, place: Path, limits: SandboxLimits) -> None:
+    def __init__(self, task: HarborTask, folder: Path, limits: SandboxLimits) -> None:
         self._task = task
         self._limits = limits
-        self._place = place
-        self._work, self._logs = place / "work", place / "logs"
+        self._folder = folder
+        self._work, self._logs = folder / "work", folder / "logs"
 
     def prepare(self) -> None:
         """Copy the files of the task into its working directory."""
@@ -50,7 +50,7 @@ class HarborSandbox:
         Raises AgentFailed if it filled the disk.
         """
         code, output = self._execute(["sh", "-c", script], [], timeout_s)
-        if measure_folder(self._place) > self._limits.disk_mb * 2**20:
+        if measure_folder(self._folder) > self._limits.disk_mb * 2**20:
             raise AgentFailed(f"the command wrote more than {self._limits.disk_mb} MB")
         ended = f"it took more than {timeout_s:.0f} s" if code is None else f"exit code {code}"
         return f"{output}\n({ended})".lstrip()
@@ -72,11 +72,11 @@ class HarborSandbox:
     ) -> tuple[int | None, str]:
         with (
             open_groups(self._limits) as groups,
-            (self._place / "output").open("w+b") as output,
+            (self._folder / "output").open("w+b") as output,
         ):
             limits = build_limits(self._limits, groups)
             limits["RLIMIT_FSIZE"] = self._limits.disk_mb * 2**20
-            launcher = build_launcher(groups, limits, self._place)
+            launcher = build_launcher(groups, limits, self._folder)
             process = subprocess.Popen(
                 [*launcher, *self._build_namespaces(binds), *arguments],
                 stdin=subprocess.DEVNULL,

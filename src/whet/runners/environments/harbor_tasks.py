@@ -71,35 +71,39 @@ def _read_dockerfile(task: HarborTask, context: Path, text: str) -> None:
         match name.upper(), words:
             case "FROM", [_]:
                 images += 1
-            case "WORKDIR", [place]:
-                task.workdir = _check_workdir(place)
+            case "WORKDIR", [destination]:
+                task.workdir = _check_workdir(destination)
             case "ENV", [*pairs] if all("=" in pair for pair in pairs):
                 task.variables |= dict(pair.split("=", 1) for pair in pairs)
-            case "COPY", [*sources, place] if sources and not sources[0].startswith("--"):
-                task.copies += _read_copies(task.workdir, context, sources, place)
+            case "COPY", [*sources, destination] if sources and not sources[0].startswith("--"):
+                task.copies += _read_copies(task.workdir, context, sources, destination)
             case other, _:
                 raise NeedsContainer(f"its Dockerfile has {other} {' '.join(words)[:40]}".strip())
     if images != 1:
         raise NeedsContainer(f"its Dockerfile has {images} images")
 
 
-def _check_workdir(place: str) -> PurePosixPath:
-    path = PurePosixPath(place)
+def _check_workdir(destination: str) -> PurePosixPath:
+    path = PurePosixPath(destination)
     if not path.is_absolute() or ".." in path.parts or (path.parts[1:2] or TAKEN)[0] in TAKEN:
-        raise NeedsContainer(f"its working directory is {place}")
+        raise NeedsContainer(f"its working directory is {destination}")
     return path
 
 
-def _read_copies(workdir: PurePosixPath, context: Path, sources: list[str], place: str) -> Copies:
-    target = workdir / place
+def _read_copies(
+    workdir: PurePosixPath, context: Path, sources: list[str], destination: str
+) -> Copies:
+    target = workdir / destination
     if ".." in target.parts or not target.is_relative_to(workdir):
-        raise NeedsContainer(f"it copies files to {place}")
+        raise NeedsContainer(f"it copies files to {destination}")
     copies: Copies = []
     for source in sources:
         path = (context / source).resolve()
         if not path.is_relative_to(context.resolve()) or not path.exists():
             raise NeedsContainer(f"it copies {source}")
-        is_folder = place.endswith("/") or place == "." or target == workdir or len(sources) > 1
+        is_folder = (
+            destination.endswith("/") or destination == "." or target == workdir or len(sources) > 1
+        )
         into = target / path.name if path.is_file() and is_folder else target
         copies.append((path, into.relative_to(workdir)))
     return copies

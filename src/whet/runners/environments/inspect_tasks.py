@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +19,10 @@ import anyio
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError, WhetError
-from whet.runners.environments.environment import Options, Split, import_package
+from whet.runners.environments.environment import Options, Split, find_split, import_package
 from whet.runners.loading import import_file
 from whet.types import Endpoint
 
-HELD_OUT = 5
-"""One in this many samples is held out."""
 MARK = "whet-reward:"
 """Begins the line with the reward: tasks print as well."""
 SHOWN_CHARS = 600
@@ -41,7 +38,7 @@ class InspectTask:
     def list_tasks(self, split: Split, count: int) -> Sequence[JsonValue]:
         dataset: Sequence[Any] = load_task(self._name, self._options).dataset
         ids = [sample.id if sample.id is not None else n for n, sample in enumerate(dataset, 1)]
-        chosen = [id for id in ids if _find_split(str(id)) == split]
+        chosen = [id for id in ids if find_split(str(id)) == split]
         return [{"sample": id} for id in chosen[:count]]
 
     async def rollout(self, task: JsonValue, llm: Endpoint) -> float:
@@ -95,10 +92,6 @@ def load_task(name: str, options: Options) -> Any:  # Any: a Task of the package
     if len(found) != 1:
         raise ConfigError(f"{file!r} has {len(found)} such tasks: name one as {file}@TASK")
     return next(iter(found.values()))(**options)
-
-
-def _find_split(id: str) -> Split:
-    return "train" if zlib.crc32(id.encode()) % HELD_OUT else "held_out"
 
 
 def run_sample(request: dict[str, Any]) -> float:

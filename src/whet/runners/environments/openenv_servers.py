@@ -7,7 +7,7 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError, boundary
-from whet.runners.environments.completion import Message, complete
+from whet.runners.environments.completion import JsonMessage, complete
 from whet.runners.environments.environment import Options, Split, import_package, read_count
 from whet.types import Endpoint
 
@@ -45,7 +45,7 @@ class OpenEnvServer:
                 pass
             case _:
                 raise AgentFailed(f"not a task of openenv: {task!r:.80}")
-        messages: list[Message] = []
+        messages: list[JsonMessage] = []
         if system := self._options.get("system"):
             messages.append({"role": "system", "content": system})
         total = 0.0

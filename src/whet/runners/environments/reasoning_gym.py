@@ -1,7 +1,6 @@
 """`reasoning-gym:FAMILY`: procedurally generated reasoning tasks with verifiers of their own."""
 
 import re
-import zlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
@@ -9,14 +8,19 @@ from typing import Any, cast
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed, ConfigError
-from whet.runners.environments.completion import Message, complete
-from whet.runners.environments.environment import Options, Split, import_package, read_count
+from whet.runners.environments.completion import JsonMessage, complete
+from whet.runners.environments.environment import (
+    HELD_OUT,
+    Options,
+    Split,
+    find_split,
+    import_package,
+    read_count,
+)
 from whet.types import Endpoint
 
 SEEDS: dict[Split, int] = {"train": 1, "held_out": 1_000_003}
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-HELD_OUT = 5
-"""One in this many questions is held out."""
 GENERATED: dict[Split, int] = {"train": 8, "held_out": 8 * HELD_OUT}
 """Questions generated for each task that is wanted: equal ones are dropped."""
 
@@ -40,7 +44,7 @@ class ReasoningGym:
         found: dict[str, JsonValue] = {}
         for index in range(size):
             question = str(dataset[index]["question"])
-            if question not in found and _find_split(question) == split:
+            if question not in found and find_split(question) == split:
                 task: JsonValue = {"seed": seed, "index": index, "size": size}
                 found[question] = {"question": question, **task}
                 if len(found) == count:
@@ -54,7 +58,7 @@ class ReasoningGym:
                 dataset = self._create(seed, int(cast(int, size)))
             case _:
                 raise AgentFailed(f"not a task of reasoning-gym: {task!r:.80}")
-        messages: list[Message] = [{"role": "user", "content": question}]
+        messages: list[JsonMessage] = [{"role": "user", "content": question}]
         if self._system:
             messages.insert(0, {"role": "system", "content": self._system})
         text = await complete(llm, messages, max_tokens=self._max_tokens)
@@ -68,11 +72,6 @@ class ReasoningGym:
             return package.create_dataset(self._family, seed=seed, size=size, **self._options)
         except (ValueError, TypeError, AssertionError) as error:
             raise ConfigError(f"reasoning-gym refuses {self._family!r}: {error}") from error
-
-
-def _find_split(question: str) -> Split:
-    """The split of a question, whatever seed and number of tasks generate it."""
-    return "train" if zlib.crc32(question.encode()) % HELD_OUT else "held_out"
 
 
 def open_environment(name: str, options: Options) -> ReasoningGym:

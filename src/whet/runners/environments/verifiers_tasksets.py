@@ -11,11 +11,9 @@ from typing import Any
 from pydantic import JsonValue
 
 from whet.errors import AgentFailed
-from whet.runners.environments.environment import Options, Split, import_package
+from whet.runners.environments.environment import HELD_OUT, Options, Split, import_package
 from whet.types import Endpoint
 
-HELD_OUT = 5
-"""One in this many tasks is held out."""
 NO_KEY = "WHET_NO_KEY"
 """A variable that is not set: the key of an attempt travels in a header instead."""
 

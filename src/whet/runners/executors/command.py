@@ -22,7 +22,7 @@ from whet.runners.executors.external_agents import (
     get_last_reward,
     parse_reward,
 )
-from whet.runners.sandboxes.choice import choose_sandbox
+from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.sandbox import Sandbox
 from whet.types import Endpoint
 
@@ -178,7 +178,7 @@ async def _run(
     environment: Mapping[str, str],
     folder: Path | None = None,
 ) -> _CommandResult:
-    """Run a command; when this returns or is cancelled, all its processes are gone."""
+    """Run a command; when this returns or is canceled, all its processes are gone."""
     output, errors = _StreamTail(), _StreamTail()
     reading = [asyncio.create_task(tail.read()) for tail in (output, errors)]
     process = None

@@ -19,7 +19,7 @@ class Executor(Protocol):
     async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
         """Run the agent on an attempt within its time limit, and return the reward.
 
-        Cancelling this call stops the agent.
+        Canceling this call stops the agent.
 
         Raises:
             AttemptError: the reason why there is no reward.

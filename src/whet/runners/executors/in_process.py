@@ -35,7 +35,7 @@ from whet.runners.executors.executor import Evicted, Executor
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 2.0
-"""Seconds that a cancelled agent has to end."""
+"""Seconds that a canceled agent has to end."""
 
 COLLECT_EVERY_S = 0.2
 FULL_COLLECTION = 50
@@ -50,29 +50,29 @@ Work = Callable[[], Coroutine[Any, Any, float]]
 class InProcessExecutor(Executor):
     """Runs the agent in this process, many attempts at once."""
 
-    def __init__(self, agent: InspectedAgent, sandbox: "AgentSandbox") -> None:
+    def __init__(self, agent: InspectedAgent, user_code: "UserCodeRunner") -> None:
         self._agent = agent
-        self._sandbox = sandbox
+        self._user_code = user_code
 
     async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
         work = partial(self._work, context, resources)
-        return await self._sandbox.run(context, work, context.attempt.rollout.timeout_s)
+        return await self._user_code.run(context, work, context.attempt.rollout.timeout_s)
 
     async def close(self) -> None:
-        pass  # the caller owns the sandbox
+        pass  # the caller owns the runner
 
     async def _work(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
         entrypoint = self._agent.entrypoints[context.attempt.rollout.mode]
         arguments = build_arguments(entrypoint.parameters, context.attempt, context.llm, resources)
         try:
             call = partial(entrypoint.call, arguments)
-            returned = await self._sandbox.call(call, is_async=entrypoint.is_async)
+            returned = await self._user_code.call(call, is_async=entrypoint.is_async)
             return resolve_reward(returned, context.rewards)
         finally:
             restore_environment(context)
 
 
-class AgentSandbox:
+class UserCodeRunner:
     """Runs users' code, agents and hooks, isolated from the runner and other attempts."""
 
     def __init__(self, concurrency: int) -> None:
@@ -83,7 +83,7 @@ class AgentSandbox:
         self._threads = _AgentThreads()
 
     async def run(self, context: AttemptContext, work: Work, timeout_s: float) -> float:
-        """Run the work in the agents' event loop; cancelling this call cancels the work.
+        """Run the work in the agents' event loop; canceling this call cancels the work.
 
         Raises:
             AttemptError: the work raised, or took longer than its limit.
@@ -274,13 +274,13 @@ class _Job:
         if not left:
             return
         logger.info(
-            "tasks outlived their attempt and were cancelled attempt=%s tasks=%d",
+            "tasks outlived their attempt and were canceled attempt=%s tasks=%d",
             self.context.attempt.id,
             len(left),
         )
         for task in left:
             task.cancel()
-        with suppress(asyncio.CancelledError):  # cancelled once more meanwhile
+        with suppress(asyncio.CancelledError):  # canceled once more meanwhile
             await asyncio.wait(left, timeout=CANCEL_GRACE_S)
 
 
@@ -434,7 +434,7 @@ def _refuse_in_agent(action: str) -> None:
 
 
 class _AgentTask(asyncio.Task[Any]):
-    """A task that other attempts cannot cancel, such as by cancelling `asyncio.all_tasks()`."""
+    """A task that other attempts cannot cancel, such as by canceling `asyncio.all_tasks()`."""
 
     owner: AttemptContext | None = None
     """None: the task belongs to the loop itself."""

@@ -20,12 +20,12 @@ from whet.io.process import MessageWriter
 from whet.runners.agent import inspect_agent
 from whet.runners.context import AttemptContext
 from whet.runners.executors.executor import Evicted
-from whet.runners.executors.in_process import AgentSandbox, InProcessExecutor
+from whet.runners.executors.in_process import InProcessExecutor, UserCodeRunner
 from whet.runners.loading import load_agent
 from whet.runners.tracers import install_tracer
 from whet.types import Attempt, AttemptId, Endpoint, Reward, Span
 
-Message = dict[str, JsonValue]
+PipeMessage = dict[str, JsonValue]
 
 
 class PipedAttempt(AttemptContext):
@@ -44,7 +44,7 @@ class PipedAttempt(AttemptContext):
     def add_span(self, span: Span) -> None:
         self.send({"span": span.model_dump(mode="json")})
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PipeMessage) -> None:
         """Send a message of this attempt."""
         self._responses.send({"id": self.attempt.id, **message})
 
@@ -65,7 +65,7 @@ def main() -> None:
         return
     gc.freeze()  # what is loaded by now stays
     responses.send({"ready": True})
-    executor = InProcessExecutor(agent, AgentSandbox(settings["attempts"]))
+    executor = InProcessExecutor(agent, UserCodeRunner(settings["attempts"]))
     anyio.run(_serve, executor, requests, responses)
 
 
@@ -76,7 +76,7 @@ async def _serve(executor: InProcessExecutor, requests: TextIO, responses: Messa
         attempt = Attempt.model_validate(request["attempt"])
         llm = Endpoint.model_validate(request["llm"])
         context = PipedAttempt(attempt, llm, responses, is_alone=request["is_alone"])
-        outcome: Message = {"failed": "agent", "reason": "the attempt was canceled"}
+        outcome: PipeMessage = {"failed": "agent", "reason": "the attempt was canceled"}
         with CancelScope() as scopes[attempt.id]:
             outcome = await _run(executor, context, request["resources"])
         context.send(outcome)
@@ -93,14 +93,14 @@ async def _serve(executor: InProcessExecutor, requests: TextIO, responses: Messa
 
 async def _run(
     executor: InProcessExecutor, context: PipedAttempt, resources: dict[str, JsonValue]
-) -> Message:
+) -> PipeMessage:
     """Run one attempt and return the message of its outcome."""
     try:
         return {"result": await executor.run(context, resources)}
     except Evicted as error:
         return {"failed": "evicted", "reason": str(error)}
     except BadReward as error:
-        return {"failed": "reward", "reason": str(error)}
+        return {"failed": "bad_reward", "reason": str(error)}
     except AttemptTimeout as error:
         return {"failed": "timeout", "reason": str(error)}
     except AttemptError as error:

@@ -33,11 +33,11 @@ REPORT_GRACE_S = 5.0
 CANCEL_REPORT_S = CANCEL_GRACE_S + 1.0
 """Seconds that a process has to report the end of a canceled attempt."""
 
-Message = dict[str, JsonValue]
+PipeMessage = dict[str, JsonValue]
 
 FAILURES: dict[str, type[AttemptError | Evicted]] = {
     "agent": AgentFailed,
-    "reward": BadReward,
+    "bad_reward": BadReward,
     "timeout": AttemptTimeout,
     "evicted": Evicted,
 }
@@ -178,7 +178,7 @@ class _ProcessDied(Exception):
 class _Worker:
     """One process of the pool."""
 
-    def __init__(self, process: Process, settings: Message) -> None:
+    def __init__(self, process: Process, settings: PipeMessage) -> None:
         """`settings` are sent to the process, which loads the agent they name."""
         self._process = process
         assert process.stdout is not None
@@ -187,7 +187,7 @@ class _Worker:
         self._unsent: list[bytes] = []
         self._reported = set[AttemptId]()
         self._is_exclusive = False
-        self.running: dict[AttemptId, asyncio.Queue[Message]] = {}
+        self.running: dict[AttemptId, asyncio.Queue[PipeMessage]] = {}
         """Messages of each attempt that were not read yet."""
         self.is_retired = False
         self._loading = asyncio.create_task(self._load(settings))
@@ -211,7 +211,7 @@ class _Worker:
         """Wait until the process has loaded the agent. Raises ConfigError if it cannot."""
         await asyncio.shield(self._loading)
 
-    async def _load(self, settings: Message) -> None:
+    async def _load(self, settings: PipeMessage) -> None:
         try:
             with fail_after(START_TIMEOUT_S):
                 await self._send(settings)
@@ -317,7 +317,7 @@ class _Worker:
         for queue in self.running.values():
             queue.put_nowait({"died": reason, "attempts": len(self.running)})
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: PipeMessage) -> None:
         """Send a message; those of one turn of the event loop are written together."""
         assert self._process.stdin is not None
         self._unsent.append(json.dumps(message).encode() + b"\n")
@@ -334,7 +334,7 @@ class _Worker:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise _ProcessDied(await self._explain_exit(), len(self.running)) from None
 
-    async def _receive(self) -> Message:
+    async def _receive(self) -> PipeMessage:
         try:
             return json.loads(await self._responses.receive_until(b"\n", MAX_LINE_BYTES))
         except (anyio.IncompleteRead, anyio.EndOfStream, anyio.ClosedResourceError):

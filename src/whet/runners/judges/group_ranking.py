@@ -109,6 +109,11 @@ class JudgedCollector(Collector):
         return None
 
 
+def is_ranking(span: Span) -> bool:
+    """Whether a span has the score that the ranking of a group adds to a reward."""
+    return KEY in span.attributes and SCORE in span.attributes
+
+
 def _is_ranked(trajectory: Trajectory) -> bool:
     is_training = trajectory.attempt.rollout.mode is Mode.TRAIN
     return is_training and trajectory.failure is None and bool(trajectory.calls)

@@ -20,7 +20,7 @@ from whet.runners.context import active_attempt
 from whet.runners.judges.cache import ReplyCache
 from whet.runners.judges.prompts import (
     InvalidReply,
-    Message,
+    JsonMessage,
     ParsedRanking,
     ParsedScores,
     build_rank_prompt,
@@ -98,7 +98,7 @@ class Ranking:
     disagreement: float
     """Share of the pairs of answers that two votes order differently."""
     usage: JudgeUsage
-    messages: tuple[Message, ...] = ()
+    messages: tuple[JsonMessage, ...] = ()
     """The prompt of the first vote."""
     replies: tuple[str, ...] = ()
 
@@ -173,7 +173,7 @@ class Judge:
         distinct = list(dict.fromkeys(answers))
         if len(distinct) < 2:
             return Ranking((0.5,) * len(answers), "the answers are equal", 0.0, JudgeUsage())
-        prompts: list[tuple[list[Message], Callable[[str], ParsedRanking]]] = []
+        prompts: list[tuple[list[JsonMessage], Callable[[str], ParsedRanking]]] = []
         for sample in range(self.samples):
             order = shuffle_answers(distinct, str(sample))
             prompt = build_rank_prompt(self.criteria, distinct, order, task, reference)
@@ -225,7 +225,7 @@ class Judge:
 
     async def _vote(
         self,
-        prompts: Sequence[tuple[list[Message], Callable[[str], P]]],
+        prompts: Sequence[tuple[list[JsonMessage], Callable[[str], P]]],
         endpoint: Endpoint | None,
     ) -> list[_Vote[P]]:
         """Ask for every vote at once. Raises ConfigError if there is no endpoint."""
@@ -242,7 +242,7 @@ class Judge:
         http: HttpClient,
         url: str,
         model: str,
-        messages: list[Message],
+        messages: list[JsonMessage],
         parse: Callable[[str], P],
         sample: int,
     ) -> _Vote[P]:
@@ -307,7 +307,7 @@ class Judge:
             endpoint = context.llm.model_copy(update={"model": JUDGE_MODEL})
         return endpoint.base_url.rstrip("/"), endpoint.api_key, endpoint.model
 
-    def _describe(self, messages: Sequence[Message]) -> dict[str, JsonValue]:
+    def _describe(self, messages: Sequence[JsonMessage]) -> dict[str, JsonValue]:
         # Not the names of the GenAI conventions: spans with those may be read as model calls.
         return {"whet.judge.model": self.model, "whet.judge.messages": list(messages)}
 

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from whet.types import Trajectory
 
-Message = dict[str, JsonValue]
+JsonMessage = dict[str, JsonValue]
 
 TOP = 10
 """The best score of a criterion in a reply."""
@@ -55,7 +55,7 @@ class ParsedRanking(NamedTuple):
 
 def build_score_prompt(
     criteria: Sequence[str], answer: str, task: JsonValue, reference: str | None
-) -> list[Message]:
+) -> list[JsonMessage]:
     """Build the messages that ask for the score of an answer by each criterion."""
     parts = _format_shared_parts(criteria, task, reference)
     parts.append(("Answer to grade", answer))
@@ -94,7 +94,7 @@ def build_rank_prompt(
     order: Sequence[int],
     task: JsonValue,
     reference: str | None,
-) -> list[Message]:
+) -> list[JsonMessage]:
     """Build the messages that ask for a ranking of answers, shown in an order."""
     parts = _format_shared_parts(criteria, task, reference)
     parts += [(f"Answer {n}", answers[index]) for n, index in enumerate(order, start=1)]
@@ -118,13 +118,13 @@ def parse_ranking(reply: str, order: Sequence[int]) -> ParsedRanking:
     if not is_whole or sorted(cast(list[int], numbers)) != list(range(1, count + 1)):
         raise InvalidReply(f"a ranking has each of {count} answers once, found {ranking!r:.80}")
     scores = [0.0] * count
-    place = 0
+    ranked = 0
     for rank in ranks:
-        middle = place + (len(rank) - 1) / 2
+        middle = ranked + (len(rank) - 1) / 2
         for number in rank:
             assert isinstance(number, int)
             scores[order[number - 1]] = 1 - middle / max(count - 1, 1)
-        place += len(rank)
+        ranked += len(rank)
     return ParsedRanking(tuple(scores), _read_reason(value))
 
 
@@ -141,7 +141,7 @@ def read_answer(trajectory: Trajectory) -> str:
 
     That is the text of a single turn, or every later message with its role.
     """
-    messages: list[Message] = []
+    messages: list[JsonMessage] = []
     for number, call in enumerate(trajectory.calls):
         messages += call.messages if number else ()
         messages += (generation.message for generation in call.generations[:1])
@@ -176,7 +176,9 @@ def _format_shared_parts(
     return parts
 
 
-def _build_messages(system: str, parts: Sequence[tuple[str, str]], count: int = 0) -> list[Message]:
+def _build_messages(
+    system: str, parts: Sequence[tuple[str, str]], count: int = 0
+) -> list[JsonMessage]:
     # By content: an answer cannot contain its own marker, and equal prompts stay equal.
     mark = f"={_digest(*(text for _, text in parts))[:12]}="
     user = "\n\n".join(f"{title}:\n{mark}\n{_shorten(text)}\n{mark}" for title, text in parts)

@@ -1,4 +1,4 @@
-"""The protocol of sandboxes, their limits, and how one is chosen by name."""
+"""The protocol of sandboxes, their limits, and the relay to the gateway."""
 
 import asyncio
 import os
@@ -25,8 +25,8 @@ class SandboxLimits:
     disk_mb: int = 1024
 
     def __post_init__(self) -> None:
-        if (least := min(self.memory_mb, self.processes, self.disk_mb)) < 1:
-            raise ConfigError(f"the limits of a sandbox are at least 1; found {least}")
+        if (found := min(self.memory_mb, self.processes, self.disk_mb)) < 1:
+            raise ConfigError(f"expected sandbox limits of at least 1, found {found}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,9 @@ from opentelemetry.sdk.trace import Span as OpenSpan
 from pydantic import JsonValue
 
 from whet.errors import ConfigError
+from whet.io.otlp import ATTEMPT
 from whet.runners.tracers.span_owners import SpanOwners
 from whet.types import Span, SpanEvent
-
-ATTEMPT = "whet.attempt"
-"""Attribute that names the attempt, for a store that gets the span from an exporter as well."""
 
 _installed: list[object] = []
 """Providers that have our processor, for the life of the process."""

@@ -70,7 +70,7 @@ class Batcher:
     def _take_batch(self) -> list[_Pending]:
         """Take the next items, at least one; without any, the sender that asks for them ends."""
         with self._lock:
-            waiting = [each for each in self._pending if not each.result.done()]  # or cancelled
+            waiting = [each for each in self._pending if not each.result.done()]  # or canceled
             size, count = 0, 0
             for pending in waiting[:MAX_ITEMS]:
                 size += len(pending.item)

@@ -29,13 +29,13 @@ COUNTERS = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """Counters since the server started, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._counters = {name: self._build_counter(name, text) for name, text in COUNTERS.items()}
-        self._outcomes = self._build_counter("outcomes", "Attempts ended, by outcome.", "how")
+        self._outcomes = self._build_counter("outcomes", "Attempts ended, by status.", "status")
         self._requests = self._build_counter(
             "requests", "Requests by status.", "endpoint", "status"
         )

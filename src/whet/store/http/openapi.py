@@ -21,16 +21,16 @@ ERRORS = {
     "503": "The store is unavailable: send the request again.",
 }
 
-Schema = dict[str, Any]  # Any: JSON schema
-Schemas = dict[tuple[str, Literal["request", "response"]], Schema]
+OpenAPIObject = dict[str, Any]  # Any: JSON schema
+Schemas = dict[tuple[str, Literal["request", "response"]], OpenAPIObject]
 
-_FILE: Schema = {"type": "string", "format": "binary"}
+_FILE: OpenAPIObject = {"type": "string", "format": "binary"}
 
 
-def build_document() -> Schema:
+def build_document() -> OpenAPIObject:
     """Build the document."""
     schemas, components = _build_schemas()
-    paths: dict[str, Schema] = {}
+    paths: dict[str, OpenAPIObject] = {}
     for method in METHODS.values():
         described = _describe(method, schemas, components)
         paths.setdefault(method.path, {})[method.verb.lower()] = described
@@ -54,7 +54,7 @@ def build_document() -> Schema:
     }
 
 
-def _build_schemas() -> tuple[Schemas, Schema]:
+def _build_schemas() -> tuple[Schemas, OpenAPIObject]:
     """Return the schemas of all requests and responses, and the components they refer to."""
     inputs: list[tuple[Any, Any, TypeAdapter[Any]]] = [
         (("error", "response"), "serialization", TypeAdapter(ErrorBody))
@@ -67,9 +67,11 @@ def _build_schemas() -> tuple[Schemas, Schema]:
     return {key: schema for (key, _), schema in made.items()}, rest["$defs"]
 
 
-def _describe(method: RemoteMethod[Any], schemas: Schemas, components: Schema) -> Schema:
+def _describe(
+    method: RemoteMethod[Any], schemas: Schemas, components: OpenAPIObject
+) -> OpenAPIObject:
     request = schemas[method.name, "request"]
-    description: Schema = {
+    description: OpenAPIObject = {
         "operationId": method.name,
         "summary": method.summary,
         "parameters": [_describe_path_parameter(name) for name in method.path_parameters],
@@ -92,8 +94,8 @@ def _describe(method: RemoteMethod[Any], schemas: Schemas, components: Schema) -
     return description
 
 
-def _describe_success(method: RemoteMethod[Any], schemas: Schemas) -> Schema:
-    not_yet: Schema = {}
+def _describe_success(method: RemoteMethod[Any], schemas: Schemas) -> OpenAPIObject:
+    not_yet: OpenAPIObject = {}
     if method.polls and "wait_s" not in method.parameters:
         not_yet = {"202": {"description": "Not yet: send the request again."}}
     if method.is_silent and not (method.archive and method.verb == "GET"):
@@ -104,13 +106,13 @@ def _describe_success(method: RemoteMethod[Any], schemas: Schemas) -> Schema:
     return {"200": {"description": "Done.", "content": {kind: {"schema": schema}}}, **not_yet}
 
 
-def _describe_path_parameter(name: str) -> Schema:
+def _describe_path_parameter(name: str) -> OpenAPIObject:
     schema = {"type": "string", "pattern": f"^{PATH_PATTERNS[name]}$"}
     return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
-def _query_parameters(request: Schema, components: Schema) -> list[Schema]:
-    model: Schema = components[request["$ref"].rpartition("/")[2]]
+def _query_parameters(request: OpenAPIObject, components: OpenAPIObject) -> list[OpenAPIObject]:
+    model: OpenAPIObject = components[request["$ref"].rpartition("/")[2]]
     required: list[str] = model.get("required", [])
     return [
         {"name": name, "in": "query", "required": name in required, "schema": _remove_null(schema)}
@@ -118,7 +120,7 @@ def _query_parameters(request: Schema, components: Schema) -> list[Schema]:
     ]
 
 
-def _remove_null(schema: Schema) -> Schema:
+def _remove_null(schema: OpenAPIObject) -> OpenAPIObject:
     """A query parameter is left out, never null."""
     match schema:
         case {"anyOf": [one, {"type": "null"}]}:

@@ -44,7 +44,7 @@ from whet.store.http.errors import (
     to_http,
 )
 from whet.store.http.long_poll import LongPolls
-from whet.store.http.metrics import CONTENT_TYPE, Metrics
+from whet.store.http.metrics import CONTENT_TYPE, ServerMetrics
 from whet.store.http.openapi import build_document
 from whet.store.http.rpc import ARCHIVE, JSON, METHODS, BatchResult, RemoteMethod
 from whet.store.http.telemetry import ReadKey, read_no_key
@@ -53,7 +53,7 @@ from whet.store.sql_store import SQLStore
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Request], Awaitable[Response]]
+RequestHandler = Callable[[Request], Awaitable[Response]]
 Arguments = Mapping[str, Any]  # Any: validated by the method's model
 
 GZIP_FROM = 1024
@@ -91,7 +91,7 @@ class StoreServer:
         """
         if not token and not is_loopback(host):
             raise ConfigError(f"serving a store at {host}, beyond this machine, needs a token")
-        self.metrics = Metrics()
+        self.metrics = ServerMetrics()
         self._app = StoreApp(store, token, limits, self.metrics, read_key)
         self._server = AppServer(wrap(self._app.build()), host=host, port=port, name="store")
         self.url = self._server.url
@@ -115,7 +115,7 @@ class StoreApp:
         store: SQLStore,
         token: str | None,
         limits: Limits,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         read_key: ReadKey = read_no_key,
     ) -> None:
         self.long_polls = LongPolls()
@@ -273,7 +273,7 @@ class StoreApp:
         genuine = hmac.compare_digest(_digest(token.strip()), self._token)
         return scheme.lower() == "bearer" and genuine
 
-    def _route(self, verb: str, path: str, name: str, handle: Handler) -> Route:
+    def _route(self, verb: str, path: str, name: str, handle: RequestHandler) -> Route:
         """Route with error responses and metrics around a handler."""
 
         async def endpoint(request: Request) -> Response:
@@ -352,7 +352,7 @@ def _build_refusal(result: object) -> ErrorDetail | None:
     return None
 
 
-async def _handle(handle: Handler, request: Request) -> Response:
+async def _handle(handle: RequestHandler, request: Request) -> Response:
     try:
         return await handle(request)
     except (StoreError, ValidationError) as error:

@@ -10,7 +10,7 @@ from whet.io import otlp
 from whet.io.otlp import Encoding, Sender
 from whet.store.http.bodies import Limits, read_body
 from whet.store.http.errors import RefusedRequest, to_http
-from whet.store.http.metrics import Metrics
+from whet.store.http.metrics import ServerMetrics
 from whet.store.sql_store import SQLStore
 from whet.types import AttemptId
 
@@ -34,7 +34,7 @@ def read_no_key(key: str, run: str) -> AttemptId | None:
 
 
 async def ingest_traces(
-    request: Request, store: SQLStore, sender: Sender, limits: Limits, metrics: Metrics
+    request: Request, store: SQLStore, sender: Sender, limits: Limits, metrics: ServerMetrics
 ) -> Response:
     """Record the spans of an export; the response counts those that belong to no attempt."""
     try:
@@ -70,5 +70,5 @@ def identify_sender(request: Request, run: str, is_trusted: bool, read_key: Read
     if holder == ANY:
         return Sender(AttemptId(named) if named else None)
     if named not in (None, holder):
-        raise RefusedRequest(401, f"this key is not of attempt {named!r}")
+        raise RefusedRequest(401, f"this API key does not belong to attempt {named!r}")
     return Sender(holder, is_bound=True)

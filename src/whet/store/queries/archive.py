@@ -16,7 +16,7 @@ from whet.io.files import atomic_file
 from whet.store.database import Column, Db
 from whet.store.queries.tables import NO_RUN, find_run, make_run
 
-FORMAT = "whet-run-4"
+FORMAT = "whet-run-5"
 MEMBER_TIME = (1980, 1, 1, 0, 0, 0)
 """Time stamp of every member: equal runs make equal files."""
 
@@ -78,7 +78,7 @@ TABLES = (
     ),
     _build_table(
         "call",
-        "attempt id parent root messages context prompt_length prompt_digest created origin",
+        "attempt id parent root messages prompt_suffix prompt_length prompt_digest created origin",
         "attempt",
         "call.seq",
         is_referenced=True,
@@ -99,16 +99,6 @@ TABLES = (
     _build_table("worker", "run name started seen due", "run", "name"),
 )
 """In the order of their references."""
-
-WITHOUT_ADVANTAGES = tuple(
-    each._replace(columns=each.columns[:-1]) if each.name == "step" else each for each in TABLES
-)
-READABLE = {
-    FORMAT: TABLES,
-    "whet-run-3": WITHOUT_ADVANTAGES,
-    "whet-run-2": tuple(each for each in WITHOUT_ADVANTAGES if each.name != "span"),
-}
-"""Tables by format; the older ones have no advantages, the oldest no spans."""
 
 Cell = str | int | float | None | dict[str, str]
 Positions = dict[str, dict[int, int]]
@@ -137,10 +127,12 @@ def load_run(db: Db, run: str, file: Path, now: float) -> None:
     positions: Positions = {"run": {0: make_run(db, run, now)}}
     try:
         with zipfile.ZipFile(file) as archive:
-            tables = READABLE.get(archive.read("format").decode())
-            if tables is None:
-                raise StoreError(f"{str(file)!r} is not an export of a run, or of a newer whet")
-            for table in tables:
+            if (found := archive.read("format").decode()) != FORMAT:
+                raise StoreError(
+                    f"{str(file)!r} has format {found[:20]!r}, expected {FORMAT!r}: import it with"
+                    " the version of whet that wrote it"
+                )
+            for table in TABLES:
                 _load_table(db, table, archive, positions)
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise StoreError(f"{str(file)!r} cannot be loaded: {error}") from error

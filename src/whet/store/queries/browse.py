@@ -28,7 +28,7 @@ COUNTED = ", ".join(f"sum(CASE WHEN mode = '{mode.value}' THEN 1 ELSE 0 END)" fo
 STATUSES_BY_MODE = f"SELECT status, {COUNTED} FROM rollout WHERE run = ? GROUP BY status"
 """In the order of an index; by mode and status all rows would be sorted."""
 
-PULSE = """
+CHANGE_COUNTS = """
 SELECT (SELECT max(step) FROM step WHERE run = ?), (SELECT max(seq) FROM attempt),
     (SELECT max(seq) FROM call), (SELECT max(seen) FROM worker WHERE run = ?)
 """
@@ -113,10 +113,10 @@ def read_step_rows(db: Db, run: str, after: int) -> list[StepRow]:
     ]
 
 
-def read_pulse(db: Db, run: str) -> dict[str, JsonValue]:
+def read_change_counts(db: Db, run: str) -> dict[str, JsonValue]:
     """Read a few numbers that change whenever something happened in a run."""
     seq = find_run(db, run)
-    step, attempt, call, seen = db.execute(PULSE, (seq, seq)).fetchone()
+    step, attempt, call, seen = db.execute(CHANGE_COUNTS, (seq, seq)).fetchone()
     statuses: dict[str, JsonValue] = dict(db.execute(STATUS_COUNTS, (seq,)))
     return {"step": step, "attempt": attempt, "call": call, "seen": seen, "rollouts": statuses}
 

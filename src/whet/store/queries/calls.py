@@ -35,7 +35,7 @@ from whet.types import (
 
 APPEND_CALL = """
 INSERT INTO call
-    (attempt, id, parent, root, messages, context, prompt_length, prompt_digest, created,
+    (attempt, id, parent, root, messages, prompt_suffix, prompt_length, prompt_digest, created,
      origin)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (attempt, id) DO NOTHING
@@ -56,7 +56,7 @@ WHERE attempt.run = {RUN_BY_NAME} AND attempt.id = ? AND attempt.status = 'runni
 # Each order is that of an index: sorting rows with BLOBs would cost more than reading them.
 CALLS = """
 SELECT call.attempt, attempt.id, call.seq, call.id, call.parent, call.root, call.messages,
-    call.context, call.prompt_length, call.prompt_digest, call.created,
+    call.prompt_suffix, call.prompt_length, call.prompt_digest, call.created,
     call.origin
 FROM call JOIN attempt ON attempt.seq = call.attempt
 WHERE call.attempt IN (SELECT CAST(value AS BIGINT) FROM json_each(?) AS wanted)

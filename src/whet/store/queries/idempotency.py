@@ -20,12 +20,12 @@ KEY_TTL_S = 24 * 3600.0
 """How long a key and its result are kept."""
 
 RESULTS = """
-SELECT ticket, answer FROM ticket
-WHERE run = ? AND ticket IN (SELECT value FROM json_each(?) AS wanted)
+SELECT key, result FROM idempotency_key
+WHERE run = ? AND key IN (SELECT value FROM json_each(?) AS wanted)
 """
 
 # Of two concurrent requests with one key, the second violates the primary key and starts over.
-SAVE = "INSERT INTO ticket (run, ticket, answer, created) VALUES (?, ?, ?, ?)"
+SAVE = "INSERT INTO idempotency_key (run, key, result, created) VALUES (?, ?, ?, ?)"
 
 
 def idempotent(change: Callable[[Db], T], run: str, key: str, now: float) -> Callable[[Db], T]:
@@ -50,9 +50,9 @@ def read_results(db: Db, run: str, keys: Sequence[str]) -> dict[str, str]:
 def save_results(db: Db, run: str, results: Mapping[str, JsonValue], now: float) -> None:
     """Save results by key, and delete expired ones."""
     insert(db, SAVE, [(run, key, to_json(results[key]), now) for key in sorted(results)])
-    db.execute("DELETE FROM ticket WHERE created < ?", (now - KEY_TTL_S,))
+    db.execute("DELETE FROM idempotency_key WHERE created < ?", (now - KEY_TTL_S,))
 
 
 def delete_result(db: Db, run: str, key: str) -> None:
     """Forget a key whose change was undone."""
-    db.execute("DELETE FROM ticket WHERE run = ? AND ticket = ?", (run, key))
+    db.execute("DELETE FROM idempotency_key WHERE run = ? AND key = ?", (run, key))

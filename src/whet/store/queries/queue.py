@@ -130,7 +130,7 @@ ORDER BY rollout.seq /* LOCK OF rollout */
 
 OUTCOME = f"SELECT reward, failure FROM attempt WHERE run = {RUN_BY_NAME} AND id = ?"
 
-CANCELLED = Outcome(failure=Failure(kind=FailureKind.CANCELLED, message="cancelled on request"))
+CANCELED = Outcome(failure=Failure(kind=FailureKind.CANCELED, message="canceled on request"))
 
 
 class RunningAttempt(NamedTuple):
@@ -225,6 +225,7 @@ class Queue:
         """
         sent_keys = [claim.key for claim in claims if claim.key]
         known = idempotency.read_results(db, run, sent_keys) if sent_keys else {}
+        # A claim without a key is identified by its index.
         keys = [claim.key or index for index, claim in enumerate(claims)]
         new = {key: c for key, c in zip(keys, claims, strict=True) if key not in known}
         started = dict(zip(new, self._claim(db, run, list(new.values())), strict=True))
@@ -354,10 +355,10 @@ class Queue:
         unfinished = db.execute(UNFINISHED_BY_ID, values).fetchall()
         for seq, rollout, status in unfinished:
             if status == Status.QUEUED:
-                self._end_rollout(db, run, seq, rollout, CANCELLED)
+                self._end_rollout(db, run, seq, rollout, CANCELED)
             for running in self._select_running(db, "rollout.seq = ?", seq):
-                self._end_attempts(db, [(running, CANCELLED)])
-                self._end_rollout(db, run, seq, rollout, CANCELLED)
+                self._end_attempts(db, [(running, CANCELED)])
+                self._end_rollout(db, run, seq, rollout, CANCELED)
         return len(unfinished)
 
     def release(self, db: Db, run: str) -> int:

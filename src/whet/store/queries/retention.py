@@ -12,7 +12,7 @@ SELECT run.name,
     (SELECT count(*) FROM attempt WHERE attempt.run = run.seq),
     (SELECT coalesce(sum(length(body)), 0) FROM rollout WHERE rollout.run = run.seq),
     count(call.seq),
-    coalesce(sum(length(call.messages) + length(call.context) + length(call.origin)), 0)
+    coalesce(sum(length(call.messages) + length(call.prompt_suffix) + length(call.origin)), 0)
 FROM run
 LEFT JOIN attempt ON attempt.run = run.seq
 LEFT JOIN call ON call.attempt = attempt.seq
@@ -100,4 +100,4 @@ def drop(db: Db, run: str) -> None:
         raise StoreError(f"run {run!r} has running attempts: cancel its rollouts first")
     for statement in DELETE_RUN:
         db.execute(statement, (seq,))
-    db.execute("DELETE FROM ticket WHERE run = ?", (run,))
+    db.execute("DELETE FROM idempotency_key WHERE run = ?", (run,))

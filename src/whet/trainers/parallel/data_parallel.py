@@ -15,7 +15,7 @@ from torch import distributed as dist
 from whet.config import AdamStep, LossConfig
 from whet.errors import TrainerError, WhetError, boundary
 from whet.models.huggingface import LocalPolicy
-from whet.trainers.local import TOTALS, LocalTrainer
+from whet.trainers.local import PASS_TOTALS, LocalTrainer
 from whet.trainers.loss import LossFunction
 from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import check_rows
@@ -31,7 +31,7 @@ class DataParallelTrainer(LocalTrainer):
     def __init__(
         self, policy: LocalPolicy, ranks: RankGroup, *, custom_loss: LossFunction | None = None
     ) -> None:
-        super().__init__(policy, threads=ranks.place.threads, custom_loss=custom_loss)
+        super().__init__(policy, threads=ranks.address.threads, custom_loss=custom_loss)
         self._ranks = ranks
 
     async def connect(self) -> None:
@@ -50,7 +50,7 @@ class DataParallelTrainer(LocalTrainer):
 
     def _forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
         check_rows(rows)
-        own, *parts = deal_rows(rows, self._ranks.place.size)
+        own, *parts = deal_rows(rows, self._ranks.address.size)
         commands = [RankCommand(name="forward_backward", rows=tuple(p), loss=loss) for p in parts]
         run_own = super()._forward_backward
         metrics, replies = self._run_independently(commands, lambda: run_own(own, loss))
@@ -61,7 +61,7 @@ class DataParallelTrainer(LocalTrainer):
 
     def _recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
         check_rows(rows)
-        own, *parts = dealt = deal_rows(rows, self._ranks.place.size)
+        own, *parts = dealt = deal_rows(rows, self._ranks.address.size)
         commands = [RankCommand(name="recompute", rows=tuple(part)) for part in parts]
         run_own = super()._recompute_logprobs
         computed, replies = self._run_independently(commands, lambda: run_own(own))
@@ -136,7 +136,7 @@ class RankWorker(LocalTrainer):
     def __init__(
         self, policy: LocalPolicy, own: OwnRank, *, custom_loss: LossFunction | None = None
     ) -> None:
-        super().__init__(policy, threads=own.place.threads, custom_loss=custom_loss)
+        super().__init__(policy, threads=own.address.threads, custom_loss=custom_loss)
         self._own = own
 
     def serve(self) -> None:
@@ -154,7 +154,7 @@ class RankWorker(LocalTrainer):
             case "drop_gradient":
                 self._weights.drop_gradient()
             case "reduce_gradient":
-                reduce_gradient(self._weights, rank=self._own.place.rank)
+                reduce_gradient(self._weights, rank=self._own.address.rank)
                 self._weights.drop_gradient()
             case "receive_weights":
                 with self._policy.update(command.version):
@@ -203,12 +203,12 @@ def _count_new_tokens(ordered: Sequence[Row]) -> Iterator[int]:
 
 def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
     """Merge the metrics of parts of the rows: totals add up, means are over trained tokens."""
-    sums = {name: sum(part[name] for part in parts) for name in TOTALS}
+    sums = {name: sum(part[name] for part in parts) for name in PASS_TOTALS}
     tokens = max(1.0, sums["trained_tokens"])
     means = {
         name: sum(part[name] * part["trained_tokens"] for part in parts) / tokens
         for name in parts[0]
-        if name not in TOTALS
+        if name not in PASS_TOTALS
     }
     return {**sums, **means}
 
@@ -216,16 +216,16 @@ def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
 def reduce_gradient(weights: MasterWeights, *, rank: int) -> None:
     """Sum the accumulated gradients of all ranks at rank 0, in fp32; the others' are undefined."""
     gradient = weights.get_accumulated()
-    places = weights.detach_weights()
-    used = torch.tensor([float(grad is not None) for grad in gradient], device=places[0].device)
+    detached = weights.detach_weights()
+    used = torch.tensor([float(grad is not None) for grad in gradient], device=detached[0].device)
     dist.all_reduce(used)
     summed: list[torch.Tensor | None] = []
     is_used = cast(list[float], used.tolist())
-    for grad, place, count in zip(gradient, places, is_used, strict=True):
+    for grad, weight, count in zip(gradient, detached, is_used, strict=True):
         if not count:  # no rank has a gradient: the optimizer skips such a weight
             summed.append(None)
             continue
-        total = torch.zeros_like(place) if grad is None else grad
+        total = torch.zeros_like(weight) if grad is None else grad
         dist.reduce(total, dst=0)
         summed.append(total)
     if rank == 0:

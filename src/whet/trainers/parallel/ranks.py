@@ -101,7 +101,7 @@ class Channel:
         self._connection.close()
 
 
-class RankPlace(NamedTuple):
+class RankAddress(NamedTuple):
     """Rank of a process, and how it finds the others."""
 
     rank: int
@@ -131,12 +131,12 @@ class RankPlace(NamedTuple):
 class RankProcess:
     """A rank other than this one, as a process."""
 
-    def __init__(self, place: RankPlace, command: Sequence[str], settings: Value) -> None:
-        self._place = place
+    def __init__(self, address: RankAddress, command: Sequence[str], settings: Value) -> None:
+        self._address = address
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *map(str, place)],
+                [*command, str(theirs.fileno()), *map(str, address)],
                 stdin=subprocess.PIPE,  # closed when this process dies, which ends the other
                 env={**os.environ, SUPERVISED: "1"},
                 pass_fds=[theirs.fileno()],
@@ -188,7 +188,7 @@ class RankProcess:
         code = self._process.returncode
         how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
         return RankLost(
-            f"training process {self._place.rank} of {self._place.size} ended ({how}); no "
+            f"training process {self._address.rank} of {self._address.size} ended ({how}); no "
             "committed step is lost: resume the run"
         )
 
@@ -210,7 +210,7 @@ class RankLost(TrainerError):
 class RankGroup:
     """All processes of a training, as rank 0 sees them."""
 
-    place: RankPlace
+    address: RankAddress
     others: Sequence[RankProcess]
 
     def connect(self, device: torch.device, build: Callable[[], T], *, shard: bool) -> T:
@@ -219,7 +219,7 @@ class RankGroup:
             rank.receive()  # raises before the collective, which would wait for a failed rank
 
         def join() -> T:
-            self.place.connect(device)
+            self.address.connect(device)
             return build()
 
         return self.run_everywhere(RankCommand(name="connect", shard=shard), join)
@@ -299,10 +299,10 @@ def start_ranks(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-ranks-")))
         stack.callback(disconnect)
-        first, *places = (RankPlace(rank, size, folder / "rendezvous") for rank in range(size))
+        first, *addresses = (RankAddress(rank, size, folder / "rendezvous") for rank in range(size))
         others: list[RankProcess] = []
-        for place in places:
-            others.append(RankProcess(place, command, settings))
+        for address in addresses:
+            others.append(RankProcess(address, command, settings))
             stack.callback(others[-1].stop)
         yield RankGroup(first, others)
 
@@ -319,7 +319,7 @@ def check_gpus(size: int, found: int, *, device: str) -> None:
 class OwnRank:
     """This process as a rank that another one started."""
 
-    place: RankPlace
+    address: RankAddress
     channel: Channel
 
     def serve(self, run: Callable[[RankCommand], RankReply], *, ends_on_error: bool) -> None:
@@ -328,7 +328,7 @@ class OwnRank:
         With `ends_on_error` a failure ends this process, and thereby the collectives in which the
         others wait for it.
         """
-        torch.set_num_threads(self.place.threads)
+        torch.set_num_threads(self.address.threads)
         while command := self.channel.receive(RankCommand):
             try:
                 with boundary(TrainerError, "training failed"):
@@ -346,13 +346,13 @@ def join_ranks(arguments: Sequence[str], settings: type[V]) -> tuple[OwnRank, V]
     """Read the arguments and the settings that `start_ranks` gave this process."""
     fileno, rank, size, rendezvous = arguments
     channel = Channel(socket.socket(fileno=int(fileno)))
-    place = RankPlace(int(rank), int(size), Path(rendezvous))
-    if place.rank < torch.cuda.device_count():
-        torch.cuda.set_device(place.rank)
+    address = RankAddress(int(rank), int(size), Path(rendezvous))
+    if address.rank < torch.cuda.device_count():
+        torch.cuda.set_device(address.rank)
     received = channel.receive(settings)
     if received is None:
         raise TrainerError("the process that started this one has ended")
-    return OwnRank(place, channel), received
+    return OwnRank(address, channel), received
 
 
 def disconnect() -> None:

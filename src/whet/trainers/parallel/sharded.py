@@ -24,7 +24,7 @@ from whet.trainers.logprobs import PolicyScores
 from whet.trainers.loss import LossFunction
 from whet.trainers.packing import Batch, PrefixTree, R, check_rows, pack
 from whet.trainers.parallel.data_parallel import deal_rows, merge_metrics, restore_order
-from whet.trainers.parallel.ranks import RankCommand, RankGroup, RankPlace, RankReply
+from whet.trainers.parallel.ranks import RankAddress, RankCommand, RankGroup, RankReply
 from whet.trainers.parallel.shards import ShardWeights, shard_policy
 from whet.trainers.snapshot import Snapshot
 from whet.types import GenerationId, Metrics, Row, SampledSegment
@@ -61,7 +61,7 @@ def should_shard(policy: LocalPolicy) -> bool:
     """Return whether to divide a model among GPUs, rather than to copy it to each."""
     setting = policy.config.shard
     if setting != "auto" or policy.device.type == "cpu":
-        return setting == "yes"
+        return setting == "on"
     _, memory = torch.cuda.mem_get_info(policy.device)
     return not changed_keys(policy.config) & UNSHARDED_KEYS and 2 * count_bytes(policy) > memory
 
@@ -160,7 +160,7 @@ class ShardedTrainer(TrainingBackend):
 
     def _deal_rows(self, rows: Sequence[Row]) -> list[list[Row]]:
         check_rows(rows)
-        return deal_rows(rows, self._ranks.place.size)
+        return deal_rows(rows, self._ranks.address.size)
 
     def _run_dealt(self, dealt: Sequence[Sequence[Row]], command: RankCommand) -> list[RankReply]:
         """Run a command on all ranks, each on its rows; returns all replies, in order."""
@@ -175,13 +175,13 @@ class ModelShard(LocalTrainer):
     def __init__(
         self,
         policy: LocalPolicy,
-        place: RankPlace,
+        address: RankAddress,
         *,
         whole: LocalPolicy | None = None,
         custom_loss: LossFunction | None = None,
     ) -> None:
         """Shard a policy, on all ranks together; `whole` is the model that gets its weights."""
-        batches = ShardMicroBatches(policy, place)
+        batches = ShardMicroBatches(policy, address)
         super().__init__(policy, custom_loss=custom_loss, micro_batches=batches)
         self._shards = batches.shards
         self._whole = whole
@@ -259,9 +259,8 @@ class ModelShard(LocalTrainer):
             return {}
         try:
             return super()._train_tree(tree, loss)
-        except (
-            NonFiniteUpdate
-        ) as error:  # raised later: other ranks wait for this one in the next passes
+        # Raised later: other ranks wait for this one in the next passes.
+        except NonFiniteUpdate as error:
             self._non_finite.append(error)
             return {}
 
@@ -276,15 +275,14 @@ class ModelShard(LocalTrainer):
 class ShardMicroBatches(MicroBatches):
     """Passes of a sharded model, the same number on each rank."""
 
-    def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
-        self._pass = shard_policy(policy, place.size)
-        with (
-            torch.no_grad()
-        ):  # FSDP prepares itself in its first pass, which must not be one of the reference
+    def __init__(self, policy: LocalPolicy, address: RankAddress) -> None:
+        self._pass = shard_policy(policy, address.size)
+        # FSDP prepares itself in its first pass, which must not be one of the reference.
+        with torch.no_grad():
             ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=policy.device)
             self._run_pass(lambda: policy.body(input_ids=ids_11, use_cache=False))
-        self.shards = ShardWeights(policy, place)
-        super().__init__(policy, place.threads, self.shards)
+        self.shards = ShardWeights(policy, address)
+        super().__init__(policy, address.threads, self.shards)
 
     def run(self, rows: Sequence[R], run_tree: Callable[[PrefixTree[R]], T]) -> Generator[T]:
         trees = self._build_trees(rows)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.master_weights import WEIGHTS, MasterWeights, open_tensors
-from whet.trainers.parallel.ranks import RankPlace
+from whet.trainers.parallel.ranks import RankAddress
 
 T = TypeVar("T")
 
@@ -72,8 +72,8 @@ def _shard(module: nn.Module, policy: LocalPolicy, mesh: DeviceMesh) -> None:
 class ShardWeights(MasterWeights):
     """This rank's part of the trained parameters in fp32, and of their optimizer state."""
 
-    def __init__(self, policy: LocalPolicy, place: RankPlace) -> None:
-        self._place = place
+    def __init__(self, policy: LocalPolicy, address: RankAddress) -> None:
+        self._address = address
         self._sharded = cast(dict[str, DTensor], policy.get_trainable())
         # These share memory with the shards: FSDP gathers what the optimizer has changed.
         own = {n: nn.Parameter(_get_local_part(p.detach())) for n, p in self._sharded.items()}
@@ -118,7 +118,7 @@ class ShardWeights(MasterWeights):
             for key, own in named.items():
                 name = key if file == WEIGHTS else key.rpartition("/")[0]
                 whole = self._gather_tensor(name, own) if own.ndim else own  # the step is a number
-                if self._place.rank == 0:
+                if self._address.rank == 0:
                     found[file][key] = whole.to("cpu", copy=True)
         return found
 
@@ -147,8 +147,8 @@ class ShardWeights(MasterWeights):
 
     def _compute_own_slice(self, length: int) -> slice:
         """Return this rank's slice of a tensor's first dimension, cut as torch's `chunk` does."""
-        size = -(-length // self._place.size)
-        return slice(*(min(length, n * size) for n in (self._place.rank, self._place.rank + 1)))
+        size = -(-length // self._address.size)
+        return slice(*(min(length, n * size) for n in (self._address.rank, self._address.rank + 1)))
 
     # ----------------------------------------------------------------- reference
 

@@ -16,11 +16,11 @@ from whet.trainers.verl.entries import SEPARATOR
 EPSILON = 1e-6
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-Baseline = Callable[[torch.Tensor, Sequence[str], Any], torch.Tensor]
+AdvantageFunction = Callable[[torch.Tensor, Sequence[str], Any], torch.Tensor]
 """Advantages of rollouts from their rewards, the prompts they belong to, and verl's config."""
 
 
-def build_estimator(baseline: Baseline) -> Estimator:
+def build_estimator(compute_advantages: AdvantageFunction) -> Estimator:
     """An advantage estimator of verl that treats each rollout as one sample."""
 
     def estimate(
@@ -36,17 +36,19 @@ def build_estimator(baseline: Baseline) -> Estimator:
             # Rows that pad a batch have no sampled tokens: they are of no rollout.
             real = [row for row in range(len(index)) if tokens[row] > 0]
             names = list(dict.fromkeys(str(index[row]) for row in real))
-            places = {name: place for place, name in enumerate(names)}
+            positions = {name: position for position, name in enumerate(names)}
             rewards, lengths = torch.zeros(len(names)), torch.zeros(len(names))
             for row in real:
-                place = places[str(index[row])]
-                rewards[place] = sums[row]  # all rows of a rollout carry its reward
-                lengths[place] += tokens[row]
-            values = baseline(rewards, [name.rpartition(SEPARATOR)[0] for name in names], config)
+                position = positions[str(index[row])]
+                rewards[position] = sums[row]  # all rows of a rollout carry its reward
+                lengths[position] += tokens[row]
+            values = compute_advantages(
+                rewards, [name.rpartition(SEPARATOR)[0] for name in names], config
+            )
             advantages = torch.zeros_like(mask)
             for row in real:
-                place = places[str(index[row])]
-                advantages[row] = values[place] / lengths[place]
+                position = positions[str(index[row])]
+                advantages[row] = values[position] / lengths[position]
             return advantages * mask, sums.unsqueeze(-1) * mask
 
     return estimate
@@ -60,8 +62,8 @@ def grpo(rewards: torch.Tensor, prompts: Sequence[str], config: Any) -> torch.Te
     advantages = rewards - _group_means(rewards, prompts)
     if config is not None and config.get("norm_adv_by_std_in_grpo", True):
         deviations = [
-            rewards[places].std() if len(places) > 1 else rewards.new_zeros(())
-            for places in _find_places(prompts)
+            rewards[positions].std() if len(positions) > 1 else rewards.new_zeros(())
+            for positions in _find_positions(prompts)
         ]
         advantages = advantages / (torch.stack(deviations) + EPSILON)
     return advantages
@@ -69,7 +71,7 @@ def grpo(rewards: torch.Tensor, prompts: Sequence[str], config: Any) -> torch.Te
 
 def rloo(rewards: torch.Tensor, prompts: Sequence[str], config: Any) -> torch.Tensor:
     """Reward minus the mean of the prompt's other rollouts."""
-    sizes = torch.tensor([float(len(places)) for places in _find_places(prompts)])
+    sizes = torch.tensor([float(len(positions)) for positions in _find_positions(prompts)])
     scale = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), torch.zeros_like(sizes))
     return (rewards - _group_means(rewards, prompts)) * scale
 
@@ -81,18 +83,18 @@ def reinforce_plus_plus(rewards: torch.Tensor, prompts: Sequence[str], config: A
     return (rewards - rewards.mean()) / (rewards.std() + EPSILON)
 
 
-def _find_places(prompts: Sequence[str]) -> list[list[int]]:
-    """For each rollout, the places of all rollouts of its prompt."""
+def _find_positions(prompts: Sequence[str]) -> list[list[int]]:
+    """For each rollout, the positions of all rollouts of its prompt."""
     groups: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(place)
+    for position, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(position)
     return [groups[prompt] for prompt in prompts]
 
 
 def _group_means(rewards: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
     if not prompts:
         return torch.zeros_like(rewards)
-    return torch.stack([rewards[places].mean() for places in _find_places(prompts)])
+    return torch.stack([rewards[positions].mean() for positions in _find_positions(prompts)])
 
 
 def build_loss(clipped: Callable[..., tuple[torch.Tensor, dict[str, Any]]]) -> Callable[..., Any]:

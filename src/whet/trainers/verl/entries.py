@@ -71,9 +71,9 @@ def _build_tensors(row: Row, reward: float) -> dict[str, torch.Tensor]:
     length = len(row.tokens) - start
     mask, logprobs = torch.zeros(length, dtype=torch.int64), torch.zeros(length)
     for segment in row.segments:
-        place = slice(segment.start - start, segment.end - start)
-        mask[place] = 1
-        logprobs[place] = torch.tensor(segment.logprobs)
+        part = slice(segment.start - start, segment.end - start)
+        mask[part] = 1
+        logprobs[part] = torch.tensor(segment.logprobs)
     scores = torch.zeros(length)
     scores[-1] = reward  # a row ends with a sampled token
     tokens = torch.tensor(row.tokens)

@@ -36,14 +36,14 @@ RULES = (
     Rule(
         "failed_rollouts", lambda x: x > 0.5, "more than half of the rollouts failed", 1, "rollouts"
     ),
-    Rule("unproven_rows", lambda x: x > 0, "generations without proof were not trained"),
+    Rule("unproven_generations", lambda x: x > 0, "generations without proof were not trained"),
     Rule("skipped_updates", lambda x: x > 0, "updates were dropped: loss or gradient not finite"),
     Rule("mismatch_kl", lambda x: x > 0.02, "sampler and trainer disagree"),
     Rule("logprob_gap", lambda x: x > 0.1, "sampler and trainer disagree"),
     Rule(
-        "zero_signal_groups", lambda x: x > 0.8, "most groups have equal rewards and no signal", 3
+        "zero_signal_fraction", lambda x: x > 0.8, "most groups have equal rewards and no signal", 3
     ),
-    Rule("truncated_rollouts", lambda x: x > 0.3, "many answers are cut off at the token limit", 2),
+    Rule("truncated_fraction", lambda x: x > 0.3, "many answers are cut off at the token limit", 2),
     Rule("entropy", lambda x: x < 0.02, "the policy is nearly deterministic", 3),
     Rule("clip_fraction", lambda x: x > 0.4, "most importance ratios are clipped", 2),
     Rule("staleness_max", lambda x: x > 16, "tokens are many updates old when they are trained", 2),

@@ -98,7 +98,7 @@ def _format_credit(credit: Credit, config: RunConfig) -> dict[str, object]:
         "reason": None,
         "advantages": dict(credit.advantages),
         "trained": sorted(trained),
-        "left_out": reasons,
+        "unselected": reasons,
         "rows": [
             {
                 "tokens": len(row.tokens),
@@ -112,7 +112,7 @@ def _format_credit(credit: Credit, config: RunConfig) -> dict[str, object]:
 
 def _explain_no_credit(reason: str) -> dict[str, object]:
     lists: dict[str, object] = {"trained": [], "rows": []}
-    return {"reason": reason, "advantages": {}, "left_out": {}, "log_ratios": {}, **lists}
+    return {"reason": reason, "advantages": {}, "unselected": {}, "log_ratios": {}, **lists}
 
 
 def _format_attempt(record: AttemptRecord) -> dict[str, object]:
@@ -126,10 +126,10 @@ def _format_calls(calls: Sequence[Call], template: ChatTemplate | None) -> list[
     shown: list[dict[str, object]] = []
     for call in calls:
         before = endings.get(call.parent or "", ())
-        context = _split_texts(call.context, before, template)
+        texts = _split_texts(call.prompt_suffix, before, template)
         generations: list[dict[str, object]] = []
         for index, generation in enumerate(call.generations):
-            end = (*before, *call.context)[-4:]
+            end = (*before, *call.prompt_suffix)[-4:]
             generations.append(_format_generation(generation, end, template))
             endings[call.generation_id(index)] = (*end, *generation.tokens)[-4:]
         origin = call.origin
@@ -138,7 +138,7 @@ def _format_calls(calls: Sequence[Call], template: ChatTemplate | None) -> list[
                 "id": call.id,
                 "parent": call.parent,
                 "messages": list(call.messages),
-                "context": {"ids": call.context, "texts": context},
+                "context": {"ids": call.prompt_suffix, "texts": texts},
                 "prompt_length": call.prompt_length,
                 "created": call.created,
                 "dialect": origin.dialect,

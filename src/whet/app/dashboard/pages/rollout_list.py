@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
 from whet.protocols import Store
-from whet.runners.judges.group_ranking import SCORE
+from whet.runners.judges.group_ranking import is_ranking
 from whet.store.queries import rollout_pages
 from whet.store.queries.rollout_pages import GroupRow, PageCursor, RolloutFilter, RolloutRow
 from whet.types import AttemptId
@@ -90,7 +90,7 @@ async def read_rollouts(run: OpenedRun, query: RolloutQuery) -> dict[str, object
         limit=query.limit,
     )
     is_first = query.after is None
-    rows = [serialize_rollout(row) for row in page.rows]
+    rows = [serialize_row(row) for row in page.rows]
     count = rollout_pages.count_page
     return {
         "rollouts": rows,
@@ -106,13 +106,13 @@ async def is_judged(store: Store, rows: Sequence[RolloutRow]) -> bool:
     ended = {row.group: row for row in rows if row.step is not None and row.status == "succeeded"}
     for row in itertools.islice(ended.values(), MAX_JUDGED):
         spans = await store.spans(AttemptId(f"{row.id}.{row.attempts}"))
-        if any(SCORE in span.attributes for span in spans):
+        if any(map(is_ranking, spans)):
             return True
     return False
 
 
-def serialize_rollout(row: RolloutRow) -> dict[str, object]:
-    """Return a rollout as the list shows it."""
+def serialize_row(row: RolloutRow | GroupRow) -> dict[str, object]:
+    """Return a rollout or a group as its list shows it."""
     step = None if row.step is None else row.step + 1
     return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
 
@@ -128,15 +128,9 @@ async def read_groups(run: OpenedRun, query: GroupQuery) -> dict[str, object]:
     )
     page = rows[: query.limit]
     return {
-        "groups": [serialize_group(row) for row in page],
+        "groups": [serialize_row(row) for row in page],
         "next": page[-1].seq if len(rows) > query.limit else None,
     }
-
-
-def serialize_group(row: GroupRow) -> dict[str, object]:
-    """Return a group as the list shows it."""
-    step = None if row.step is None else row.step + 1
-    return {**row._asdict(), "task": describe_task(row.task, EXCERPT), "step": step}
 
 
 def _encode_cursor(last: PageCursor) -> str:

@@ -64,7 +64,7 @@ async def check_rows(
     ordered: list[Group] = list(groups.values())
     built = build_rows(await build_algorithm(config).credit(ordered, []))
     assert built.unproven == ()
-    assert step.metrics["unproven_rows"] == 0
+    assert step.metrics["unproven_generations"] == 0
     assert len(built.rows) == step.metrics["rows"]
     trained = sum(row.trained_tokens for row in built.rows)
     assert trained * config.loop.epochs == step.metrics.get("trained_tokens", 0)

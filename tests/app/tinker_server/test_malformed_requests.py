@@ -40,16 +40,16 @@ class Run:
     """A training run, asked for without the client."""
 
     def __init__(self, server: Server, session: str) -> None:
-        asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
-        made = server.post("create_model", json.dumps({**asked, "lora_config": {"rank": 2}}))
+        request = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        made = server.post("create_model", json.dumps({**request, "lora_config": {"rank": 2}}))
         self._server = server
         self._number = 0
         self.id: str = json.loads(made)["model_id"]
         self.answer(self.id)
 
     def ask(self, route: str, body: dict[str, Any]) -> bytes:
-        asked = {"model_id": self.id, "seq_id": self._next(), **body}
-        return self.answer(json.loads(self._server.post(route, json.dumps(asked)))["request_id"])
+        request = {"model_id": self.id, "seq_id": self._next(), **body}
+        return self.answer(json.loads(self._server.post(route, json.dumps(request)))["request_id"])
 
     def train(self, change: Callable[[pb.Datum], Any] = lambda datum: None) -> bytes:
         datum = pb.Datum()
@@ -57,10 +57,10 @@ class Run:
         datum.loss_fn_inputs["target_tokens"].CopyFrom(dense([6, 7], np.int64))
         datum.loss_fn_inputs["weights"].CopyFrom(dense([1, 1], np.float32))
         change(datum)
-        asked = pb.ForwardBackwardRequest(
+        request = pb.ForwardBackwardRequest(
             model_id=self.id, seq_id=self._next(), loss_fn="cross_entropy", data=[datum]
         )
-        sent = self._server.post("forward_backward", asked.SerializeToString())
+        sent = self._server.post("forward_backward", request.SerializeToString())
         return self.answer(json.loads(sent)["request_id"])
 
     def answer(self, request: str) -> bytes:
@@ -100,7 +100,7 @@ def refused(server: Server, route: str, body: Any, **headers: str) -> tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "status", "said"),
+    ("route", "body", "status", "error"),
     [
         ("create_model", b"{", 400, "not JSON"),
         ("create_model", b"[" * 100_000, 400, "not JSON"),
@@ -128,11 +128,11 @@ def refused(server: Server, route: str, body: Any, **headers: str) -> tuple[int,
     ],
 )  # fmt: skip
 def test_an_invalid_request_is_refused(
-    server: Server, route: str, body: Any, status: int, said: str
+    server: Server, route: str, body: Any, status: int, error: str
 ) -> None:
     code, detail = refused(server, route, body)
     assert code == status
-    assert said in detail
+    assert error in detail
 
 
 @pytest.mark.parametrize("key", ["", "tml-another", "tml-\xe4"])
@@ -151,7 +151,7 @@ def test_no_host_or_path_opens_the_server_without_a_key(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error"),
     [
         (lambda d: d.model_input[0].encoded_text.ClearField("tokens"), "0 tokens"),
         (lambda d: setattr(d.model_input[0].encoded_text, "tokens", b"abc"), "3 bytes"),
@@ -174,16 +174,16 @@ def test_no_host_or_path_opens_the_server_without_a_key(
     ],
 )  # fmt: skip
 def test_an_invalid_datum_is_refused(
-    run: Run, change: Callable[[pb.Datum], Any], said: str
+    run: Run, change: Callable[[pb.Datum], Any], error: str
 ) -> None:
     found = json.loads(run.train(change))
-    assert said in found["error"]
+    assert error in found["error"]
     assert found["category"] == "user"
     assert b"loss:sum" in run.train(), "the run goes on"
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "said"),
+    ("route", "body", "error"),
     [
         ("optim_step", {}, "supports AdamW only"),
         ("optim_step", {"adam_params": {"learning_rate": "much"}}, "learning_rate"),
@@ -199,19 +199,19 @@ def test_an_invalid_datum_is_refused(
     ],
 )
 def test_a_request_that_fails_takes_its_turn(
-    run: Run, route: str, body: dict[str, Any], said: str
+    run: Run, route: str, body: dict[str, Any], error: str
 ) -> None:
     found = json.loads(run.ask(route, body))
-    assert said in found["error"]
+    assert error in found["error"]
     assert found["category"] == "user"
     assert b"loss:sum" in run.train(), "the run goes on"
 
 
 def test_a_number_is_taken_once(server: Server, run: Run) -> None:
     run.train()
-    asked = {"model_id": run.id, "seq_id": 1, "adam_params": {}}
+    request = {"model_id": run.id, "seq_id": 1, "adam_params": {}}
     # Its answer is still kept, and given again; nothing is done twice.
-    sent = json.loads(server.post("optim_step", json.dumps(asked)))["request_id"]
+    sent = json.loads(server.post("optim_step", json.dumps(request)))["request_id"]
     assert run.answer(sent) == run.answer(f"{run.id}:1")
 
 
@@ -229,7 +229,7 @@ def sample(server: Server, session: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("change", "error"),
     [
         ({"prompt": {"chunks": [{"tokens": [HUGE]}]}}, "tokens.0"),
         ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "tokens.0"),
@@ -240,15 +240,15 @@ def sample(server: Server, session: str) -> dict[str, Any]:
     ],
 )
 def test_an_invalid_sample_request_is_refused(
-    server: Server, sample: dict[str, Any], asked: dict[str, Any], said: str
+    server: Server, sample: dict[str, Any], change: dict[str, Any], error: str
 ) -> None:
-    code, detail = refused(server, "asample", {**sample, **asked})
+    code, detail = refused(server, "asample", {**sample, **change})
     assert code == 400
-    assert said in detail
+    assert error in detail
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("change", "error"),
     [
         ({"prompt": {"chunks": []}}, "no tokens"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "images"),
@@ -264,11 +264,11 @@ def test_an_invalid_sample_request_is_refused(
     ],
 )
 def test_sampling_that_is_impossible_is_refused(
-    server: Server, run: Run, sample: dict[str, Any], asked: dict[str, Any], said: str
+    server: Server, run: Run, sample: dict[str, Any], change: dict[str, Any], error: str
 ) -> None:
-    sent = json.loads(server.post("asample", json.dumps({**sample, **asked})))["request_id"]
+    sent = json.loads(server.post("asample", json.dumps({**sample, **change})))["request_id"]
     found = json.loads(run.answer(sent))
-    assert said in found["error"]
+    assert error in found["error"]
     assert found["category"] == "user"
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import anyio
 import pytest
 
+from sdks.agent_run import PATIENCE_S, RUN, TOKEN, Runner, start_runner
 from sdks.environments import python_of
-from sdks.recipes import EXAMPLES, HERE
-from sdks.trial import PATIENCE_S, RUN, TOKEN, Runner, at_work
+from sdks.recipes import EXAMPLES, SUITE
 from whet.algorithms.grpo import GRPO
 from whet.app.composition.gateway_server import serve_gateway
 from whet.app.composition.samplers import open_local_sampler
@@ -34,10 +34,10 @@ CONFIG = resolve({"trainer": {"weights": "full"}, "gateway": {"allow_unattribute
 
 
 @asynccontextmanager
-async def finished(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore, LocalPolicy]]:
-    """A store where an agent has ended all that there was to do.
+async def run_to_end(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore, LocalPolicy]]:
+    """A store whose rollouts an agent has all ended, and the policy it was served.
 
-    The server that it asks is a gateway that records nothing: it tells ids as vLLM does.
+    Its server is a gateway that records nothing: it returns token ids as vLLM does.
     """
     assert isinstance(CONFIG.trainer, LocalTrainerConfig)
     policy = LocalPolicy(resolve_model("tiny"), CONFIG.trainer, device="cpu", seed=1)
@@ -49,19 +49,19 @@ async def finished(agent: str, folder: Path) -> AsyncGenerator[tuple[SQLiteStore
     ):
         await store.publish("vllm", server.own_endpoint.model_dump())
         rollouts = [
-            Rollout(id=f"{task}-{n}", group=f"{task}", task=asked, resources={"vllm": "latest"})
-            for task, asked in enumerate(problems("train", TASKS, seed=2))
+            Rollout(id=f"{task}-{n}", group=f"{task}", task=problem, resources={"vllm": "latest"})
+            for task, problem in enumerate(problems("train", TASKS, seed=2))
             for n in range(GROUP)
         ]
         await store.enqueue(rollouts)
-        with at_work(runner, store, "none", folder), anyio.fail_after(PATIENCE_S):
+        with start_runner(runner, store, "none", folder), anyio.fail_after(PATIENCE_S):
             await store.wait([rollout.id for rollout in rollouts])
         yield store, policy
 
 
 async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Path) -> None:
     agent = f"{EXAMPLES.parent / 'direct_vllm' / 'agent.py'}:solve"
-    async with finished(agent, tmp_path) as (store, policy):
+    async with run_to_end(agent, tmp_path) as (store, policy):
         ids = [f"{task}-{n}" for task in range(TASKS) for n in range(GROUP)]
         found = await store.trajectories(ids)
         assert len(found) == TASKS * GROUP
@@ -83,12 +83,13 @@ async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Pa
 
 
 async def test_a_forgotten_setting_is_reported_with_the_call(tmp_path: Path) -> None:
-    async with finished(f"{HERE / 'spoiled.py'}:without_token_ids", tmp_path) as (store, policy):
-        [said] = (await read_warnings(store)).values()
+    agent = f"{SUITE / 'bad_defaults.py'}:without_token_ids"
+    async with run_to_end(agent, tmp_path) as (store, policy):
+        [warning] = (await read_warnings(store)).values()
         [trajectory] = await store.trajectories(["0-0"])
         with pytest.raises(ConfigError) as error:
             await add_calls_from_spans([trajectory], store, LocalScorer(policy), version=0)
-    for told in (said, str(error.value)):
-        assert "call 'chat' (span " in told
-        assert "for model 'policy', and its span has no llm.hosted_vllm.prompt_token_ids" in told
-        assert "VLLMModel(..., return_token_ids=True)" in told
+    for text in (warning, str(error.value)):
+        assert "call 'chat' (span " in text
+        assert "for model 'policy', and its span has no llm.hosted_vllm.prompt_token_ids" in text
+        assert "VLLMModel(..., return_token_ids=True)" in text

@@ -39,7 +39,7 @@ ATTEMPT = re.compile(r"/attempt/([^/]+)/")
 
 
 class Runner(NamedTuple):
-    """Who runs which agent."""
+    """A runner process to start: its Python, agent and environment."""
 
     python: Path
     agent: str
@@ -49,25 +49,25 @@ class Runner(NamedTuple):
     tracer: str | None = None
 
 
-class AtWork(NamedTuple):
-    """A runner that has joined a store."""
+class StartedRunner(NamedTuple):
+    """A runner process with the store that it reads."""
 
     store: str
-    """Where that is served."""
+    """The URL of the store."""
     log: Path
-    """What the runner says."""
+    """The runner's output."""
 
 
 @dataclass
-class Trial:
-    """What came of a training step with an agent."""
+class AgentRun:
+    """The results of a training step with an agent."""
 
     step: StepRecord
     trajectories: list[Trajectory]
     streamed: set[str]
     """Attempts that were answered by a stream, once at least."""
-    said: str
-    """By the runner."""
+    log: str
+    """The runner's output."""
     warnings: list[str]
     """Kept in the store."""
     spans: dict[AttemptId, list[Span]]
@@ -75,32 +75,32 @@ class Trial:
 
 
 @dataclass
-class Tap:
-    """Notes which attempts are answered by a stream, on the way out of the gateway."""
+class StreamRecorder:
+    """Middleware that notes which attempts the gateway answers by a stream."""
 
     app: ASGIApp
     streamed: set[str] = field(default_factory=set[str])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noting(message: Message) -> None:
+        async def send_noted(message: Message) -> None:
             for name, value in message.get("headers", ()):
                 if name == b"content-type" and value.startswith(b"text/event-stream"):
                     self.streamed.update(ATTEMPT.findall(scope["path"]))
             await send(message)
 
-        await self.app(scope, receive, noting)
+        await self.app(scope, receive, send_noted)
 
 
-def try_out(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
+def run_agent(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> AgentRun:
     """Train for one step with an agent that another process runs."""
-    taps: list[Tap] = []
+    recorders: list[StreamRecorder] = []
     build_app = gateway_server.build_app
 
-    def tapped(*given: Any, **named: Any) -> Tap:
-        taps.append(Tap(build_app(*given, **named)))
-        return taps[0]
+    def build_recorded(*args: Any, **kwargs: Any) -> StreamRecorder:
+        recorders.append(StreamRecorder(build_app(*args, **kwargs)))
+        return recorders[0]
 
-    patch.setattr(gateway_server, "build_app", tapped)
+    patch.setattr(gateway_server, "build_app", build_recorded)
     config = resolve(
         {
             "steps": 1,
@@ -111,10 +111,12 @@ def try_out(runner: Runner, folder: Path, patch: pytest.MonkeyPatch) -> Trial:
             "runner": {"timeout_s": 60, "max_attempts": 1},
         }
     )
-    return anyio.run(_try_out, config, runner, folder, taps)
+    return anyio.run(_run_agent, config, runner, folder, recorders)
 
 
-async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[Tap]) -> Trial:
+async def _run_agent(
+    config: RunConfig, runner: Runner, folder: Path, recorders: list[StreamRecorder]
+) -> AgentRun:
     assert isinstance(config.trainer, LocalTrainerConfig)
     policy = LocalPolicy(resolve_model(config.model), config.trainer, device="cpu", seed=1)
     secret = auth.derive_secret(TOKEN, RUN)
@@ -123,7 +125,10 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
         open_local_sampler(policy, config) as engine,
         gateway_server.serve_gateway({"": engine}, config, store, secret) as gateway,
     ):
-        with at_work(runner, store, gateway.url, folder) as work, anyio.fail_after(PATIENCE_S):
+        with (
+            start_runner(runner, store, gateway.url, folder) as started,
+            anyio.fail_after(PATIENCE_S),
+        ):
             records = train(
                 plan_rollouts(_tasks(), config),
                 config,
@@ -137,18 +142,22 @@ async def _try_out(config: RunConfig, runner: Runner, folder: Path, taps: list[T
         found = await store.trajectories(step.consumed)
         warnings = [*(await read_warnings(store)).values()]
         spans = {each.attempt.id: await store.spans(each.attempt.id) for each in found}
-        return Trial(step, found, taps[0].streamed, work.log.read_text(), warnings, spans)
+        return AgentRun(
+            step, found, recorders[0].streamed, started.log.read_text(), warnings, spans
+        )
 
 
 def _tasks() -> list[JsonValue]:
-    """Every other one asks for streams."""
+    """Tasks, every other one with a streaming agent."""
     drawn = problems("train", TASKS, seed=2)
     return [{**task, "stream": bool(number % 2)} for number, task in enumerate(drawn)]
 
 
 @contextmanager
-def at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> Generator[AtWork]:
-    """The store served, and the runner joined to it."""
+def start_runner(
+    runner: Runner, store: SQLiteStore, gateway: str, folder: Path
+) -> Generator[StartedRunner]:
+    """Serve the store, and start a runner that reads it."""
     server = StoreServer(store, token=TOKEN)
     place = ("--store", server.url, "--run", RUN, "--gateway", gateway)
     tracer = ("--tracer", runner.tracer) if runner.tracer else ()
@@ -164,7 +173,7 @@ def at_work(runner: Runner, store: SQLiteStore, gateway: str, folder: Path) -> G
             stderr=subprocess.STDOUT,
         )
         try:
-            yield AtWork(server.url, log)
+            yield StartedRunner(server.url, log)
         finally:
             process.terminate()
             process.wait(60)

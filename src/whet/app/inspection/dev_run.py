@@ -1,14 +1,15 @@
-"""Dry run: an agent on a few tasks without training, and everything that was recorded."""
+"""`whet dev`: run an agent on a few tasks without training, and show everything recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
 from rich.console import Console
 
 from whet.app.composition.run import open_run
-from whet.app.inputs import NO_CONTEXT, AgentContext, Tasks, load_tasks, plan_rollouts
+from whet.app.inputs import NO_INPUTS, AgentInputs, Tasks, load_tasks, plan_rollouts
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt, read_attempt
 from whet.app.run_folder import RunFolder
 from whet.app.train import prepare_run
@@ -21,8 +22,8 @@ KIND = "dev"
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
-    """Result of a dry run."""
+class DevRun:
+    """Result of a dev run."""
 
     run: Path
     attempts: tuple[AttemptView, ...]
@@ -32,15 +33,15 @@ class DryRun:
         return {"run": str(self.run), "attempts": [view.as_json() for view in self.attempts]}
 
 
-def dry_run(
+def dev_run(
     agent: Agent,
     tasks: Tasks,
     settings: dict[str, JsonValue],
     console: Console,
     *,
     samples: int,
-    context: AgentContext = NO_CONTEXT,
-) -> DryRun:
+    agent_inputs: AgentInputs = NO_INPUTS,
+) -> DevRun:
     """Run the agent on the first tasks, as training would, and show each attempt.
 
     Raises:
@@ -49,27 +50,25 @@ def dry_run(
     if samples < 1:
         raise ConfigError(f"invalid --samples {samples}: expected at least 1")
     chosen = load_tasks(tasks)[:samples]
-    # A dry run takes no name: the run that is named comes after it.
+    # A dev run takes no name: the run that is named comes after it.
     unnamed = {key: value for key, value in settings.items() if key != "name"}
-    folder = prepare_run(agent, unnamed, KIND, console, context=context)
-    attempts = run_async(_run, agent, chosen, folder, context, console)
+    folder = prepare_run(agent, unnamed, KIND, console, agent_inputs=agent_inputs)
+    attempts = run_async(_run, agent, chosen, folder, agent_inputs, console)
     for view in attempts:
         console.print(draw_attempt(view))
     console.print(f"nothing was trained; run folder: {folder.path}", highlight=False)
-    return DryRun(folder.path, tuple(attempts))
+    return DevRun(folder.path, tuple(attempts))
 
 
 async def _run(
     agent: Agent,
     tasks: Sequence[JsonValue],
     folder: RunFolder,
-    context: AgentContext,
+    agent_inputs: AgentInputs,
     console: Console,
 ) -> list[AttemptView]:
-    def progress(text: str) -> None:
-        console.print(text, highlight=False)
-
-    async with open_run(folder, agent=agent, context=context, progress=progress) as run:
+    progress = partial(console.print, highlight=False)
+    async with open_run(folder, agent=agent, agent_inputs=agent_inputs, progress=progress) as run:
         rollouts = _plan_rollouts(tasks, folder)
         await run.collector.begin(rollouts)
         await run.collector.wait([rollout.id for rollout in rollouts])

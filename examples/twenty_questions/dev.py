@@ -1,4 +1,4 @@
-"""A few games through the whole path: store, gateway, and a runner in the other environment."""
+"""A few games without training: store, gateway, and a runner in the other environment."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from game import tasks
 
 import whet
 
-RUN = "dry"
+RUN = "dev"
 GAMES = 4
 
 

@@ -1,4 +1,4 @@
-"""An engine that remembers all it sampled, and the proof that training would see just that."""
+"""An engine that records its samples, and the check that training sees exactly those."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -14,7 +14,7 @@ from whet.types import Credit, Sampling, StopReason, TokenChunk, Trajectory
 
 @dataclass(frozen=True)
 class Answer:
-    """What to sample next."""
+    """The next tokens to sample."""
 
     tokens: tuple[int, ...]
     stop: StopReason = "stop"
@@ -34,7 +34,7 @@ class Sample:
     sampling: Sampling
 
 
-class WitnessEngine(Engine):
+class RecordingEngine(Engine):
     """Engine with chosen answers; no two of its tokens have the same log-probability."""
 
     def __init__(self, answer: Callable[[], Answer | EngineError]) -> None:

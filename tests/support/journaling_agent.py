@@ -1,6 +1,6 @@
-"""An agent that notes every answer it was given, durably, before it goes on. Run by the tests.
+"""An agent that writes every answer it got to a journal, durably, before it goes on.
 
-It waits while there is a file `hold` beside its diary: so the test decides how far a run gets.
+It waits while there is a file `hold` beside its journal: so the test decides how far a run gets.
 """
 
 import json
@@ -13,7 +13,7 @@ import httpx
 
 from whet.types import Endpoint
 
-FOLDER = Path(os.environ["DIARY"])
+FOLDER = Path(os.environ["JOURNAL"])
 TURNS = 2
 PACE_S = 0.2
 
@@ -39,10 +39,10 @@ async def answer(task: str, llm: Endpoint) -> float:
                 },
             )
             reply.raise_for_status()
-            said = reply.json()
-            note(llm.base_url, said)
-            drawn += sum(said["choices"][0]["token_ids"])
-            content = said["choices"][0]["message"]["content"]
+            body = reply.json()
+            note(llm.base_url, body)
+            drawn += sum(body["choices"][0]["token_ids"])
+            content = body["choices"][0]["message"]["content"]
             messages += [
                 {"role": "assistant", "content": content},
                 {"role": "user", "content": "and then?"},
@@ -50,10 +50,10 @@ async def answer(task: str, llm: Endpoint) -> float:
     return drawn % 11 / 10
 
 
-def note(base_url: str, said: dict[str, object]) -> None:
-    """On disk when it returns; a file of its own for each process, since a kill may tear a line."""
-    line = json.dumps({"url": base_url, "reply": said}) + "\n"
-    with (FOLDER / f"diary-{os.getpid()}.jsonl").open("a") as diary:
-        diary.write(line)
-        diary.flush()
-        os.fsync(diary.fileno())
+def note(base_url: str, body: dict[str, object]) -> None:
+    """Write an answer to the disk, in a file of this process: a kill may tear a line."""
+    line = json.dumps({"url": base_url, "reply": body}) + "\n"
+    with (FOLDER / f"journal-{os.getpid()}.jsonl").open("a") as journal:
+        journal.write(line)
+        journal.flush()
+        os.fsync(journal.fileno())

@@ -14,8 +14,8 @@ async def dspy_with_its_cache(task, llm):
     import dspy
 
     lm = dspy.LM(f"openai/{llm.model}", api_base=llm.base_url, api_key=llm.api_key)
-    said = await lm.acall(messages=[{"role": "user", "content": task["question"]}])
-    return grade(said[0], task)
+    answers = await lm.acall(messages=[{"role": "user", "content": task["question"]}])
+    return grade(answers[0], task)
 
 
 async def agents_with_traces(task, llm):
@@ -35,16 +35,16 @@ def crewai_with_telemetry(task, llm):
     return grade(model.call(task["question"]), task)
 
 
-async def openai_elsewhere(task, llm):
+async def openai_at_another_url(task, llm):
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(base_url=os.environ["ELSEWHERE"], api_key="a key", max_retries=0)
+    client = AsyncOpenAI(base_url=os.environ["ANOTHER_URL"], api_key="a key", max_retries=0)
     question: Any = {"role": "user", "content": task["question"]}
     reply = await client.chat.completions.create(model=llm.model, messages=[question])
     return grade(reply.choices[0].message.content, task)
 
 
-async def nobody_asked(task, llm):
+async def no_model_call(task, llm):
     return grade("It is 42.", task)
 
 

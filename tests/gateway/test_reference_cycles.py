@@ -8,12 +8,12 @@ from support.scripted_gateway import CALLING, CHAT_TOOL, CLAUDE_TOOL, FLAT_TOOL,
 
 pytestmark = pytest.mark.anyio
 
-SAID: Json = {"model": "policy", "messages": [{"role": "user", "content": "2 + 3?"}]}
+CHAT: Json = {"model": "policy", "messages": [{"role": "user", "content": "2 + 3?"}]}
 ASKS: dict[str, Json] = {
-    "/v1/chat/completions": SAID | {"tools": [CHAT_TOOL]},
+    "/v1/chat/completions": CHAT | {"tools": [CHAT_TOOL]},
     "/v1/completions": {"model": "policy", "prompt": "2 + 3 ="},
     "/v1/responses": {"model": "policy", "input": "2 + 3?", "tools": [FLAT_TOOL]},
-    "/v1/messages": SAID | {"max_tokens": 99, "tools": [CLAUDE_TOOL]},
+    "/v1/messages": CHAT | {"max_tokens": 99, "tools": [CLAUDE_TOOL]},
 }
 
 
