@@ -262,4 +262,4 @@ def test_a_run_in_which_all_failed_is_told_from_an_empty_one(
     place = lines.index("failures")
     assert lines[place - 1] == "failed rollouts 3"
     assert lines[place + 1 : place + 3] == ["agent: KeyError: 'a' 2", "agent: timeout 1"]
-    assert {"merge ratio -", "forks -", "logprob gap -"} <= {*lines}
+    assert {"calls per row -", "forks -", "logprob gap -"} <= {*lines}
