@@ -484,7 +484,7 @@ def test_runs_are_listed_shown_and_cleaned(
     assert main(["show", "nobody"]) == 2
 
     assert main(["clean"]) == 0
-    assert "`--yes` deletes these 1 runs" in capsys.readouterr().out
+    assert "`--yes` deletes 1 run" in capsys.readouterr().out
     assert main(["clean", "--yes"]) == 0
     assert [run["name"] for run in run_json(capsys, "runs")] == ["it"]
     for look in ("show", "rollouts"):  # without a name the newest run

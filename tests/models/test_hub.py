@@ -100,5 +100,6 @@ def test_a_model_of_the_hub_is_downloaded_and_trained(hub: HubServer, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "looking up org/tiny on the Hugging Face Hub" in done.stdout
     assert "trains org/tiny on 1 task" in done.stdout
-    [adapter] = tmp_path.glob(".whet/runs/it/model/adapter_config.json")
-    assert json.loads(adapter.read_text())["base_model_name_or_path"] == "org/tiny"
+    model = tmp_path / ".whet" / "runs" / "it" / "model"
+    assert json.loads((model / "adapter_config.json").read_text())["r"] == 4
+    assert "org/tiny" in (model / "README.md").read_text()
