@@ -24,7 +24,7 @@ from whet.io.files import atomic_file
 from whet.models.card import write_card
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_store
-from whet.store.sqlite import SQLiteStore
+from whet.store.sqlite import SQLiteStore, check_file
 from whet.types import GenerationId
 
 MAY_CHANGE = frozenset(
@@ -138,12 +138,20 @@ class RunFolder:
 
     @classmethod
     def to_resume(cls, config: RunConfig, kind: str) -> "RunFolder":
-        """The run that a config names, or the newest of a kind. Raises ConfigError if none is."""
-        return (
+        """The run that a config names, or the newest of a kind.
+
+        Raises:
+            ConfigError: there is none.
+            StoreError: another version of whet wrote it.
+        """
+        folder = (
             cls(config.dir / "runs" / config.name)
             if config.name
             else cls.find_latest(config.dir, kind)
         )
+        if folder.store.exists():
+            check_file(folder.store)
+        return folder
 
     @classmethod
     def find(cls, name: str | Path, directory: Path) -> "RunFolder":
