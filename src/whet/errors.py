@@ -14,6 +14,7 @@
     ├── TrainerError
     │   └── NonFiniteUpdate    the loss or its gradient is not finite; nothing was changed
     ├── RunFailed              a run ended without training: all rollouts failed, or no signal
+    │   └── DriverFailed       the user's @whet.algorithm function raised
     └── AttemptError           data, not a crash: stored on the attempt, the run goes on
         ├── AgentFailed        the user's code raised
         ├── AttemptTimeout
@@ -117,6 +118,13 @@ class NonFiniteUpdate(TrainerError):
 
 class RunFailed(WhetError):
     """A run ended without training: every rollout of a step failed, or nothing had a signal."""
+
+
+class DriverFailed(RunFailed):
+    """The user's @whet.algorithm function raised; its error is the cause."""
+
+    traceback = ""
+    """Traceback of the function's exception, without our own frames."""
 
 
 class AttemptError(WhetError):

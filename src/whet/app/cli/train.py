@@ -34,7 +34,7 @@ from whet.app.inputs import AgentContext, check_held_out
 from whet.app.prompts.saved import load_prompts
 from whet.app.run_folder import RunFolder
 from whet.config import VerlConfig, resolve
-from whet.errors import ConfigError, requires_extra
+from whet.errors import ConfigError, DriverFailed, requires_extra
 from whet.io.process import follow_supervisor
 from whet.runners.agent import Agent
 from whet.runners.judges.judge import Judge
@@ -216,9 +216,13 @@ def _run_driver(
         raise ConfigError(f"{args.algorithm!r} is not an algorithm: mark it with @whet.algorithm")
     agent = cast(Agent, load_function(args.agent)) if args.agent and args.store is None else None
     settings = cast(dict[str, Any], values)  # checked by the config
-    result = driver.run(
-        agent, tasks, held_out=held_out, store=args.store, quiet=args.quiet, **settings
-    )
+    try:
+        result = driver.run(
+            agent, tasks, held_out=held_out, store=args.store, quiet=args.quiet, **settings
+        )
+    except DriverFailed as failed:
+        sys.stderr.write(failed.traceback)
+        raise
     _print_json(args, result)
     return 0
 

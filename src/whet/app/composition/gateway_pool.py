@@ -90,15 +90,13 @@ async def open_gateway_pool(
         addresses = [GatewayAddress(url, POLICY) for url in urls]
         endpoints = find_endpoints(store, secret, addresses)
         stack.enter_context(write_address_file(urls[0]))
-        try:
+        with unwrap_group():
             async with create_task_group() as tasks:
                 async with create_task_group() as starts:
                     for process in processes:
                         starts.start_soon(tasks.start, process.keep_alive)
                 yield Gateway(urls[0], secret, POLICY), endpoints
                 tasks.cancel_scope.cancel()
-        except ExceptionGroup as group:
-            raise unwrap_group(group) from group
 
 
 @asynccontextmanager
