@@ -151,10 +151,13 @@ def _train(
     except KeyboardInterrupt:
         return _report_stopped(args, folder)
     _print_json(args, result.as_json())
+    done = len(result.steps)
+    steps = done + 1 if done >= folder.read_config().steps else None  # a run that has all its steps
     if args.store is not None:
-        check_trained(result, "run the same command")
+        more = "" if steps is None else f" with --steps {steps}"
+        check_trained(result, f"run the same command{more}")
     else:
-        check_trained(result, format_resume(_format_command(args), folder))
+        check_trained(result, format_resume(_format_command(args), folder, steps=steps))
     return 0
 
 
