@@ -41,7 +41,7 @@ from whet.errors import ConfigError, RunFailed
 from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.protocols import Algorithm
-from whet.runners.agent import Agent, check_agent
+from whet.runners.agent import Agent, check_agent, get_name
 from whet.runners.attempt import check_runnable
 from whet.runners.hooks import Hooks
 from whet.runners.judges.judge import Judge
@@ -320,7 +320,8 @@ async def run_training(
             else:
                 watched = watch_workers(connected, display.note)
             await stack.enter_async_context(watched)
-        return await run_experiment(run, tasks, held_out, display)
+        name = "" if agent is None else get_name(agent)
+        return await run_experiment(run, tasks, held_out, display, agent=name)
 
 
 def _find_run(config: RunConfig, kind: str, *, resume: bool, continues: bool) -> RunFolder | None:

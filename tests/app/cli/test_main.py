@@ -306,6 +306,8 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     run = folder / ".whet" / "runs" / "mine"
     assert json.loads((run / "config.json").read_text())["group_size"] == 4
     assert (run / "model" / "model.safetensors").exists()
+    card = (run / "model" / "README.md").read_text()
+    assert "- Agent: `solve`\n- Trained on: 2 tasks of tasks.jsonl\n- Seed: 0\n" in card
     assert (run / "curve.png").exists()
     assert len(list((run / "checkpoints").iterdir())) == 1
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 from pydantic import JsonValue
 
 from whet.app.composition.distributed import DEFAULT_STORE, STORE_VARIABLE
-from whet.app.inputs import load_tasks
+from whet.app.inputs import TaskFile, load_tasks
 from whet.config import RunConfig
 from whet.config.suggestion import explain_unknown
 from whet.errors import ConfigError, MissingExtra, boundary
@@ -264,7 +264,7 @@ def load_named_tasks(
     if args.tasks is not None:
         return load_tasks(args.tasks)
     if isinstance(agent, EnvironmentAgent):
-        return agent.list_tasks(split)
+        return TaskFile(agent.list_tasks(split), agent.spec)
     raise ConfigError("no tasks: name a file with --tasks")
 
 

@@ -66,6 +66,12 @@ class Source:
         if (self.data is None) == (self.from_run is None):
             raise ConfigError("give a file of dialogues or --from RUN, and not both")
 
+    def describe(self) -> str:
+        """Where the examples are from."""
+        if self.from_run is not None:
+            return f"of the run {self.from_run}"
+        return f"of {self.data}" if isinstance(self.data, (str, Path)) else "in Python"
+
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
@@ -77,6 +83,8 @@ class FineTuning:
     steps: tuple[StepRecord, ...]
     """One for each checkpoint; `metrics` are over the optimizer steps since the one before."""
     seconds: float
+    trained_on: str = ""
+    """Number of examples, and where they are from."""
 
     @property
     def before(self) -> dict[str, float]:
@@ -96,6 +104,7 @@ class FineTuning:
             "before": self.before,
             "after": self.after,
             "losses": [round(step.metrics["loss"], 4) for step in self.steps],
+            "trained_on": self.trained_on,
             "trained_tokens": round(sum(s.metrics["trained_tokens"] for s in self.steps)),
             "run": str(self.run),
             "model": str(self.model),
@@ -190,7 +199,8 @@ def tune(
         highlight=False,
         soft_wrap=True,
     )
-    result = run_async(_train, kind, folder, examples, held_out, console)
+    trained_on = f"{len(examples):,} examples {source.describe()}"
+    result = run_async(_train, kind, folder, examples, held_out, trained_on, console)
     _print_result(console, result)
     return result
 
@@ -321,6 +331,7 @@ async def _train(
     folder: RunFolder,
     examples: Sequence[SupervisedExample],
     held_out: Sequence[SupervisedExample],
+    trained_on: str,
     console: Console,
 ) -> FineTuning:
     began = time.monotonic()
@@ -353,7 +364,8 @@ async def _train(
                     _report(record, config, tracking, console)
             await trainer.export(folder.model)
             steps = tuple(await log.steps())
-            result = FineTuning(folder.path, folder.model, steps, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            result = FineTuning(folder.path, folder.model, steps, seconds, trained_on)
             tracking.finish({f"final_{name}": value for name, value in result.after.items()})
     folder.write_report(result.as_json())
     return result
