@@ -28,11 +28,21 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class WhetError(Exception):
     """Anything whet raises on purpose."""
+
+    command_text = ""
+    """The message with flags and commands where its own has parameters; empty if they are equal."""
+
+    @classmethod
+    def phrase(cls, *, python: str, command: str) -> Self:
+        """Build an error with one message for Python, and one for the command line."""
+        error = cls(python)
+        error.command_text = command
+        return error
 
 
 class ConfigError(WhetError):

@@ -129,9 +129,9 @@ def _check_place(hooks: Sequence[Hooks], config: RunConfig, store: str | None) -
     if config.trainer.kind == "verl":
         raise ConfigError("train with verl by whet.Trainer(algorithm=whet.VERL(...)).fit")
     if hooks and (store is not None or config.runner.ray is not None):
-        raise ConfigError("hooks are called where agents run: give them to `whet runner`")
+        raise ConfigError("hooks are called where agents run: give them to the runners")
     if config.runner.tracer and store is not None:
-        raise ConfigError("a tracer is where agents run: give it to `whet runner --tracer`")
+        raise ConfigError("a tracer is where agents run: give it to the runners")
 
 
 def prepare_run(
@@ -190,9 +190,9 @@ def check_run(
     `context` parameters are not checked.
     """
     if agent is None and config.runner.ray is not None:
-        raise ConfigError("runner.ray needs an agent: name it, or start `whet runner --ray`")
+        raise ConfigError("runner.ray needs an agent: name it, or start the runners apart")
     if config.supervised != SupervisedConfig():
-        raise ConfigError("config section 'supervised' is for `whet sft` and `whet dpo`")
+        raise ConfigError("config section 'supervised' is for sft and dpo")
     if agent is not None:
         check_agent(agent)
         if context is not None:
@@ -255,9 +255,12 @@ def check_trained(result: Result, command: str | None = None) -> None:
     """
     if result.problem is None:
         return
+    found, text = result.problem, ""
     if command is not None and has_only_failures(result.steps[-1]):
-        raise RunFailed(f"{result.problem}: {command}")
-    raise RunFailed(result.problem)
+        text = f"{found}: {command}"
+    elif result.total("unproven_rows") or result.total("unselected_generations"):
+        text = f"{found}; `whet doctor --run {result.run}` counts the reasons"
+    raise RunFailed.phrase(python=found, command=text)
 
 
 @contextmanager

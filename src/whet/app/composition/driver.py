@@ -134,9 +134,7 @@ def _check_driver(
             "'tinker': set it to 'local'"
         )
     if store is None and agent is None:
-        raise ConfigError(
-            "an algorithm needs an agent to run, or a store where `whet runner` runs one"
-        )
+        raise ConfigError("an algorithm needs an agent to run, or a store whose runners run one")
 
 
 async def _run(

@@ -163,8 +163,8 @@ class GatewayProcess:
             pause = backoff.count_death(time.monotonic() - began)
             if pause is None:
                 raise EngineError(
-                    f"a gateway process died {backoff.deaths} times in a row ({exit}): continue "
-                    "with --resume; --gateway.processes 0 runs the gateway in this process"
+                    f"a gateway process died {backoff.deaths} times in a row ({exit}): resume "
+                    "the run; with gateway.processes 0 the gateway runs in this process"
                 )
             logger.warning("a gateway process died (%s): it is started again", exit)
             await anyio.sleep(pause)

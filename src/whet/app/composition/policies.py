@@ -122,7 +122,7 @@ def _check_one_base(config: RunConfig, folders: dict[str, Path]) -> None:
     if len({folder.resolve() for folder in folders.values()}) > 1 or len(precisions) > 1:
         raise ConfigError(
             "at vLLM several policies are adapters on one model: give all of them the same model "
-            "and trainer.precision, or sample with --engine local"
+            "and trainer.precision, or set engine.kind to local"
         )
 
 

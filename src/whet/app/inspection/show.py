@@ -199,8 +199,9 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
     try:
         attempts = await store.attempts(id)
     except NotFound as error:
-        raise ConfigError(
-            f"the run has no rollout {id!r}: `whet rollouts RUN` lists them"
+        found = f"the run has no rollout {id!r}"
+        raise ConfigError.phrase(
+            python=found, command=f"{found}: `whet rollouts RUN` lists them"
         ) from error
     if not attempts:
         raise ConfigError(f"the rollout {id!r} has not begun yet: show it once it runs")
@@ -221,9 +222,10 @@ async def _read_rollouts(store: Store) -> dict[str, RolloutRecord]:
 
 def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFolder) -> StepRecord:
     if not steps:
-        raise ConfigError(
-            f"the run {folder.path.name!r} has no finished step; --failed (failed=True in Python) "
-            "shows its failed rollouts"
+        found = f"the run {folder.path.name!r} has no finished step"
+        raise ConfigError.phrase(
+            python=f"{found}; failed=True shows its failed rollouts",
+            command=f"{found}; --failed shows its failed rollouts",
         )
     if number is not None and not 1 <= number <= len(steps):
         raise ConfigError(f"invalid step {number}: the run has steps 1 to {len(steps)}")

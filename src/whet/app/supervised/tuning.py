@@ -64,7 +64,10 @@ class Source:
     def check(self) -> None:
         """Raise ConfigError unless there is one source."""
         if (self.data is None) == (self.from_run is None):
-            raise ConfigError("give a file of dialogues or --from RUN, and not both")
+            raise ConfigError.phrase(
+                python="give dialogues or from_run, and not both",
+                command="give a file of dialogues or --from RUN, and not both",
+            )
 
     def describe(self) -> str:
         """Where the examples are from."""
@@ -208,14 +211,14 @@ def tune(
 def check_config(config: RunConfig, kind: Kind) -> None:
     """Raise ConfigError for keys that have no meaning here."""
     if config.trainer.kind != "local":
-        raise ConfigError(f"`whet {kind}` trains in this process: leave out trainer.kind")
+        raise ConfigError(f"{kind} trains in this process: leave out trainer.kind")
     defaults = dict(list_leaves(RunConfig().model_dump(mode="json")))
     for key, value in list_leaves(config.model_dump(mode="json")):
         known = key in KEYS or key.partition(".")[0] in KEYS
         if value != defaults.get(key) and (
             not known or (kind == "sft" and key == "supervised.beta")
         ):
-            raise ConfigError(f"config key {key!r} has no meaning for `whet {kind}`: leave it out")
+            raise ConfigError(f"config key {key!r} has no meaning for {kind}: leave it out")
 
 
 # ------------------------------------------------------------------- preparation
@@ -302,7 +305,7 @@ def _fit_context(
         raise ConfigError(
             f"{long[0].name}: {count_tokens(long[0]):,} tokens do not fit into the model's context "
             f"of {limit:,} ({len(long)} such examples): shorten them, or set "
-            "--supervised.skip-long true"
+            "supervised.skip_long to true"
         )
     if len(long) == len(examples):
         raise ConfigError(
