@@ -56,8 +56,11 @@ class MissingExtra(ConfigError):
     def build(cls, what: str, extra: str) -> "MissingExtra":
         """Build the error for a feature and the extra it needs."""
         clone = _find_clone()
-        named = f"-e '{clone}[{extra}]'" if clone else f"'whet[{extra}]'"
-        return cls(f"{what} needs an extra that is not installed: pip install {named}")
+        where = "" if clone else "in a clone of whet: "  # PyPI has no whet yet
+        return cls(
+            f"{what} needs an extra that is not installed: {where}pip install -e "
+            f"'{clone or '.'}[{extra}]'"
+        )
 
 
 def _find_clone() -> str:
