@@ -1,9 +1,11 @@
 """Errors of users: one line that says how to fix it, exit code 2, and no files left behind."""
 
+import argparse
 import importlib
 import io
 import json
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -12,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from whet.app.cli import main as main_module
-from whet.app.cli.config_flags import list_config_fields
+from whet.app.cli.config_flags import list_config_fields, read_config_values
+from whet.app.cli.flags import check_after, split_after
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
+from whet.config import resolve
 from whet.errors import WhetError
 
 AGENT = """
@@ -395,6 +399,24 @@ def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
     for number, line in enumerate(lines):
         if line.startswith("  -"):  # a flag has its text beside it, or below
             assert len(line.split("  ")) > 2 or lines[number + 1].startswith(" " * 20), line
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "dev", "eval", "serve", "runner", "demo", "chat", "show", "rollouts"]
+)
+def test_the_help_of_a_common_command_ends_with_examples_that_it_accepts(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = run_main(capsys, name, "--help").stdout
+    [_, examples] = shown.split("\nexamples:\n")
+    assert 1 <= len(examples.splitlines()) <= 2
+    for line in examples.splitlines():
+        program, *words = shlex.split(line)
+        assert program == "whet"
+        before, after = split_after(words)
+        args = main_module.build_parser().parse_args(before, argparse.Namespace(after=after))
+        check_after(args)
+        resolve(read_config_values(args))
 
 
 def test_every_config_key_is_in_help_config_with_its_type_default_and_meaning(

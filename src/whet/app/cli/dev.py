@@ -33,6 +33,9 @@ def add_arguments(parser: CommandParser) -> None:
     add_samples_flag(parser)
     add_config_flags(parser, SHOWN)
     add_output_flags(parser)
+    parser.add_examples(
+        "whet dev agent.py:answer --tasks tasks.jsonl --samples 1",
+    )
     parser.set_defaults(run=run_dev)
 
 

@@ -66,6 +66,10 @@ class CommandParser(argparse.ArgumentParser):
             self._groups[title] = self.add_argument_group(title)
         return self._groups[title]
 
+    def add_examples(self, *lines: str) -> None:
+        """End the help with command lines to copy."""
+        self.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
+
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it has overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
@@ -113,7 +117,12 @@ class HelpFormatter(argparse.HelpFormatter):
     """Help with the metavar once, and a config flag by its shorter name: `--engine KIND`."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=WIDTH)
+        super().__init__(prog, max_help_position=31, width=WIDTH)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:  # examples
+            return text
+        return super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:

@@ -110,6 +110,9 @@ def add_arguments(parser: CommandParser) -> None:
         help="record the spans of the agent's SDK: otel or openai-agents",
     )
     _add_ray_flags(parser)
+    parser.add_examples(
+        "whet runner agent.py:answer --store http://127.0.0.1:4747 --concurrency 16",
+    )
     parser.set_defaults(run=run_runner)
 
 

@@ -72,10 +72,13 @@ def add_arguments(parser: CommandParser) -> None:
         "--store",
         default=os.environ.get(STORE_VARIABLE),
         metavar="URL",
-        help="train only; `whet serve` and `whet runner` use the same store "
-        f"(default ${STORE_VARIABLE})",
+        help=f"train only; serve and runner use the same store (default ${STORE_VARIABLE})",
     )
     add_config_flags(parser, TRAINING_KEYS)
+    parser.add_examples(
+        "whet train agent.py:answer --tasks tasks.jsonl --held-out held_out.jsonl --steps 20",
+        "whet train --tasks tasks.jsonl --reward exit -- node agent.js",
+    )
     parser.set_defaults(run=run_train)
 
 

@@ -61,6 +61,10 @@ def add_arguments(parser: CommandParser) -> None:
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON object instead"
     )
+    parser.add_examples(
+        "whet show mine --step 3",
+        "whet show mine --failed --limit 1",
+    )
     parser.set_defaults(run=run_show)
 
 
