@@ -110,6 +110,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
         ("train --tasks t.jsonl node a.js", "a.js, did you mean `-- node a.js`, a command at the"),
+        ("train a.py:f --tasks t.jsonl --samples 5", "--samples is for a dry run: add --debug"),
         ("train --resume mine", "as in whet train AGENT --tasks FILE --resume mine"),
         ("launch", "invalid choice: 'launch'"),
         (
@@ -399,6 +400,12 @@ def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
     for number, line in enumerate(lines):
         if line.startswith("  -"):  # a flag has its text beside it, or below
             assert len(line.split("  ")) > 2 or lines[number + 1].startswith(" " * 20), line
+
+
+def test_a_run_of_several_processes_has_a_default_name(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_main(capsys, "up", "--help").stdout
+    [line] = [each for each in shown.splitlines() if "--run " in each]
+    assert line.endswith("name of the run, which the same command continues (default default)")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue
@@ -89,13 +89,14 @@ def add_config_flags(
     *,
     only: Container[str] | None = None,
     file: bool = True,
+    own_help: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Add a flag for every config key, or for `only` some keys and sections.
 
     Without `only`, the section `supervised` is left out: it is for `whet sft` and `whet dpo`.
 
-    `--help` shows the keys in `shown`, by group; `--help-config` shows all. With a `file`,
-    `--config` names a TOML file.
+    `--help` shows the keys in `shown`, by group, some with the command's `own_help`;
+    `--help-config` shows all. With a `file`, `--config` names a TOML file.
     """
     group_of = {key: title for title, keys in shown.items() for key in keys}
     fields = {
@@ -111,7 +112,9 @@ def add_config_flags(
             dest=PREFIX + key,
             metavar=_format_metavar(field),
             type=READERS.get(get_origin(_unwrap_type(field.annotation)), str),
-            help=_format_short_help(key, field) if title else argparse.SUPPRESS,
+            help=(own_help.get(key) or _format_short_help(key, field))
+            if title
+            else argparse.SUPPRESS,
         )
     group = parser.group("config")
     if file:

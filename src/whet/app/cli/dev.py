@@ -7,6 +7,7 @@ import sys
 from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import (
+    DRY_RUN_TASKS,
     CommandParser,
     add_agent_flags,
     add_output_flags,
@@ -48,7 +49,8 @@ def run_dev(args: argparse.Namespace) -> int:
     with requires_extra("a dry run", "local"):
         from whet.app.inspection.dry_run import dry_run  # noqa: PLC0415 - imports torch
     console = open_console(quiet=args.quiet, stderr=args.json)
-    result = dry_run(agent, tasks, values, console, samples=args.samples)
+    samples = DRY_RUN_TASKS if args.samples is None else args.samples
+    result = dry_run(agent, tasks, values, console, samples=samples)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     if all(view.record.failure for view in result.attempts):

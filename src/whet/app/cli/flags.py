@@ -28,6 +28,8 @@ AFTER = "after"
 """The arguments after `--`: an agent's command, or flags of an inference server."""
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
 WIDTH = 100
+DRY_RUN_TASKS = 3
+"""Tasks that `whet dev` runs by default."""
 
 
 ArgumentGroup = Any  # argparse does not export its type
@@ -354,7 +356,7 @@ def add_output_flags(parser: CommandParser) -> None:
 def add_samples_flag(parser: CommandParser) -> None:
     """Add `--samples`, the number of tasks of a dry run."""
     parser.group("agent and tasks").add_argument(
-        "--samples", type=int, default=3, metavar="N", help="tasks of a dry run (default 3)"
+        "--samples", type=int, metavar="N", help=f"tasks of a dry run (default {DRY_RUN_TASKS})"
     )
 
 

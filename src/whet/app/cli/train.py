@@ -86,6 +86,8 @@ def run_train(args: argparse.Namespace) -> int:
     """Run `whet train`."""
     values = read_config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
+    if args.samples is not None and not args.debug:
+        raise ConfigError("--samples is for a dry run: add --debug, or leave it out")
     if args.resume is not None and not args.tasks and not args.env:
         raise ConfigError(
             "--resume needs the agent and the tasks of the run: name both again, as in "
