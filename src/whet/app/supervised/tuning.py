@@ -70,7 +70,7 @@ class Source:
             )
 
     def describe(self) -> str:
-        """Where the examples are from."""
+        """Return the origin of the examples."""
         if self.from_run is not None:
             return f"of the run {self.from_run}"
         return f"of {self.data}" if isinstance(self.data, (str, Path)) else "in Python"
