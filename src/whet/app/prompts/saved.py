@@ -34,7 +34,7 @@ def load_prompts(source: str | Path) -> dict[str, JsonValue]:
         values: Any = json.loads(text) if path.suffix == ".json" else {"prompt": text.strip()}
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read the prompts {str(path)!r}: expected a run that searched prompts, or "
+            f"cannot read the prompts {str(path)!r}: expected a run of `whet optimize-prompt`, or "
             f"a .json or .txt file: {error}"
         ) from error
     if not isinstance(values, dict):
