@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue
@@ -40,7 +40,7 @@ TRAINING_KEYS = {
 """The config keys that `--help` shows, by group; `--help-config` shows all of them."""
 
 SHORT_HELP = {
-    "model": "tiny, smollm2, a folder, a GGUF file, a Hub name, a run",
+    "model": "tiny, smollm2, a folder, GGUF file, Hub name or run",
     "engine.kind": "sample in this process, or with servers",
     "engine.device": "device of the model in this process",
     "engine.max_context": "longest prompt plus completion in tokens (default: the model's limit)",
@@ -57,11 +57,10 @@ SHORT_HELP = {
     "adam.lr": "learning rate (default 1e-4, full weights 1e-6)",
     "algorithm.name": "grpo, rloo, ..., or your own as module:Class",
     "loss.name": "ppo, gspo, cispo, ..., or your own as file.py:function",
-    "loop.name": "overlapped collects the next step while one trains",
+    "loop.name": "overlapped collects the next step while training",
     "seed": "seed of the task order and of new weights",
     "runner.concurrency": "attempts to run at once",
-    "runner.processes": "processes to run agents in; 0 for this one (default: chosen from the "
-    "number of cores)",
+    "runner.processes": "processes for agents, 0 for this one (default: from the cores)",
     "runner.timeout_s": "seconds an attempt may take",
     "runner.temperature": "temperature of training rollouts (default: as the agent asks)",
     "gateway.host": "address to listen on",
@@ -89,13 +88,14 @@ def add_config_flags(
     *,
     only: Container[str] | None = None,
     file: bool = True,
+    own_help: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Add a flag for every config key, or for `only` some keys and sections.
 
     Without `only`, the section `supervised` is left out: it is for `whet sft` and `whet dpo`.
 
-    `--help` shows the keys in `shown`, by group; `--help-config` shows all. With a `file`,
-    `--config` names a TOML file.
+    `--help` shows the keys in `shown`, by group, some with the command's `own_help`;
+    `--help-config` shows all. With a `file`, `--config` names a TOML file.
     """
     group_of = {key: title for title, keys in shown.items() for key in keys}
     fields = {
@@ -111,7 +111,9 @@ def add_config_flags(
             dest=PREFIX + key,
             metavar=_format_metavar(field),
             type=READERS.get(get_origin(_unwrap_type(field.annotation)), str),
-            help=_format_short_help(key, field) if title else argparse.SUPPRESS,
+            help=(own_help.get(key) or _format_short_help(key, field))
+            if title
+            else argparse.SUPPRESS,
         )
     group = parser.group("config")
     if file:

@@ -50,7 +50,8 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="DB",
         help="SQLite file, or postgresql://... (default store.db in --dir)",
     )
-    add_config_flags(parser, TRAINING_KEYS)
+    name = f"name of the run, which the same command continues (default {DEFAULT_RUN})"
+    add_config_flags(parser, TRAINING_KEYS, own_help={"name": name})
     parser.set_defaults(run=run_up)
 
 
