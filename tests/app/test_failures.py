@@ -145,6 +145,16 @@ def test_a_step_in_which_all_fails_stops_the_run_with_the_reason(
     assert "whet/runners" not in record.failure.traceback
 
 
+def test_a_step_in_which_all_fails_stops_an_overlapped_run(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "raises", "--loop.name=overlapped", "--steps=4") == 2
+    shown = capsys.readouterr()
+    assert f"every rollout of step 1 failed, 4 of 4, such as: agent: {KEY_ERROR}" in shown.err
+    report = json.loads(Path(".whet/runs/it/report.json").read_text())
+    assert (report["steps"], report["failed_rollouts"], report["rewards"]) == (1, 4, [None])
+
+
 def test_a_run_that_stopped_goes_on_once_the_agent_is_fixed(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,7 +186,10 @@ def test_failures_of_a_part_are_counted_by_reason(
     shown = capsys.readouterr().out
     assert "failed rollouts by reason" in shown
     assert "KeyError: 'missing' (bad.py:" in shown
-    assert "2 of 4 rollouts failed, such as: agent" in caplog.text
+    assert (
+        "2 of 4 rollouts failed (train-000000-000 to train-000001-001), such as: agent"
+        in caplog.text
+    )
 
 
 def test_failures_that_name_the_urls_of_their_attempts_are_counted_as_one_reason(
@@ -221,6 +234,33 @@ def test_an_agent_with_a_seed_of_its_own_trains(folder: Path, model: Path) -> No
     assert train(model, "seeded", "--steps=1", "--quiet") == 0
 
 
+def test_failures_of_an_evaluation_are_told_from_those_of_a_step(
+    folder: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ("--held-out=tasks.jsonl", "--evaluation.samples=0", "--quiet")
+    assert train(model, "raises", *flags) == 2
+    lines = [line.split(", such as")[0] for line in caplog.messages if "rollouts failed" in line]
+    assert lines == [
+        "2 of 2 rollouts failed (before-greedy-00000 to before-greedy-00001)",
+        "4 of 4 rollouts failed (train-000000-000 to train-000001-001)",
+    ]
+
+
+def test_a_run_that_has_more_steps_is_refused_before_anything_is_printed(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "fine", "--steps=1") == 0
+    Path(".whet/runs/it/report.json").unlink()  # as of a run that was stopped
+    capsys.readouterr()
+    again = ("train", "bad.py:fine", "--tasks=tasks.jsonl", "--resume=it", "--steps=0")
+    assert main(again) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "whet: the run has 1 step already, found steps 0: leave it out, or give at least 1\n"
+    )
+
+
 def test_in_python_it_raises(folder: Path, model: Path) -> None:
     async def raises(task: str, llm: whet.Endpoint) -> float:
         raise LookupError(task)
@@ -252,12 +292,19 @@ def test_dev_fails_if_every_attempt_did_and_shows_the_line(
     shown = capsys.readouterr()
     assert KEY_ERROR in shown.out.replace("\n", "")
     assert 'return {}["missing"]' in shown.out
+    again = f"whet dev bad.py:raises --tasks tasks.jsonl --model {model}"
+    assert shown.out.endswith(f"next: fix the agent, then `{again}`\n")
     assert main([*command, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert "in raises" in found["attempts"][0]["failure"]["traceback"]
     command[1] = "bad.py:greedy"
     assert main(command) == 0
-    assert "sampled at temperature 0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "sampled at temperature 0" in shown
+    train = f"whet train bad.py:greedy --tasks tasks.jsonl --model {model}"
+    assert shown.endswith(f"next: `{train}`\n")
+    assert main([*command, "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -361,13 +408,31 @@ def test_an_evaluation_in_which_all_fails_fails(
     assert main(["eval", "bad.py:raises", *where]) == 1
     shown = capsys.readouterr()
     assert "every rollout failed" in shown.err
+    advice = "`whet dev bad.py:raises --tasks tasks.jsonl` shows the error of one"
+    assert shown.out.endswith(f"next: {advice}\n")
     assert f"4 evaluation rollouts failed (agent) and count as 0, such as: {KEY_ERROR}" in shown.out
+
+
+def test_an_evaluation_names_how_to_look_at_it_and_to_add_a_model(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--tasks=tasks.jsonl", f"--model=random={model}", "--name=e", "--results=all.jsonl")
+    assert main(["eval", "bad.py:fine", *flags]) == 0
+    another = (
+        "whet eval bad.py:fine --tasks tasks.jsonl --results all.jsonl --model MODEL --resume e"
+    )
+    advice = f"`whet view .whet/runs/e` in a browser, `{another}` to compare another model"
+    assert capsys.readouterr().out.endswith(f"next: {advice}\n")
 
 
 @pytest.mark.parametrize(
     ("program", "shown"),
     [
-        ("import whet, logging; logging.getLogger('whet.x').warning('seen')", "seen"),
+        (
+            "import whet, logging; whet.Trainer; log = logging.getLogger('whet.x').warning;"
+            "log('seen'); logging.basicConfig(format='%(message)s'); log('once')",
+            "warning: seen\nonce",
+        ),
         (
             "import sys; from whet.app.cli.main import main; main(['models']);"
             "import logging; logging.getLogger('whet.x').warning('seen');"

@@ -127,8 +127,9 @@ def test_a_run_prints_what_it_trains_where_it_is_and_what_comes_next(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whet.train(agent, [1.0], model=str(model), dir=str(tmp_path), name="it", **SMALL)
-    first, *_, folder, following = capsys.readouterr().out.strip().split("\n")
+    first, *_, folder, checkpoints, following = capsys.readouterr().out.strip().split("\n")
     run = tmp_path / "runs" / "it"
-    assert first == f"run {run}: trains {model} on 1 tasks, 1 steps of 1 x 2 rollouts"
+    assert first == f"run {run}: trains {model} on 1 task, 1 step of 1 x 2 rollouts"
     assert folder == f"run folder: {run}   picture: {run / 'curve.png'}   model: {run / 'model'}"
+    assert checkpoints == f"checkpoints in {run / 'checkpoints'}: step-000000 (after step 1)"
     assert f"`whet show {run}`" in following

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 import whet
+from support.processes import start
 from whet.app.cli.main import main
 from whet.app.composition.standalone import serve_alone
 from whet.app.evaluation.model_sources import read_models
@@ -56,6 +57,27 @@ async def test_a_run_is_served_to_any_client_under_its_own_key(run: Path) -> Non
             reply = await client.post(f"{url}/chat/completions", json=body, headers=headers)
             assert reply.json()["choices"][0]["message"]["content"] == "Never!"
     assert keys[0] == keys[1]
+
+
+def test_the_command_serves_a_run_until_it_is_stopped(run: Path) -> None:
+    with start(run.parent.parent, "serve", "--model", str(run)) as serving:
+        line = serving.hears("export OPENAI_BASE_URL=")
+        assert f"{run} listens at " in serving.output
+        assert serving.output.splitlines()[-2].endswith(", model 'stubborn'")
+        url, key = (word.partition("=")[2] for word in line.split()[1:])
+        body = {"messages": [{"role": "user", "content": "Say a."}], "temperature": 0}
+        headers = {"Authorization": f"Bearer {key}"}
+        reply = httpx.post(
+            f"{url}/chat/completions",
+            json=body | {"model": "stubborn", "max_tokens": 8},
+            headers=headers,
+            timeout=60,
+        )
+        assert reply.json()["choices"][0]["message"]["content"] == "Never!"
+        listed = httpx.get(f"{url}/models", headers=headers).json()["data"]
+        assert [each["id"] for each in listed] == ["stubborn", "policy"]
+        assert serving.stop() == 0
+        assert serving.lines[-1] == "gateway stopped"
 
 
 async def test_an_unknown_model_is_one_error() -> None:

@@ -15,6 +15,7 @@ from rich.text import Text
 import whet
 from whet.app.cli.main import main
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt
+from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.types import (
     Attempt,
@@ -116,6 +117,16 @@ def test_a_reward_of_0_is_not_shown_as_a_success() -> None:
     assert (style(0.0), style(0.5)) == ("bold", "bold green")
 
 
+def test_an_algorithm_is_named_by_a_string(model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = SETTINGS | {"quiet": True, "dir": str(tmp_path)}
+    settings |= {"model": str(model), "resources": {"prompt_template": PROMPT}}
+    result = whet.train(agent, ["good", "well"], algorithm="rloo", **settings)
+    assert RunFolder(result.run).read_config().algorithm.name == "rloo"
+    assert result.total("rollouts") == 4
+    with pytest.raises(ConfigError, match="unknown algorithm 'rlo', perhaps 'rloo'"):
+        whet.train(agent, ["good"], algorithm="rlo", **settings)
+
+
 async def traced(task: str, llm: Endpoint) -> float:
     tracer = trace.get_tracer("sdk")
     for name in ("first", "second"):
@@ -207,8 +218,6 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_p
     with pytest.raises(ConfigError, match=r"tracer and runner\.tracer are one setting"):
         whet.Trainer(tracer="otel", runner={"tracer": "otel"})
     with pytest.raises(ConfigError, match="tracer is set where agents run"):
-        ConfigError, match="the tracer is set where agents run: give it to the runners"
-    ):
         whet.train(traced, ["a"], tracer="otel", store="http://127.0.0.1:9", **place)
     with pytest.raises(ConfigError, match="'otel' or 'openai-agents'"):
         whet.train(traced, ["a"], tracer="zipkin", **place)

@@ -1,5 +1,6 @@
 """`--model ORG/NAME`, against a server that speaks the Hub's API."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,12 +19,19 @@ def hub() -> Generator[HubServer]:
         yield server
 
 
-def get(name: str, home: Path, endpoint: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`whet models get NAME`, with a cache and a Hub of its own."""
+def whet(
+    *arguments: str, home: Path, endpoint: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A command with a cache and a Hub of its own, run in the folder of the cache."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env = kept | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint} | variables
-    command = [sys.executable, "-m", "whet", "models", "get", name]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "whet", *arguments]
+    return subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, check=False)
+
+
+def get(name: str, home: Path, endpoint: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`whet models get NAME`."""
+    return whet("models", "get", name, home=home, endpoint=endpoint, **variables)
 
 
 def test_a_model_is_downloaded_once_with_progress_and_then_used_offline(
@@ -67,3 +75,30 @@ def test_no_network_is_one_line(tmp_path: Path) -> None:
     [line] = done.stderr.splitlines()
     assert "cannot reach the Hugging Face Hub at http://127.0.0.1:9" in line
     assert "pass its folder" in line
+
+
+AGENT = """
+import httpx
+
+async def solve(task, llm):
+    body = {"model": llm.model, "messages": [{"role": "user", "content": task}], "max_tokens": 4}
+    headers = {"Authorization": f"Bearer {llm.api_key}"}
+    async with httpx.AsyncClient(timeout=60) as client:
+        reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=headers)
+    return float(reply.is_success)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_downloaded_and_trained(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('"one"\n')
+    run = ("train", "agent.py:solve", "--tasks=tasks.jsonl", "--model=org/tiny", "--name=it")
+    sizes = ("--steps=1", "--tasks-per-step=1", "--group-size=2", "--trainer.lora-rank=4")
+    sizes += ("--algorithm.name=positive",)  # which trains equal answers too
+    done = whet(*run, *sizes, home=tmp_path, endpoint=hub.url)
+    assert done.returncode == 0, done.stderr
+    assert "looking up org/tiny on the Hugging Face Hub" in done.stdout
+    assert "trains org/tiny on 1 task" in done.stdout
+    [adapter] = tmp_path.glob(".whet/runs/it/model/adapter_config.json")
+    assert json.loads(adapter.read_text())["base_model_name_or_path"] == "org/tiny"

@@ -22,6 +22,7 @@ from whet.app.evaluation.trials import plan_trials, read_ended_rollouts, read_sc
 from whet.app.inputs import check_held_out, describe_tasks, plan_rollouts
 from whet.app.run_folder import RunFolder, check_steps
 from whet.config import EvaluationConfig, changed_keys
+from whet.io.text import format_count
 from whet.protocols import Tracker
 from whet.training import async_loop as overlapped
 from whet.training import loop as on_policy
@@ -119,7 +120,9 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Base against trained and the learning curve, as notebooks show a result."""
-        lines = [f"<p>run {html.escape(str(self.run))}: {len(self.steps)} steps</p>"]
+        lines = [
+            f"<p>run {html.escape(str(self.run))}: {format_count(len(self.steps), 'step')}</p>"
+        ]
         if self.comparison is not None:
             rows = ["<tr><th></th><th>base</th><th>trained</th></tr>"]
             for measure, by_model in self.comparison.measures.items():

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from whet.app.inputs import TaskMix
 from whet.config import UNIONS, RunConfig, explain, list_leaves, merge, resolve
 from whet.errors import ConfigError
 from whet.io.files import atomic_file
+from whet.io.text import format_count
 from whet.models.card import write_card
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_store
@@ -75,8 +76,8 @@ def check_steps(config: RunConfig, done: int) -> None:
     """Raise ConfigError if a run has more steps than its config wants."""
     if done > config.steps:
         raise ConfigError(
-            f"the run has {done} steps already, found steps {config.steps}: leave it out, or give "
-            f"at least {done}"
+            f"the run has {format_count(done, 'step')} already, found steps {config.steps}: leave "
+            f"it out, or give at least {done}"
         )
 
 
@@ -93,6 +94,7 @@ class RunFolder:
         self.model = path / "model"
         self.picture = path / "curve.png"
         self.report = path / "report.json"
+        self.metrics = path / "metrics.jsonl"
         self._log_ratios = path / "log_ratios"
         self._is_new = False
         self._kind = path / "kind"
@@ -235,7 +237,7 @@ class RunFolder:
                     f"a resumed run keeps its config: {key!r} is {before.get(key)!r} there, found "
                     f"{value!r}; leave it out, or start a new run"
                 )
-        check_steps(config, self.count_reported_steps())
+        check_steps(config, max(self.count_reported_steps(), len(self.read_rewards())))
         return config
 
     def save_config(self, config: RunConfig) -> None:
@@ -326,6 +328,19 @@ class RunFolder:
         if not self.report.is_file():
             return 0
         return int(json.loads(self.report.read_text()).get("steps") or 0)
+
+    def read_rewards(self) -> list[float | None]:
+        """Mean reward of each step so far, from the metrics; none without `jsonl` tracking."""
+        rewards: list[float | None] = []
+        if not self.metrics.is_file():
+            return rewards
+        for line in self.metrics.read_bytes().splitlines():
+            with suppress(ValueError):  # a last line that is being written
+                metrics = json.loads(line)
+                if metrics.get("kind") == "step":
+                    rewards += [None] * (metrics["step"] - len(rewards))
+                    rewards[metrics["step"] - 1] = metrics.get("reward")
+        return rewards
 
     def write_report(self, report: dict[str, object]) -> None:
         """Save the final numbers, also as the card of the trained model."""

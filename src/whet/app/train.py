@@ -1,10 +1,11 @@
 """`whet.train`: check a run, create or resume its folder, run it and print the report."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 
+from anyio import to_thread
 from pydantic import JsonValue
 from rich.console import Console
 
@@ -231,11 +232,14 @@ def run_and_report(
     store: str | None = None,
 ) -> Result:
     """Run the rest of a run, and print its result. With a `store` it runs no agent."""
-    print_start(console, folder, len(tasks))
     with ExitStack() as stack:
-        if store is None and not console.quiet:  # `whet store` serves one itself
-            stack.enter_context(_serve_dashboard(folder, console))
         display = stack.enter_context(Display(console))
+
+        def begin() -> None:
+            print_start(console, folder, len(tasks))
+            if store is None and not console.quiet:  # `whet store` serves one itself
+                stack.enter_context(_serve_dashboard(folder, console))
+
         training = partial(
             run_training,
             agent,
@@ -246,11 +250,12 @@ def run_and_report(
             algorithm=algorithm,
             agent_inputs=agent_inputs,
             store=store,
+            on_open=begin,
         )
         result = run_async(training)
     draw_picture(result, folder.picture)
     print_report(console, result)
-    print_next(console, folder, has_failures=bool(result.failures))
+    print_next(console, folder, result.steps, has_failures=bool(result.failures))
     return result
 
 
@@ -264,7 +269,7 @@ def check_trained(result: Result, command: str | None = None) -> None:
     found, text = result.problem, ""
     if command is not None and has_only_failures(result.steps[-1]):
         text = f"{found}: {command}"
-    elif result.total("unproven_rows") or result.total("unselected_generations"):
+    elif result.total("unproven_generations") or result.total("unselected_generations"):
         text = f"{found}; `whet doctor --run {result.run}` counts the reasons"
     raise RunFailed.phrase(python=found, command=text)
 
@@ -293,10 +298,11 @@ async def run_training(
     algorithm: Algorithm | None = None,
     agent_inputs: AgentInputs = NO_INPUTS,
     store: str | None = None,
+    on_open: Callable[[], None] | None = None,
 ) -> Result:
     """Run the rest of a run: in this process, or at the address of a `store`.
 
-    At a store the agent is run only on a Ray cluster.
+    At a store the agent is run only on a Ray cluster. `on_open` is called once the model is loaded.
     """
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
@@ -323,6 +329,8 @@ async def run_training(
                 progress=display.note,
             )
         )
+        if on_open is not None:
+            await to_thread.run_sync(on_open)
         if connected is not None and address is not None:
             if runner.ray is not None and agent is not None:
                 watched = run_agents_on_ray(

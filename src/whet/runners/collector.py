@@ -39,9 +39,11 @@ class QueueCollector(Collector):
                 groups[trajectory.attempt.rollout.group].append(rewarded)
         failures = await self.log.failures(ids)
         if failures:
-            example = next(iter(failures.values()))
+            # The ids begin with the evaluation that they are of, or with `train`.
             logger.warning(
-                "%d of %d rollouts failed, such as: %s", len(failures), len(ids), example
+                "%d of %d rollouts failed (%s to %s), such as: %s",
+                *(len(failures), len(ids), ids[0], ids[-1]),
+                next(iter(failures.values())),
             )
         return list(groups.values())
 

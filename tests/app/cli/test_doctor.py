@@ -16,7 +16,7 @@ from whet.config import RunConfig
 from whet.errors import ConfigError
 from whet.models.catalog import TINY
 from whet.store.sqlite import SQLiteStore
-from whet.types import Outcome, Rollout
+from whet.types import Failure, FailureKind, Outcome, Rollout
 
 COUNTING = (
     "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -238,3 +238,28 @@ def test_a_run_of_several_processes_is_found_in_the_store_beside_the_runs(
         run_doctor(args_of(run=named, as_json=True))
         assert json.loads(capsys.readouterr().out)["rollouts"] == 2
     assert not folder.store.exists()
+
+
+def test_a_run_in_which_all_failed_is_told_from_an_empty_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder.create(RunConfig(name="mine", dir=tmp_path), "train")
+    reasons = ("KeyError: 'a'", "KeyError: 'a'", "timeout")
+
+    async def fill() -> None:
+        async with SQLiteStore(folder.store) as store:
+            for number, reason in enumerate(reasons):
+                await store.enqueue([Rollout(id=f"{number}", task=None, group="g", max_attempts=1)])
+                attempt = await store.claim("w", lease_s=60, wait_s=0)
+                assert attempt is not None
+                failure = Failure(kind=FailureKind.AGENT, message=reason)
+                await store.finish(attempt.id, Outcome(failure=failure))
+
+    anyio.run(fill)
+    run_doctor(args_of(run=str(folder.path)))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "verdict nothing was trained: 3 rollouts failed, and none succeeded" in lines
+    place = lines.index("failures")
+    assert lines[place - 1] == "failed rollouts 3"
+    assert lines[place + 1 : place + 3] == ["agent: KeyError: 'a' 2", "agent: timeout 1"]
+    assert {"calls per row -", "forks -", "logprob gap -"} <= {*lines}

@@ -113,7 +113,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
         ("train --tasks t.jsonl node a.js", "a.js, did you mean `-- node a.js`, a command at the"),
-        ("train a.py:f --tasks t.jsonl --samples 5", "--samples is for a dry run: add --debug"),
+        ("train a.py:f --tasks t.jsonl --samples 5", "--samples is for a dev run: add --debug"),
         ("train --resume mine", "as in whet train AGENT --tasks FILE --resume mine"),
         ("launch", "invalid choice: 'launch'"),
         (
@@ -286,7 +286,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
 ) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
-    done = run_main(capsys, *TRAIN, "--model", "model", "--quiet")
+    done = run_main(capsys, *TRAIN, "--model", "model")
     assert_refused(done, "cannot load the model in 'model'")
 
 
@@ -412,7 +412,7 @@ def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
 def test_a_run_of_several_processes_has_a_default_name(capsys: pytest.CaptureFixture[str]) -> None:
     shown = run_main(capsys, "up", "--help").stdout
     [line] = [each for each in shown.splitlines() if "--run " in each]
-    assert line.endswith("name of the run, which the same command continues (default default)")
+    assert line.endswith("name of the run (default default)")
 
 
 @pytest.mark.parametrize(
@@ -431,6 +431,20 @@ def test_the_help_of_a_common_command_ends_with_examples_that_it_accepts(
         args = main_module.build_parser().parse_args(before, argparse.Namespace(after=after))
         check_after(args)
         resolve(read_config_values(args))
+
+
+def test_the_help_of_the_demo_has_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(run_main(capsys, "demo", "--help").stdout.split())
+    for flag, default in {
+        "--model NAME": "arithmetic tiny; hello smollm2",
+        "--steps N": "arithmetic 24, with smollm2 20; hello 12, with tiny 16",
+        "--trainer.weights lora|full": "arithmetic full, with smollm2 lora; hello lora",
+        "--adam.lr X": "arithmetic 0.0003; hello 0.0003, with tiny 0.0005",
+        "--group-size N": "8",
+        "--seed N": "0",
+    }.items():
+        assert text.partition(flag)[2].partition("(default ")[2].startswith(f"{default})"), flag
+    assert "(default 20)" in run_main(capsys, "train", "--help").stdout
 
 
 def test_every_config_key_is_in_help_config_with_its_type_default_and_meaning(

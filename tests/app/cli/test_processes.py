@@ -210,6 +210,31 @@ def test_an_error_that_the_user_has_to_fix_ends_all_processes(folder: Path) -> N
         assert not processes_in(folder)
 
 
+def test_a_step_in_which_all_fails_ends_all_processes_and_the_run_takes_more_steps(
+    folder: Path,
+) -> None:
+    agent = folder / "agent.py"
+    agent.write_text(AGENT.replace("await asyncio.sleep(0.2)", "raise LookupError('no luck')"))
+    flags = ("--tasks=tasks.jsonl", "--tasks-per-step=2", "--group-size=4", "--seed=3")
+    training = (*flags, "--trainer.weights=full")
+    with start(folder, "up", "agent.py:solve", *training, "--steps=2") as up:
+        assert up.ends() == 2, up.output
+        problem = up.hears(
+            "every rollout of step 1 failed, 8 of 8, such as: agent: the agent raised"
+        )
+        assert problem.startswith("train    | whet: ")
+        assert "LookupError: no luck (agent.py:" in problem
+        assert not processes_in(folder)
+    agent.write_text(AGENT)
+    with served(folder) as (stack, where):
+        stack.enter_context(start(folder, "runner", "agent.py:solve", **where))
+        for steps in ("2", "3"):  # after the failed step, and more than the run had
+            command = ("train", *training, "--steps", steps, "--json")
+            with start(folder, *command, **where) as train:
+                assert train.ends() == 0, train.output
+                assert json.loads(train.lines[-1])["steps"] == int(steps)
+
+
 @pytest.fixture
 def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[Server]:
     server = Server(tmp_path_factory.mktemp("tinker") / "dir")

@@ -17,6 +17,7 @@ from whet.app.cli.display import (
     draw_curve,
     escape_output,
     format_resume,
+    print_next,
     report_stopped,
 )
 from whet.app.cli.report import build_picture, draw_picture, print_report
@@ -292,6 +293,37 @@ def test_a_run_that_was_stopped_at_its_start_names_no_run_to_continue(
     assert f"continue with: whet demo --resume mine --dir {tmp_path}" in capsys.readouterr().err
     again = f"whet train --tasks 'a b' --resume mine --dir {tmp_path} -- ./agent --fast"
     assert format_resume("whet train --tasks 'a b' -- ./agent --fast", folder) == again
+
+
+def test_the_end_of_a_run_names_its_newest_checkpoints_and_the_best(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config_file.write_text(RunConfig().model_dump_json())
+    scores = (0.1, 0.9, 0.2, 0.3, 0.4, 0.5)
+    steps = [
+        StepRecord(
+            step=n,
+            version=n + 1,
+            checkpoint=f"step-{n:06d}",
+            consumed=(),
+            metrics={f"{EVALUATION}greedy": score},
+        )
+        for n, score in enumerate(scores)
+    ]
+
+    def print_last_lines() -> list[str]:
+        text = io.StringIO()
+        print_next(Console(file=text, width=80), folder, steps)
+        return text.getvalue().splitlines()
+
+    assert [line.split(":")[0] for line in print_last_lines()] == ["run folder", "next"]
+    for number in (0, 1, 2, 4, 5):
+        (folder.checkpoints / f"step-{number:06d}").mkdir(parents=True)
+    _, line, _ = print_last_lines()
+    assert line == (
+        f"checkpoints in {folder.checkpoints}: step-000001 (after step 2, the best evaluation), "
+        "step-000002 (after step 3), step-000004 (after step 5), step-000005 (after step 6) and 1 "
+        "older"
+    )
 
 
 def test_output_is_escaped_unless_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

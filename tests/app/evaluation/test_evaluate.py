@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -225,3 +227,28 @@ def test_weights_that_cannot_be_read_use_up_no_name(tmp_path: Path, model: Path)
             answer_length, ["a"], {"base": str(broken)}, quiet=True, dir=str(tmp_path), name="first"
         )
     assert not list((tmp_path / "runs").iterdir())
+
+
+UNCLOSED = """
+from openai import AsyncOpenAI
+
+async def solve(task, llm):
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)  # nobody closes it
+    messages = [{"role": "user", "content": f"Say {task}."}]
+    reply = await client.chat.completions.create(
+        model=llm.model, messages=messages, max_tokens=2
+    )
+    return float(len(reply.choices[0].message.content or ""))
+"""
+
+
+@pytest.mark.slow
+def test_clients_that_nobody_closes_make_no_noise(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "agent.py").write_text(UNCLOSED)
+    (tmp_path / "tasks.jsonl").write_text("".join(f"{n}\n" for n in range(16)))
+    flags = ("--tasks=tasks.jsonl", f"--model=random={model}", "--evaluation.samples=4")
+    command = [sys.executable, "-m", "whet", "eval", "agent.py:solve", *flags, "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    [results] = tmp_path.glob(".whet/runs/*/results.jsonl")
+    assert len(results.read_text().splitlines()) == 16 * 5

@@ -106,7 +106,9 @@ async def fill(store: SQLiteStore) -> None:
         for each in calls:
             await store.append(each.model_copy(update={"attempt": attempt.id}))
         await store.finish(attempt.id, outcome)
-    for step, metrics in enumerate([{"logprob_gap": 0.1}, {"logprob_gap": 0.3}, {"loss": 1.0}]):
+    for step, metrics in enumerate(
+        [{"logprob_gap": 0.1}, {"logprob_gap": 0.3}, {"trained_tokens": 7.0}]
+    ):
         await store.commit(
             StepRecord(
                 step=step, version=step + 1, checkpoint=f"{step}", consumed=(), metrics=metrics
@@ -120,6 +122,9 @@ async def test_every_number_of_the_report(tmp_path: Path) -> None:
         await fill(store)
         report = await build_exactness_report(store, SelectionConfig())
     assert report == {
+        "verdict": "trained 7 tokens in 3 steps",
+        "failed_rollouts": 1,
+        "failures": {"timeout: too slow": 1},
         "rollouts": 2,
         "calls": 5,
         "rows": 2,

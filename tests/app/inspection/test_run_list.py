@@ -1,5 +1,6 @@
 """The runs of a folder, also while other processes write and delete them."""
 
+import json
 import os
 import shutil
 import threading
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from whet.app.cli.main import main
 from whet.app.inspection.run_list import EVALUATION_KIND, find_newest, list_runs
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
@@ -33,6 +35,48 @@ def test_runs_are_listed_while_their_checkpoints_come_and_go(tmp_path: Path) -> 
         ended.set()
         training.join()
     assert found == [["a"]] * 300
+
+
+def make_run(directory: Path, name: str, model: str = "tiny", kind: str = "train") -> RunFolder:
+    return RunFolder.create(resolve({"dir": str(directory), "name": name, "model": model}), kind)
+
+
+def test_the_steps_of_a_run_without_a_report_are_those_of_its_metrics(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "a")
+    lines = [
+        {"kind": "config"},
+        {"kind": "step", "step": 1, "reward": 0.25},
+        {"kind": "step", "step": 2},  # all failed
+        {"kind": "step", "step": 3, "reward": 0.75},
+    ]
+    written = "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "st'
+    folder.metrics.write_text(written)
+    [found] = list_runs(tmp_path)
+    assert (found.state, found.steps, found.reward) == ("stopped", 3, 0.75)
+    assert found.rewards == (0.25, None, 0.75)
+    folder.write_report({"steps": 2, "rewards": [0.25, None], "problem": None})
+    [found] = list_runs(tmp_path)
+    assert (found.state, found.steps, found.reward) == ("done", 2, None)
+    with folder.lock():  # resumed: the report is of its earlier steps
+        [found] = list_runs(tmp_path)
+    assert (found.state, found.steps, found.reward) == ("running", 3, 0.75)
+
+
+def test_the_table_of_runs_fits_80_columns_with_whole_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    names = ("demo-arithmetic-20261119-181031-383b", "it")
+    make_run(tmp_path, names[0], kind="demo-arithmetic")
+    make_run(tmp_path, names[1], model=hub)
+    for columns, titles in (("80", "run model state steps reward gain age"), ("160", "kind")):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["runs", "--dir", str(tmp_path)]) == 0
+        header, *rows = capsys.readouterr().out.splitlines()
+        assert titles in header if columns == "160" else titles.split() == header.split()
+        assert max(map(len, rows)) <= int(columns)
+        for name in names:
+            assert any(row.startswith(f"{name} ") for row in rows)
 
 
 def test_the_newest_run_may_be_looked_for_among_some_kinds_only(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue
@@ -80,6 +80,7 @@ SHORT_HELP = {
     "tracking.names": "trackers: jsonl, tensorboard, wandb, mlflow",
 }
 """One line for each config key that a command's `--help` shows."""
+NO_DEFAULTS: Mapping[str, str] = {}
 
 
 def add_config_flags(
@@ -88,14 +89,14 @@ def add_config_flags(
     *,
     only: Container[str] | None = None,
     file: bool = True,
-    own_help: Mapping[str, str] = MappingProxyType({}),
+    defaults: Mapping[str, str] = NO_DEFAULTS,
 ) -> None:
     """Add a flag for every config key, or for `only` some keys and sections.
 
     Without `only`, the section `supervised` is left out: it is for `whet sft` and `whet dpo`.
 
-    `--help` shows the keys in `shown`, by group, some with the command's `own_help`;
-    `--help-config` shows all. With a `file`, `--config` names a TOML file.
+    `--help` shows the keys in `shown`, by group; `--help-config` shows all. With a `file`,
+    `--config` names a TOML file. `defaults` are those of the command by key, where they differ.
     """
     group_of = {key: title for title, keys in shown.items() for key in keys}
     fields = {
@@ -111,9 +112,7 @@ def add_config_flags(
             dest=PREFIX + key,
             metavar=_format_metavar(field),
             type=READERS.get(get_origin(_unwrap_type(field.annotation)), str),
-            help=(own_help.get(key) or _format_short_help(key, field))
-            if title
-            else argparse.SUPPRESS,
+            help=_format_short_help(key, field, defaults) if title else argparse.SUPPRESS,
         )
     group = parser.group("config")
     if file:
@@ -256,9 +255,11 @@ def _format_type(field: FieldInfo) -> str:
     return names.get(cast(type, kind), "text")
 
 
-def _format_short_help(key: str, field: FieldInfo) -> str:
-    default = "" if field.default in (None, ()) else f" (default {show_default(field)})"
-    return SHORT_HELP[key] + default
+def _format_short_help(key: str, field: FieldInfo, defaults: Mapping[str, str]) -> str:
+    about = SHORT_HELP[key]
+    if key in defaults:
+        return f"{about.partition(' (default')[0]} (default {defaults[key]})"
+    return about if field.default in (None, ()) else f"{about} (default {show_default(field)})"
 
 
 def _split(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -14,7 +14,7 @@ from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, read_conf
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_output_flags, add_resume_flag
 from whet.app.run_folder import RunFolder
-from whet.config import RunConfig, merge, resolve
+from whet.config import RunConfig, list_leaves, merge, resolve
 from whet.demos import problems
 from whet.errors import requires_extra
 from whet.runners.agent import Agent
@@ -110,12 +110,44 @@ def add_arguments(parser: CommandParser) -> None:
         parser.group(title)
     add_resume_flag(parser, "a run of this demo")
     add_output_flags(parser)
-    add_config_flags(parser, TRAINING_KEYS, file=False)
+    add_config_flags(parser, TRAINING_KEYS, file=False, defaults=_describe_defaults())
     parser.add_examples(
         "whet demo",
         "whet demo hello --steps 4",
     )
     parser.set_defaults(run=run_demo)
+
+
+def _describe_defaults() -> dict[str, str]:
+    """The demos' own config values by key, such as `arithmetic 24, with smollm2 20; hello 12`."""
+    models = {name: {"": next(iter(demo.settings))} for name, demo in DEMOS.items()}
+    described = {"model": _join_defaults(models)}
+    every = [settings for demo in DEMOS.values() for settings in demo.settings.values()]
+    for key in {key for settings in every for key, _ in list_leaves(settings)}:
+        described[key] = _join_defaults(
+            {
+                name: {model: _read_value(own, key) for model, own in demo.settings.items()}
+                for name, demo in DEMOS.items()
+            }
+        )
+    return described
+
+
+def _read_value(settings: Mapping[str, JsonValue], key: str) -> str:
+    value = dict(list_leaves(resolve(settings).model_dump(mode="json")))[key]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _join_defaults(values: Mapping[str, Mapping[str, str]]) -> str:
+    """Values by demo and model in one line; one that all have stands alone."""
+    parts: list[str] = []
+    for name, by_model in values.items():
+        first = next(iter(by_model.values()))
+        parts.append(f"{name} {first}")
+        parts[-1] += "".join(f", with {m} {v}" for m, v in by_model.items() if v != first)
+    if len({value for by_model in values.values() for value in by_model.values()}) == 1:
+        return parts[0].removeprefix(f"{next(iter(values))} ")
+    return "; ".join(parts)
 
 
 def run_demo(args: argparse.Namespace) -> int:

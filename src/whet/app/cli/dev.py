@@ -4,6 +4,9 @@ import argparse
 import json
 import sys
 
+from pydantic import JsonValue
+from rich.console import Console
+
 from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import (
@@ -13,6 +16,7 @@ from whet.app.cli.flags import (
     add_output_flags,
     add_samples_flag,
     add_tasks_flags,
+    format_command,
     load_agent,
     load_named_tasks,
 )
@@ -53,7 +57,20 @@ def run_dev(args: argparse.Namespace) -> int:
     result = dev_run(agent, tasks, values, console, samples=samples)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
-    if all(view.record.failure for view in result.attempts):
+    failed = [view.record.failure for view in result.attempts]
+    if not args.json:
+        _print_next(console, args, values, can_train=None in failed)
+    if all(failed):
         sys.stderr.write("whet: every attempt failed\n")
         return 1
     return 0
+
+
+def _print_next(
+    console: Console, args: argparse.Namespace, values: dict[str, JsonValue], *, can_train: bool
+) -> None:
+    flags = ("tasks", "prompt", "judge")
+    model = ["--model", str(values["model"])] if "model" in values else []
+    train, again = (format_command(name, args, flags, model) for name in ("train", "dev"))
+    advice = f"`{train}`" if can_train else f"fix the agent, then `{again}`"
+    console.print(f"next: {advice}", highlight=False, soft_wrap=True)

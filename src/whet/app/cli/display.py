@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,8 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
-from whet.training.stopping import read_headline
+from whet.io.text import format_count
+from whet.training.stopping import find_best_step, read_headline
 from whet.types import StepRecord
 
 MAX_BAR = 20
@@ -24,6 +26,8 @@ COLUMNS = 46
 BLOCKS = " ▁▂▃▄▅▆▇█"
 CURVE_LINES = 6
 """Lines of the curve in a terminal."""
+MAX_CHECKPOINTS = 3
+"""Newest checkpoints that are named, besides the best."""
 
 
 def open_console(*, quiet: bool = False, stderr: bool = False) -> Console:
@@ -230,10 +234,12 @@ class NotebookCurve:
 def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     """Print what a run trains, and where it is."""
     config = folder.read_config()
-    sizes = f"{config.steps} steps of {config.tasks_per_step} x {config.group_size} rollouts"
+    sizes = format_count(config.steps, "step")
+    sizes += f" of {config.tasks_per_step} x {config.group_size} rollouts"
     trained = ", ".join(filter(None, config.trained_policies))
     policies = f", policies {trained}," if trained else ""
-    lines = [f"run {folder.path}: trains {config.model}{policies} on {tasks} tasks, {sizes}"]
+    counted = format_count(tasks, "task")
+    lines = [f"run {folder.path}: trains {config.model}{policies} on {counted}, {sizes}"]
     if not config.steps:
         lines.append("with 0 steps nothing is trained: its model is the one it starts from")
     if folder.count_reported_steps() >= max(1, config.steps):
@@ -244,7 +250,13 @@ def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def print_next(console: Console, folder: RunFolder, *, has_failures: bool = False) -> None:
+def print_next(
+    console: Console,
+    folder: RunFolder,
+    steps: Sequence[StepRecord],
+    *,
+    has_failures: bool = False,
+) -> None:
     """Print where the results of a run are, and what to run next."""
     paths, more = f"   picture: {folder.picture}", f"`whet show {folder.path}` as text"
     if has_failures:
@@ -256,9 +268,33 @@ def print_next(console: Console, folder: RunFolder, *, has_failures: bool = Fals
         more += f", `whet eval ... --model {trained}` to compare it"
     for line in (
         f"run folder: {folder.path}{paths}",
+        *format_checkpoints(folder, steps),
         f"next: `whet view {folder.path}` in a browser, {more}",
     ):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def find_checkpoints(folder: RunFolder, steps: Sequence[StepRecord]) -> dict[int, Path]:
+    """The kept checkpoints of a run by the number of their steps, from 1, the oldest first."""
+    found = {step.step + 1: folder.checkpoints / step.checkpoint for step in steps}
+    return {number: path for number, path in found.items() if path.is_dir()}
+
+
+def format_checkpoints(folder: RunFolder, steps: Sequence[StepRecord]) -> list[str]:
+    """A line that names the kept checkpoints of a run and the best of them; none without any."""
+    kept, best = find_checkpoints(folder, steps), find_best_step(steps)
+    if not kept:
+        return []
+    shown = [*kept][-MAX_CHECKPOINTS:]
+    if best is not None and best.step + 1 in kept:
+        shown = sorted({*shown, best.step + 1})
+    named = [
+        f"{kept[number].name} (after step {number}"
+        f"{', the best evaluation' if best is not None and number == best.step + 1 else ''})"
+        for number in shown
+    ]
+    more = f" and {len(kept) - len(shown)} older" if len(kept) > len(shown) else ""
+    return [f"checkpoints in {folder.checkpoints}: {', '.join(named)}{more}"]
 
 
 def _format_held_out(record: StepRecord) -> list[str]:

@@ -106,7 +106,7 @@ def describe_counts(found: dict[str, JsonValue]) -> str:
     """Format a report of counts; nested ones, such as forks by cause, are indented."""
     lines: list[str] = []
     for name, value in found.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             lines.append(f"{name.replace('_', ' ')}")
             lines += [f"  {key:<33} {_format_number(count)}" for key, count in value.items()]
         else:
@@ -115,9 +115,11 @@ def describe_counts(found: dict[str, JsonValue]) -> str:
 
 
 def _format_number(value: JsonValue) -> str:
+    if value is None or value == {}:
+        return "-"
     if isinstance(value, float):
         return f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _find_model_folder(args: argparse.Namespace) -> Path:

@@ -4,18 +4,22 @@ import argparse
 import json
 import sys
 
+from rich.console import Console
+
 from whet.app.cli.config_flags import add_config_flags, read_config_values
-from whet.app.cli.display import open_console, report_stopped
+from whet.app.cli.display import format_resume, open_console, report_stopped
 from whet.app.cli.flags import (
     CommandParser,
     add_agent_flags,
     add_output_flags,
     add_resume_flag,
     add_tasks_flags,
+    format_command,
     load_agent,
     load_named_tasks,
 )
 from whet.app.prompts.saved import read_prompts
+from whet.app.run_folder import RunFolder
 from whet.config import resolve
 from whet.errors import requires_extra
 
@@ -27,6 +31,8 @@ SHOWN = {
     ),
     "output": ("name", "dir"),
 }
+KEPT = ("tasks", "results")
+"""Flags of a command that continues an evaluation: the rest is in its folder."""
 SECTIONS = ("dir", "name", "engine", "gateway", "trainer.precision", "runner", "evaluation")
 
 
@@ -103,15 +109,24 @@ def run_eval(args: argparse.Namespace) -> int:
     try:
         evaluation = run_evaluation(agent, tasks, prepared, args.results, console)
     except KeyboardInterrupt:
-        task_flags = f"--tasks {args.tasks}" if args.tasks else f"--env {args.env}"
-        results = f" --results {args.results}" if args.results else ""
-        return report_stopped(
-            f"whet eval {args.agent or '...'} {task_flags}{results}", prepared.folder
-        )
+        return report_stopped(format_command("eval", args, KEPT), prepared.folder)
+    every = evaluation.comparison.scores.values()
+    has_failed = all(len(scores.failures) == scores.rollouts for scores in every)
     if args.json:
         sys.stdout.write(json.dumps(evaluation.as_json()) + "\n")
-    every = evaluation.comparison.scores.values()
-    if all(len(scores.failures) == scores.rollouts for scores in every):
+    else:
+        _print_next(console, args, prepared.folder, has_failed=has_failed)
+    if has_failed:
         sys.stderr.write("whet: every rollout failed\n")
         return 1
     return 0
+
+
+def _print_next(
+    console: Console, args: argparse.Namespace, folder: RunFolder, *, has_failed: bool
+) -> None:
+    another = format_resume(format_command("eval", args, KEPT, ["--model", "MODEL"]), folder)
+    advice = f"`whet view {folder.path}` in a browser, `{another}` to compare another model"
+    if has_failed:
+        advice = f"`{format_command('dev', args, ('tasks',))}` shows the error of one"
+    console.print(f"next: {advice}", highlight=False, soft_wrap=True)

@@ -234,6 +234,18 @@ def format_agent_arguments(args: argparse.Namespace) -> list[str]:
     return ["--service", args.service] if args.service else [args.agent]
 
 
+def format_command(
+    name: str, args: argparse.Namespace, flags: Sequence[str], more: Sequence[str] = ()
+) -> str:
+    """A command line with the same agent, those of these flags that were given, and more words."""
+    agent, after = split_after(format_agent_arguments(args) if has_agent(args) else [])
+    words = ["whet", name, *agent]
+    for flag in flags:
+        if value := vars(args).get(flag):
+            words += [f"--{flag.replace('_', '-')}", value]
+    return shlex.join([*words, *more, *(["--", *after] if after else [])])
+
+
 def has_agent(args: argparse.Namespace) -> bool:
     """Whether the command line names an agent."""
     return bool(args.agent or args.service or args.env or get_agent_command(args))

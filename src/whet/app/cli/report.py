@@ -39,7 +39,7 @@ def print_report(console: Console, result: Result) -> None:
             [
                 ("rollouts", f"{result.total('rollouts'):,}"),
                 ("failed rollouts", f"{result.total('failed_rollouts'):,}"),
-                ("model calls of the others", f"{result.total('calls'):,}"),
+                ("model calls of rollouts that did not fail", f"{result.total('calls'):,}"),
                 ("rollouts with a signal", f"{trained:,}"),
                 ("rows", f"{result.total('rows'):,}"),
                 ("rows per rollout", f"{per_rollout:.2f}"),

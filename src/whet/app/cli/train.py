@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shlex
 import sys
 from typing import Any, cast
 
@@ -21,12 +20,11 @@ from whet.app.cli.flags import (
     add_resume_flag,
     add_samples_flag,
     add_tasks_flags,
-    format_agent_arguments,
+    format_command,
     has_agent,
     load_agent,
     load_named_held_out,
     load_named_tasks,
-    split_after,
 )
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.composition.driver import Driver
@@ -201,12 +199,7 @@ def _report_stopped(args: argparse.Namespace, folder: RunFolder) -> int:
 
 def _format_command(args: argparse.Namespace) -> str:
     """The command line, without settings: a run keeps those in its config."""
-    agent, after = split_after(format_agent_arguments(args) if has_agent(args) else [])
-    words = ["whet", "train", *agent]
-    for name in ("tasks", "held_out", "prompt", "judge"):
-        if value := vars(args)[name]:
-            words += [f"--{name.replace('_', '-')}", value]
-    return shlex.join([*words, *(["--", *after] if after else [])])
+    return format_command("train", args, ("tasks", "held_out", "prompt", "judge"))
 
 
 def _run_driver(

@@ -50,8 +50,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="DB",
         help="SQLite file, or postgresql://... (default store.db in --dir)",
     )
-    name = f"name of the run, which the same command continues (default {DEFAULT_RUN})"
-    add_config_flags(parser, TRAINING_KEYS, own_help={"name": name})
+    add_config_flags(parser, TRAINING_KEYS, defaults={"name": DEFAULT_RUN})
     parser.set_defaults(run=run_up)
 
 

@@ -18,7 +18,7 @@ from anyio import create_task_group
 from whet.algorithms import explain_unread_reward
 from whet.app.composition.samplers import Sampler, TextEngine
 from whet.app.composition.weight_sync import PolicyFollower, PublishedPolicy
-from whet.config import AlgorithmConfig, RunConfig, RunnerConfig
+from whet.config import AlgorithmConfig, GatewayConfig, RunConfig, RunnerConfig
 from whet.errors import ConfigError, RequestError
 from whet.gateway import auth
 from whet.gateway.app import build_app
@@ -160,7 +160,9 @@ async def serve_gateway(
         for sampler in samplers.values():
             stack.push_async_callback(sampler.engine.close)
         with write_address_file(server.url):
-            yield Gateway(server.url, secret, first.models[0], tuple(filter(None, samplers)))
+            yield Gateway(
+                server.url, secret, next(iter(samplers)) or POLICY, tuple(filter(None, samplers))
+            )
 
 
 def build_pipelines(
@@ -172,7 +174,7 @@ def build_pipelines(
     """The pipeline of each policy, by whose model names agents choose it."""
     pipelines: list[CallPipeline] = []
     for name, sampler in samplers.items():
-        names = (name, *config.policies[name].models) if name else (POLICY, *config.gateway.models)
+        names = (name, *config.policies[name].models) if name else _name_policy(config.gateway)
         pipelines.append(
             CallPipeline(
                 engine=sampler.engine,
@@ -186,6 +188,11 @@ def build_pipelines(
             )
         )
     return pipelines
+
+
+def _name_policy(config: GatewayConfig) -> tuple[str, ...]:
+    """The model names of a single policy; where any client calls, its own names come first."""
+    return (*config.models, POLICY) if config.allow_unattributed else (POLICY, *config.models)
 
 
 def check_own_process(config: RunConfig) -> None:

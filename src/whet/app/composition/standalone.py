@@ -159,7 +159,7 @@ async def _serve_found(
         }
         config = resolve({**config.model_dump(mode="json"), "policies": policies})
     else:
-        gateway["models"] = (*config.gateway.models, model.name)
+        gateway["models"] = (model.name, *config.gateway.models)
     config = config.model_copy(update={"gateway": config.gateway.model_copy(update=gateway)})
     with tempfile.TemporaryDirectory() as folder:
         async with (

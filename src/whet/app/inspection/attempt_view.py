@@ -10,6 +10,7 @@ from rich.tree import Tree
 
 from whet.app.inspection.span_links import SpanLink, link_spans
 from whet.io.genai_spans import find_refusals
+from whet.io.text import format_count
 from whet.protocols import Store
 from whet.runners.diagnostics import CLIENT_ERROR, CLIENT_HINT
 from whet.types import (
@@ -169,7 +170,7 @@ def _format_head(view: AttemptView) -> Text:
     else:
         style = "bold green" if view.record.reward else "bold"
         head.append(f"reward {view.record.reward:g}", style)
-    calls = "1 call" if len(view.calls) == 1 else f"{len(view.calls)} calls"
+    calls = format_count(len(view.calls), "call")
     head.append(
         f"  {calls}, {view.prompt_tokens} prompt and {view.sampled_tokens} "
         f"sampled tokens, {view.seconds:.1f} s",

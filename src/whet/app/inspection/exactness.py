@@ -11,10 +11,15 @@ from pydantic import JsonValue
 from whet.config import SelectionConfig
 from whet.io.genai_spans import UntrainableCall, find_untrainable_calls
 from whet.io.paging import iterate_pages
+from whet.io.text import format_count
 from whet.protocols import Store
+from whet.training.diagnosis import explain_metrics
 from whet.training.rows import build_rows
 from whet.training.selection import count_reasons, explain_exclusions
 from whet.types import Credit, Mode, StepRecord, Trajectory
+
+MAX_REASONS = 8
+"""Reasons of failed rollouts that are listed, the most frequent first."""
 
 
 @dataclass(slots=True)
@@ -94,10 +99,30 @@ class ExactnessCounts:
 
 async def build_exactness_report(store: Store, selection: SelectionConfig) -> dict[str, JsonValue]:
     """Read all records of a run and count; `selection` decides what would be trained."""
-    counts = ExactnessCounts()
+    counts, failures = ExactnessCounts(), Counter[str]()
     async for page in iterate_pages(store, mode=Mode.TRAIN):
-        await count_exactness(counts, store, [record.rollout.id for record in page], selection)
-    return counts.as_json(await store.steps())
+        ids = [record.rollout.id for record in page]
+        await count_exactness(counts, store, ids, selection)
+        failures.update((await store.failures(ids)).values())
+    steps = await store.steps()
+    return {
+        "verdict": _explain_training(steps, counts.rollouts, failures.total()),
+        "failed_rollouts": failures.total(),
+        "failures": dict(failures.most_common(MAX_REASONS)),
+        **counts.as_json(steps),
+    }
+
+
+def _explain_training(steps: Sequence[StepRecord], succeeded: int, failed: int) -> str:
+    """Whether a run has trained anything, in a sentence."""
+    if any(step.metrics.get("rows", 1) for step in steps):  # a driver's own steps may lack it
+        tokens = sum(step.metrics.get("trained_tokens", 0.0) for step in steps)
+        return f"trained {tokens:,.0f} tokens in {format_count(len(steps), 'step')}"
+    if failed and not succeeded:
+        return f"nothing was trained: {format_count(failed, 'rollout')} failed, and none succeeded"
+    if not steps:
+        return "nothing was trained: no step has finished"
+    return f"nothing was trained: {explain_metrics([step.metrics for step in steps])}"
 
 
 async def count_exactness(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment, Segments
 from rich.table import Table
@@ -22,6 +23,7 @@ from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.files import stat_files
+from whet.io.text import format_count
 
 DEV_KIND = "dev"
 EVALUATION_KIND = "eval"
@@ -40,13 +42,13 @@ class RunSummary:
     state: State
     """`failed` trained nothing, `stopped` may be resumed."""
     steps: int
-    """Steps done, as far as the report knows."""
+    """Steps done, as far as the report knows, or the metrics of a run without one."""
     reward: float | None
     """Mean reward of the last step."""
     gain: float | None
     """Gain of the trained model on held-out tasks, in the first measure of the report."""
     rewards: tuple[float | None, ...]
-    """Mean reward of each step, as far as the report knows."""
+    """Mean reward of each step, from where `steps` is."""
     changed: float
     bytes: int
 
@@ -79,7 +81,8 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
         json.loads(folder.report.read_text()) if folder.report.is_file() else {}
     )
     files = stat_files(folder.path)
-    rewards: list[float | None] = report.get("rewards") or [None]
+    rewards: list[float | None] = list(report.get("rewards") or ())
+    steps = int(report.get("steps") or 0)
     state: State = "stopped"
     if folder.is_in_use():
         state = "running"
@@ -87,15 +90,18 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
         state = "failed" if report.get("problem") else "done"
     elif folder.read_kind() == DEV_KIND:
         state = "done"  # it is not resumed
+    if not report or state == "running":
+        rewards = folder.read_rewards() or rewards
+        steps = max(steps, len(rewards))
     return RunSummary(
         name=folder.path.name,
         kind=folder.read_kind(),
         model=": ".join(filter(None, (config.get("model"), ", ".join(config.get("policies", ()))))),
         state=state,
-        steps=int(report.get("steps") or 0),
-        reward=rewards[-1],
+        steps=steps,
+        reward=rewards[-1] if rewards else None,
         gain=_read_gain(report),
-        rewards=tuple(report.get("rewards") or ()),
+        rewards=tuple(rewards),
         changed=max((file.st_mtime for file in files), default=0.0),
         bytes=sum(file.st_size for file in files),
     )
@@ -144,7 +150,7 @@ def run_list(args: argparse.Namespace) -> int:
     if not runs:
         console.print(f"no runs in {args.dir}: `whet demo` or `whet train` makes one")
         return 0
-    console.print(_build_table(runs))
+    _print_table(console, runs)
     console.print(
         "`whet view RUN` opens its dashboard, `whet show RUN` prints its rollouts, `whet clean` "
         "deletes runs of `whet dev`"
@@ -176,13 +182,14 @@ def run_clean(args: argparse.Namespace) -> int:
     if not chosen:
         console.print("nothing to delete")
         return 0
-    console.print(_build_table(chosen))
+    _print_table(console, chosen)
     if not args.yes:
-        console.print(f"nothing was deleted: `--yes` deletes these {len(chosen)} runs")
+        console.print(f"nothing was deleted: `--yes` deletes {format_count(len(chosen), 'run')}")
         return 0
     for run in chosen:
         shutil.rmtree(Path(args.dir) / "runs" / run.name)
-    console.print(f"deleted {len(chosen)} runs, {sum(r.bytes for r in chosen) / 2**20:.0f} MiB")
+    size = sum(run.bytes for run in chosen) / 2**20
+    console.print(f"deleted {format_count(len(chosen), 'run')}, {size:.0f} MiB")
     return 0
 
 
@@ -204,20 +211,40 @@ def print_rows(console: Console, table: Table, notes: Sequence[str]) -> None:
     console.print(Group(*shown), end="")  # one output in notebooks
 
 
-def _build_table(runs: list[RunSummary]) -> Table:
+def _print_table(console: Console, runs: list[RunSummary]) -> None:
+    """Print the runs; where the terminal is narrow, without the columns that matter least."""
+    left_out: list[str] = []
+    unlimited = console.options.update(max_width=10_000)
+    table = _build_table(runs, left_out)
+    for title in ("MiB", "kind"):
+        if Measurement.get(console, unlimited, table).maximum > console.width:
+            left_out.append(title)
+            table = _build_table(runs, left_out)
+    console.print(table)
+
+
+def _build_table(runs: list[RunSummary], left_out: Sequence[str]) -> Table:
+    columns: dict[str, list[str]] = {
+        "run": [run.name for run in runs],
+        "kind": [run.kind for run in runs],
+        "model": [run.model for run in runs],
+        "state": [run.state for run in runs],
+        "steps": [str(run.steps) for run in runs],
+        "reward": ["-" if run.reward is None else f"{run.reward:.2f}" for run in runs],
+        "gain": ["-" if run.gain is None else f"{run.gain:+.2f}" for run in runs],
+        "age": [_format_age(time.time() - run.changed) for run in runs],
+        "MiB": [f"{run.bytes / 2**20:.0f}" for run in runs],
+    }
+    shown = {title: cells for title, cells in columns.items() if title not in left_out}
     table = build_narrow_table("run")
-    table.add_column("kind", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for title in ("steps", "reward", "gain", "age", "MiB"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for run in runs:
-        reward = "-" if run.reward is None else f"{run.reward:.2f}"
-        gain = "-" if run.gain is None else f"{run.gain:+.2f}"
-        size = f"{run.bytes / 2**20:.0f}"
-        named = (run.name, run.kind, run.model, run.state)
-        age = _format_age(time.time() - run.changed)
-        table.add_row(*named, str(run.steps), reward, gain, age, size)
+    for title in shown:
+        if title == "model":
+            table.add_column(title, overflow="fold", min_width=len(title))
+        elif title != "run":
+            justify = "left" if title in ("kind", "state") else "right"
+            table.add_column(title, justify=justify, no_wrap=True)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     return table
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from whet.app.cli.display import open_console
+from whet.app.cli.display import find_checkpoints, format_checkpoints, open_console
 from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_runs_flag
 from whet.app.inspection.attempt_view import (
     Advantages,
@@ -85,7 +85,7 @@ def run_show(args: argparse.Namespace) -> int:
     )
     found = run_async(_read, folder, selection, args.store)
     if args.json:
-        sys.stdout.write(json.dumps(found.as_json(), ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(found.as_json(folder), ensure_ascii=False) + "\n")
     else:
         _print(open_console(), folder, found)
     return 0
@@ -155,6 +155,8 @@ class SelectedAttempts:
     advantages: Advantages
     step: StepRecord | None = None
     """The step whose rollouts are listed; None if attempts are shown whole."""
+    steps: Sequence[StepRecord] = ()
+    """All steps of the run, if the rollouts of one are listed."""
 
     def compute_advantage(self, view: AttemptView) -> float | None:
         """Mean advantage of an attempt's generations; None without credit."""
@@ -170,10 +172,12 @@ class SelectedAttempts:
             own += [self.advantages[id] for id in ids if id in self.advantages]
         return [f"{name} {fmean(own):+.3f}" if own else name for name, own in found.items() if name]
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self, folder: RunFolder) -> dict[str, object]:
         """Everything except the token ids, which are in the store."""
+        kept = find_checkpoints(folder, self.steps)
         return {
             "step": self.step and self.step.step + 1,
+            "checkpoints": {number: str(path) for number, path in kept.items()},
             "versions": read_versions(self.step.metrics) if self.step else {},
             "attempts": [
                 view.as_json()
@@ -206,7 +210,7 @@ async def _read(
         advantages = await store.advantages(step.step)
         views = [await read_attempt(store, records[id].rollout) for id in step.consumed]
         if not selection.worst:
-            return SelectedAttempts(views, advantages, step)
+            return SelectedAttempts(views, advantages, step, steps)
         views.sort(key=lambda view: (view.record.failure is not None, view.record.reward or 0.0))
         return SelectedAttempts(views[: selection.limit], advantages)
 
@@ -279,7 +283,8 @@ def _print(console: Console, folder: RunFolder, selected: SelectedAttempts) -> N
             f"of the step is {selected.step.metrics['reward']:.2f}",
             highlight=False,
         )
-    name = folder.path.name
-    console.print(
-        f"whole attempts: whet show {name} --worst, --failed, or --rollout ID", highlight=False
-    )
+    for line in (
+        *format_checkpoints(folder, selected.steps),
+        f"whole attempts: whet show {folder.path.name} --worst, --failed, or --rollout ID",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,94 @@
+"""Attempts as trees: forks and generations that are never trained."""
+
+import json
+from pathlib import Path
+
+import anyio
+import pytest
+
+from support.recorded_run import make_folder, record_run
+from whet.app.cli.main import main
+
+AGENTS = """
+from openai import AsyncOpenAI
+
+def user(text):
+    return {"role": "user", "content": text}
+
+async def ask(llm, messages, **options):
+    options |= {"model": llm.model, "max_tokens": 4, "messages": messages}
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        reply = await client.chat.completions.create(**options)
+    return {"role": "assistant", "content": reply.choices[0].message.content or ""}
+
+async def forks(task, llm):
+    start = [user("first")]
+    reply = await ask(llm, start)
+    await ask(llm, [*start, reply, user("second")])
+    await ask(llm, [user("another"), reply, user("second")])
+    return 1.0
+
+async def constrained(task, llm):
+    await ask(llm, [user("first")], response_format={"type": "json_object"})
+    return 1.0
+"""
+
+
+def run_dev(folder: Path, model: Path, agent: str, capsys: pytest.CaptureFixture[str]) -> str:
+    (folder / "shown.py").write_text(AGENTS)
+    (folder / "tasks.jsonl").write_text('"one"\n')
+    assert main(["dev", f"shown.py:{agent}", "--tasks=tasks.jsonl", f"--model={model}"]) == 0
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_dev_shows_the_call_that_forks_and_why(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = run_dev(folder, model, "forks", capsys)
+    _, first, second, third = shown.split("── call ")
+    assert "fork:" not in first + second
+    assert " fork: new_conversation" in third
+
+
+def test_dev_shows_an_answer_that_is_constrained(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "constrained: never trained" in run_dev(folder, model, "constrained", capsys)
+
+
+def test_show_counts_the_forks_of_rollouts_and_names_them_in_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_folder(folder / ".whet")
+    anyio.run(record_run, run)
+    assert main(["show", "mine"]) == 0
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert header[4] == "forks"
+    assert {row[4] for row in rows if row[0].startswith("train-")} == {"1"}
+    assert main(["show", "mine", "--rollout", "train-000000-000"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert shown.count("fork: edited_history") == 1
+    assert "advantage -0.750" in shown
+
+
+def test_show_names_the_checkpoints_that_are_kept(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_folder(folder / ".whet")
+    anyio.run(record_run, run)
+    assert main(["show", "mine"]) == 0
+    assert "checkpoints" not in capsys.readouterr().out
+    (run.checkpoints / "step-000001").mkdir()
+    (run.checkpoints / "step-000001.partial").mkdir()
+    assert main(["show", "mine"]) == 0
+    line = "checkpoints in .whet/runs/mine/checkpoints: step-000001 (after step 2)\n"
+    assert line in capsys.readouterr().out
+    assert main(["show", "mine", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert found == {"2": ".whet/runs/mine/checkpoints/step-000001"}
