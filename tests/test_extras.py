@@ -83,7 +83,7 @@ def test_a_command_without_its_extra_names_it_in_one_line(wheel: str, tmp_path: 
         done = run(python, "-m", "whet", *command.split())
         assert done.returncode == 2, command
         [line] = done.stderr.splitlines()
-        assert line.endswith(f"pip install 'whet[{extra}]'"), command
+        assert line.endswith(f"in a clone of whet: pip install -e '.[{extra}]'"), command
 
 
 def test_every_extra_that_an_error_names_exists() -> None:

@@ -38,7 +38,8 @@ SIGNATURES = {
     "Result": "(run: pathlib.Path, steps: tuple[whet.types.training.StepRecord, ...], "
     "comparison: whet.app.evaluation.comparison.Comparison | None, seconds: float, "
     "failures: collections.abc.Mapping[str, int] = <factory>, problem: str | None = None, "
-    "stopped: str | None = None, model_step: int | None = None) -> None",
+    "stopped: str | None = None, model_step: int | None = None, agent: str = '', "
+    "trained_on: str = '') -> None",
     "Rollout": None,
     "RunConfig": None,
     "Service": "(url: str = '', *, reward: collections.abc.Callable[[JsonValue, typing.Any], "

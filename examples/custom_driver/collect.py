@@ -19,6 +19,9 @@ async def collect(store, tasks):
     )
     await store.wait(ids)
     solved = await store.trajectories(ids)
+    if not solved:
+        reasons = list((await store.failures(ids)).values())
+        raise whet.WhetError(f"all {len(ids)} rollouts failed, such as: {reasons[0]}")
     for found in solved:
         turns = [generation.tokens for call in found.calls for generation in call.generations]
         print(found.attempt.rollout.id, found.reward, "token ids:", *map(list, turns))

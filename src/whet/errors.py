@@ -14,6 +14,7 @@
     ├── TrainerError
     │   └── NonFiniteUpdate    the loss or its gradient is not finite; nothing was changed
     ├── RunFailed              a run ended without training: all rollouts failed, or no signal
+    │   └── DriverFailed       the user's @whet.algorithm function raised
     └── AttemptError           data, not a crash: stored on the attempt, the run goes on
         ├── AgentFailed        the user's code raised
         ├── AttemptTimeout
@@ -27,11 +28,21 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class WhetError(Exception):
     """Anything whet raises on purpose."""
+
+    command_text = ""
+    """The message with flags and commands where its own has parameters; empty if they are equal."""
+
+    @classmethod
+    def phrase(cls, *, python: str, command: str) -> Self:
+        """Build an error with one message for Python, and one for the command line."""
+        error = cls(python)
+        error.command_text = command
+        return error
 
 
 class ConfigError(WhetError):
@@ -45,8 +56,11 @@ class MissingExtra(ConfigError):
     def build(cls, what: str, extra: str) -> "MissingExtra":
         """Build the error for a feature and the extra it needs."""
         clone = _find_clone()
-        named = f"-e '{clone}[{extra}]'" if clone else f"'whet[{extra}]'"
-        return cls(f"{what} needs an extra that is not installed: pip install {named}")
+        where = "" if clone else "in a clone of whet: "  # PyPI has no whet yet
+        return cls(
+            f"{what} needs an extra that is not installed: {where}pip install -e "
+            f"'{clone or '.'}[{extra}]'"
+        )
 
 
 def _find_clone() -> str:
@@ -117,6 +131,13 @@ class NonFiniteUpdate(TrainerError):
 
 class RunFailed(WhetError):
     """A run ended without training: every rollout of a step failed, or nothing had a signal."""
+
+
+class DriverFailed(RunFailed):
+    """The user's @whet.algorithm function raised; its error is the cause."""
+
+    traceback = ""
+    """Traceback of the function's exception, without our own frames."""
 
 
 class AttemptError(WhetError):

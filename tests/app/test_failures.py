@@ -164,6 +164,18 @@ def test_a_run_that_stopped_goes_on_once_the_agent_is_fixed(
     assert (code, json.loads(report.read_text())["problem"]) == (0, None)
 
 
+def test_the_command_after_a_last_step_that_failed_trains_another_one(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, "raises", "--quiet", "--steps=1") == 2
+    command = capsys.readouterr().err.partition("the run 'it' with more steps: whet ")[2]
+    assert command == "train bad.py:raises --tasks tasks.jsonl --resume it --steps 2\n"
+    (folder / "bad.py").write_text(AGENTS.replace("return helper(task)", "return random.random()"))
+    assert main([*command.split(), "--quiet"]) == 0
+    report = json.loads(Path(".whet/runs/it/report.json").read_text())
+    assert (report["steps"], report["problem"]) == (2, None)
+
+
 def test_failures_of_a_part_are_counted_by_reason(
     folder: Path,
     model: Path,

@@ -42,7 +42,7 @@ def test_a_run_without_a_name_gets_one_of_its_own(tmp_path: Path) -> None:
 
 def test_a_run_is_not_started_over(tmp_path: Path) -> None:
     RunFolder.create(config(tmp_path), "demo")
-    with pytest.raises(ConfigError, match="'a' exists already: continue it with --resume a"):
+    with pytest.raises(ConfigError, match="'a' exists already: continue it with resume=True"):
         RunFolder.create(config(tmp_path), "demo")
 
 
@@ -79,7 +79,7 @@ def test_a_folder_that_a_kill_left_unfinished_is_not_a_run_and_does_not_block_on
 @pytest.mark.parametrize("place", ["file/under", "/proc/whet"])
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"cannot write to .*choose another --dir"):
+    with pytest.raises(ConfigError, match=r"cannot write to .*choose another dir"):
         RunFolder.create(config(tmp_path, dir=tmp_path / place), "demo")
 
 
@@ -90,7 +90,7 @@ def test_the_newest_run_of_the_kind_is_found_whatever_its_name(tmp_path: Path) -
 
     assert RunFolder.find_latest(tmp_path, "demo").path.name == "new"
     assert RunFolder.find_latest(tmp_path, "train").path.name == "other"
-    with pytest.raises(ConfigError, match="start one without --resume"):
+    with pytest.raises(ConfigError, match="start one without resume=True"):
         RunFolder.find_latest(tmp_path, "hello")
 
 

@@ -217,7 +217,7 @@ def test_what_cannot_be_done_is_refused_before_there_is_a_run(model: Path, tmp_p
         whet.Trainer(n_workers=2, runner={"concurrency": 3})
     with pytest.raises(ConfigError, match=r"tracer and runner\.tracer are one setting"):
         whet.Trainer(tracer="otel", runner={"tracer": "otel"})
-    with pytest.raises(ConfigError, match="use `whet runner --tracer`"):
+    with pytest.raises(ConfigError, match="tracer is set where agents run"):
         whet.train(traced, ["a"], tracer="otel", store="http://127.0.0.1:9", **place)
     with pytest.raises(ConfigError, match="'otel' or 'openai-agents'"):
         whet.train(traced, ["a"], tracer="zipkin", **place)

@@ -19,7 +19,7 @@ from whet.app.composition.run import Run
 from whet.app.evaluation.comparison import Comparison, compare
 from whet.app.evaluation.statistics import Interval, Scores, complete_tasks, compute_measures
 from whet.app.evaluation.trials import plan_trials, read_ended_rollouts, read_scores, run_trials
-from whet.app.inputs import check_held_out, plan_rollouts
+from whet.app.inputs import check_held_out, describe_tasks, plan_rollouts
 from whet.app.run_folder import RunFolder, check_steps
 from whet.config import EvaluationConfig, changed_keys
 from whet.io.text import format_count
@@ -69,6 +69,10 @@ class Result:
     model_step: int | None = None
     """Number of steps behind the run's model: with `evaluation.every` those of the best evaluation,
     else all; None without steps."""
+    agent: str = ""
+    """Name of the agent; empty where other processes run it."""
+    trained_on: str = ""
+    """Number of training tasks, and where they are from."""
 
     @property
     def gain_ci95(self) -> Interval | None:
@@ -102,6 +106,8 @@ class Result:
             **{name: self.total(name) for name in RUN_TOTALS},
             "failures": dict(self.failures),
             "problem": self.problem,
+            "agent": self.agent,
+            "trained_on": self.trained_on,
             "rewards": [None if r is None else round(r, 4) for r in self.rewards],
             "run": str(self.run),
         }
@@ -140,9 +146,17 @@ class Result:
 
 
 async def run_experiment(
-    run: Run, tasks: Sequence[JsonValue], held_out: Sequence[JsonValue], display: Display
+    run: Run,
+    tasks: Sequence[JsonValue],
+    held_out: Sequence[JsonValue],
+    display: Display,
+    *,
+    agent: str = "",
 ) -> Result:
-    """Evaluate, train, evaluate again and export. What the store has already is not repeated."""
+    """Evaluate, train, evaluate again and export. What the store has already is not repeated.
+
+    The result has the name of the `agent`.
+    """
     began = time.monotonic()
     check_held_out(run.config, held_out)
     async with open_trackers(run.folder, display.note) as tracking:
@@ -163,6 +177,8 @@ async def run_experiment(
             problem=problem,
             stopped=explain_stop(steps, run.config) if len(steps) < run.config.steps else None,
             model_step=best.step + 1 if best else len(steps) or None,
+            agent=agent,
+            trained_on=describe_tasks(tasks),
         )
         tracking.finish(result.metrics())
     run.folder.write_report(result.as_json())

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -58,11 +58,21 @@ PLAIN = frozenset({str, int, bool, type(None)})
 """Types whose every value is JSON."""
 
 
-class TaskMix(list[JsonValue]):
+class TaskFile(list[JsonValue]):
+    """Tasks of a file, or of several, and its name."""
+
+    def __init__(self, tasks: Iterable[JsonValue], source: str) -> None:
+        super().__init__(tasks)
+        self.source = source
+
+
+class TaskMix(TaskFile):
     """Tasks of several files, and the share of the groups that each file gets."""
 
-    def __init__(self, parts: Sequence[tuple[Sequence[JsonValue], float]]) -> None:
-        super().__init__(task for tasks, _ in parts for task in tasks)
+    def __init__(
+        self, parts: Sequence[tuple[Sequence[JsonValue], float]], source: str = ""
+    ) -> None:
+        super().__init__((task for tasks, _ in parts for task in tasks), source)
         self.sizes = [len(tasks) for tasks, _ in parts]
         total = sum(weight for _, weight in parts)
         self.shares = [weight / total for _, weight in parts]
@@ -79,14 +89,21 @@ def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
     if isinstance(source, str) and "=" in source and not Path(source).exists():
         return _load_mix(source)
     if isinstance(source, (str, Path)):
-        tasks = [task for _, task in read_jsonl(Path(source), "tasks")]
+        tasks: list[Any] = TaskFile((t for _, t in read_jsonl(Path(source), "tasks")), str(source))
     else:
         tasks = list(source)
     if not tasks:
         if isinstance(source, (str, Path)):
             raise ConfigError(f"found no tasks in {str(source)!r}: expected one JSON value a line")
         raise ConfigError("found no tasks: expected at least one")
-    return [_convert(task, (f"{name}[{index}]",)) for index, task in enumerate(tasks)]
+    converted = [_convert(task, (f"{name}[{index}]",)) for index, task in enumerate(tasks)]
+    return TaskFile(converted, tasks.source) if isinstance(tasks, TaskFile) else converted
+
+
+def describe_tasks(tasks: Sequence[JsonValue]) -> str:
+    """Return how many tasks there are, and where they are from."""
+    where = f"of {tasks.source}" if isinstance(tasks, TaskFile) else "in Python"
+    return f"{len(tasks):,} tasks {where}"
 
 
 def _convert(value: object, path: tuple[object, ...]) -> JsonValue:
@@ -160,7 +177,7 @@ def _load_mix(source: str) -> TaskMix:
                 f"expected a file and its share, such as a.jsonl=0.7,b.jsonl=0.3, found {part!r}"
             )
         parts.append((load_tasks(Path(path)), weight))
-    return TaskMix(parts)
+    return TaskMix(parts, source)
 
 
 def plan_rollouts(

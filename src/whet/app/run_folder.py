@@ -25,7 +25,7 @@ from whet.io.text import format_count
 from whet.models.card import write_card
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN, open_store
-from whet.store.sqlite import SQLiteStore
+from whet.store.sqlite import SQLiteStore, check_file
 from whet.types import GenerationId
 
 MAY_CHANGE = frozenset(
@@ -121,9 +121,10 @@ class RunFolder:
     def _check_new(self) -> None:
         if self.config_file.exists():
             name = self.path.name
-            raise ConfigError(
-                f"the run {name!r} exists already: continue it with --resume {name} "
-                "(resume=True in Python), or choose another name"
+            found, other = f"the run {name!r} exists already", "or choose another name"
+            raise ConfigError.phrase(
+                python=f"{found}: continue it with resume=True, {other}",
+                command=f"{found}: continue it with --resume {name}, {other}",
             )
 
     @classmethod
@@ -134,18 +135,28 @@ class RunFolder:
             folder = cls(file.parent)
             if folder._kind.is_file() and folder._kind.read_text() == kind:
                 return folder
-        raise ConfigError(
-            f"there is no run to resume in {str(directory / 'runs')!r}: start one without --resume"
+        found = f"there is no run to resume in {str(directory / 'runs')!r}"
+        raise ConfigError.phrase(
+            python=f"{found}: start one without resume=True",
+            command=f"{found}: start one without --resume",
         )
 
     @classmethod
     def to_resume(cls, config: RunConfig, kind: str) -> "RunFolder":
-        """The run that a config names, or the newest of a kind. Raises ConfigError if none is."""
-        return (
+        """The run that a config names, or the newest of a kind.
+
+        Raises:
+            ConfigError: there is none.
+            StoreError: another version of whet wrote it.
+        """
+        folder = (
             cls(config.dir / "runs" / config.name)
             if config.name
             else cls.find_latest(config.dir, kind)
         )
+        if folder.store.exists():
+            check_file(folder.store)
+        return folder
 
     @classmethod
     def find(cls, name: str | Path, directory: Path) -> "RunFolder":
@@ -291,9 +302,10 @@ class RunFolder:
         named = store or os.environ.get(STORE_VARIABLE)
         if address := named or (shared if shared.exists() else None):
             return open_store(address, run=path.name)
-        raise ConfigError(
-            f"no records of {str(self.path)!r} on this machine: name their store with --store, or "
-            f"set {STORE_VARIABLE}"
+        found = f"no records of {str(self.path)!r} on this machine"
+        raise ConfigError.phrase(
+            python=f"{found}: name their store, or set {STORE_VARIABLE}",
+            command=f"{found}: name their store with --store, or set {STORE_VARIABLE}",
         )
 
     @contextmanager
@@ -346,8 +358,12 @@ def _report_write_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        advice = "" if error.errno == errno.ENOSPC else "; choose another --dir"
-        raise ConfigError(f"cannot write to {str(path)!r}: {error.strerror}{advice}") from error
+        found = f"cannot write to {str(path)!r}: {error.strerror}"
+        if error.errno == errno.ENOSPC:
+            raise ConfigError(found) from error
+        raise ConfigError.phrase(
+            python=f"{found}; choose another dir", command=f"{found}; choose another --dir"
+        ) from error
 
 
 def _write_whole(file: Path, content: bytes, mode: int = 0o666) -> None:

@@ -42,7 +42,7 @@ from whet.errors import ConfigError, RunFailed
 from whet.io.threads import run_async
 from whet.models.catalog import resolve_model
 from whet.protocols import Algorithm
-from whet.runners.agent import Agent, check_agent
+from whet.runners.agent import Agent, check_agent, get_name
 from whet.runners.attempt import check_runnable
 from whet.runners.hooks import Hooks
 from whet.runners.judges.judge import Judge
@@ -133,9 +133,9 @@ def _check_runs_in_process(hooks: Sequence[Hooks], config: RunConfig, store: str
     if config.trainer.kind == "verl":
         raise ConfigError("to train with verl, use whet.Trainer(algorithm=whet.VERL(...)).fit(...)")
     if hooks and (store is not None or config.runner.ray is not None):
-        raise ConfigError("hooks are called where agents run: give them to `whet runner`")
+        raise ConfigError("hooks are called where agents run: give them to the runners")
     if config.runner.tracer and store is not None:
-        raise ConfigError("the tracer is set where agents run: use `whet runner --tracer`")
+        raise ConfigError("the tracer is set where agents run: give it to the runners")
 
 
 def prepare_run(
@@ -198,9 +198,9 @@ def check_run(
     `agent_inputs`, parameters are not checked.
     """
     if agent is None and config.runner.ray is not None:
-        raise ConfigError("runner.ray needs an agent: name it, or start `whet runner --ray`")
+        raise ConfigError("runner.ray needs an agent: name it, or start the runners apart")
     if config.supervised != SupervisedConfig():
-        raise ConfigError("config section 'supervised' is for `whet sft` and `whet dpo`")
+        raise ConfigError("config section 'supervised' is for sft and dpo")
     if agent is not None:
         check_agent(agent)
         if agent_inputs is not None:
@@ -266,9 +266,12 @@ def check_trained(result: Result, command: str | None = None) -> None:
     """
     if result.problem is None:
         return
+    found, text = result.problem, ""
     if command is not None and has_only_failures(result.steps[-1]):
-        raise RunFailed(f"{result.problem}: {command}")
-    raise RunFailed(result.problem)
+        text = f"{found}: {command}"
+    elif result.total("unproven_generations") or result.total("unselected_generations"):
+        text = f"{found}; `whet doctor --run {result.run}` counts the reasons"
+    raise RunFailed.phrase(python=found, command=text)
 
 
 @contextmanager
@@ -336,7 +339,8 @@ async def run_training(
             else:
                 watched = watch_workers(connected, display.note)
             await stack.enter_async_context(watched)
-        return await run_experiment(run, tasks, held_out, display)
+        name = "" if agent is None else get_name(agent)
+        return await run_experiment(run, tasks, held_out, display, agent=name)
 
 
 def _find_resumed_folder(

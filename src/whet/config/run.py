@@ -334,8 +334,8 @@ class RunConfig(Section):
                 )
         if self.initial_weights is not None:
             raise ValueError(
-                "verl starts from a model folder, not an adapter or checkpoint: merge it with "
-                "`whet models merge`"
+                "verl starts from a model folder, not an adapter or checkpoint: merge it into its "
+                "base model"
             )
         return self
 
@@ -383,7 +383,16 @@ def resolve(values: Mapping[str, JsonValue]) -> RunConfig:
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError(explain(error)) from error
+        text = explain(error)
+        if not text.startswith(UNKNOWN_KEY):
+            raise ConfigError(text) from error
+        stop = "" if text.endswith("?") else ";"
+        raise ConfigError.phrase(
+            python=text, command=f"{text}{stop} `whet train --help-config` lists the keys"
+        ) from error
+
+
+UNKNOWN_KEY = "unknown config key"
 
 
 def explain(error: ValidationError) -> str:
@@ -403,9 +412,7 @@ def explain(error: ValidationError) -> str:
         return f"config key {key!r}: expected a section with keys, found {first['input']!r}"
     if first["type"] == "extra_forbidden":
         hint = explain_unknown(key, {each: repr(each) for each in _list_keys()})
-        found = f"unknown config key {key!r}" + (f": {hint}" if hint else "")
-        stop = "" if hint.endswith("?") else ";"
-        return f"{found}{stop} `whet train --help-config` lists the keys"
+        return f"{UNKNOWN_KEY} {key!r}" + (f": {hint}" if hint else "")
     if first["type"] == "string_pattern_mismatch":
         expected = "letters, digits, '_', '.' and '-', the first a letter or digit"
         return f"config key {key!r}: expected {expected}, found {first['input']!r}"
@@ -420,7 +427,7 @@ def _explain_other_kind(section: str, kind: str, key: str) -> str:
     others = " and ".join(repr(name) for name, keys in fields.items() if key in keys)
     known = f"{kind!r} has {', '.join(sorted(fields[kind] - {'kind'}))}"
     if not others:
-        return f"unknown config key '{section}.{key}': {section}.kind {known}"
+        return f"{UNKNOWN_KEY} '{section}.{key}': {section}.kind {known}"
     return (
         f"config key '{section}.{key}' does not apply to {section}.kind {kind!r}, but to {others}: "
         f"{known}"

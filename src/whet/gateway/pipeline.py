@@ -23,6 +23,7 @@ from whet.gateway.templates.detokenize import decode_message
 from whet.gateway.templates.output_format import OutputFormat, detect_output_format
 from whet.gateway.templates.renderer import RenderedPrompt, Renderer
 from whet.gateway.templates.suffix import Mismatch
+from whet.io.threads import unwrap_group
 from whet.protocols import CallLog, Engine, RewardLog, SpanLog
 from whet.types import (
     Attempt,
@@ -169,14 +170,12 @@ class CallPipeline:
             return choices
         if call.request.n == 1:
             return [await self._sample_choice(call, 0, on_chunk)]
-        try:
+        with unwrap_group():
             async with TaskGroup() as tasks:
                 sampling = [
                     tasks.create_task(self._sample_choice(call, index, on_chunk))
                     for index in range(call.request.n)
                 ]
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
         return [task.result() for task in sampling]
 
     async def record(self, call: PreparedCall, choices: Sequence[TokenChunk]) -> CompletedCall:

@@ -77,8 +77,10 @@ def get_url(listener: socket.socket) -> str:
 
 def listen(host: str, port: int, port_flag: str) -> socket.socket:
     """Listen on a port; 0 chooses a free one. Raises ConfigError, which names `port_flag`."""
+    key = port_flag.removeprefix("--")
     if not 0 <= port <= MAX_PORT:
-        raise ConfigError(f"invalid {port_flag} {port}: expected 0 to {MAX_PORT}")
+        text = f"invalid {port_flag} {port}: expected 0 to {MAX_PORT}"
+        raise ConfigError.phrase(python=text.replace(port_flag, key), command=text)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -86,8 +88,9 @@ def listen(host: str, port: int, port_flag: str) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise ConfigError(
+        text = (
             f"cannot listen on {host}:{port}: {error.strerror}; "
             f"choose another with {port_flag}, or 0 for any free one"
-        ) from error
+        )
+        raise ConfigError.phrase(python=text.replace(port_flag, key), command=text) from error
     return listener

@@ -53,7 +53,7 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
 
     Inside a running event loop, as in a notebook, the work gets a thread with a loop of its own.
     """
-    try:
+    with unwrap_group():
         if not _is_in_loop():
             return anyio.run(_run_interruptible, work, *args)
         with start_blocking_portal() as portal:
@@ -64,8 +64,6 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
             except KeyboardInterrupt:
                 future.cancel()
                 raise
-    except ExceptionGroup as group:
-        raise unwrap_group(group) from group
 
 
 class _MergedInterrupts:
@@ -146,11 +144,24 @@ def _is_in_loop() -> bool:
     return True
 
 
-def unwrap_group(group: ExceptionGroup[Exception]) -> Exception:
+@contextmanager
+def unwrap_group() -> Generator[None]:
+    """Raise the first error of a task group by itself, with its own cause.
+
+    Not from the group, which would repeat the error's traceback.
+    """
+    try:
+        yield
+    except ExceptionGroup as group:
+        error = _find_first(group)
+        raise error from error.__cause__
+
+
+def _find_first(group: ExceptionGroup[Exception]) -> Exception:
     """Return the first error of a group that is not a group itself."""
     error = group.exceptions[0]
     if isinstance(error, ExceptionGroup):
-        return unwrap_group(cast(ExceptionGroup[Exception], error))
+        return _find_first(cast(ExceptionGroup[Exception], error))
     return error
 
 

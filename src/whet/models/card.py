@@ -36,6 +36,12 @@ whet serve --model {run}
 ```
 """
 
+Measures = Mapping[str, float | None]
+"""Means of held-out measures; None where every rollout failed."""
+
+FAILED = "failed"
+"""Number of failed held-out rollouts among the measures."""
+
 KINDS = {
     "sft": "imitation of dialogues or rollouts",
     "dpo": "preference pairs (DPO)",
@@ -81,24 +87,42 @@ def _summarize(kind: str, config: RunConfig, report: Mapping[str, object], polic
         how = f"reinforcement learning ({config.algorithm.name}, loss {config.loss.name}"
         how += f", {rollouts:,} rollouts" + (f"; {tasks} held-out tasks)" if tasks else ")")
     role = f" It is the policy {policy!r} of several that were trained together." if policy else ""
-    return (
-        f"Trained with whet: {what} `{config.model}` after "
-        f"{report.get('steps', 0)} steps of {how}.{role}"
-    )
+    # The step whose weights were kept, if an evaluation chose it.
+    steps = report.get("model_step") or report.get("steps", 0)
+    lines = [f"Trained with whet: {what} `{config.model}` after {steps} steps of {how}.{role}", ""]
+    if agent := report.get("agent"):
+        lines.append(f"- Agent: `{agent}`")
+    if trained_on := report.get("trained_on"):
+        lines.append(f"- Trained on: {trained_on}")
+    return "\n".join([*lines, f"- Seed: {config.seed}"])
 
 
 def _describe_results(report: Mapping[str, object]) -> str:
     """A table of the measures before and after training; nothing was measured without held-out."""
-    before, after = (cast(dict[str, float] | None, report.get(k)) for k in ("before", "after"))
+    before, after = (cast(Measures | None, report.get(key)) for key in ("before", "after"))
     if not before or not after:
         return ""
+    pairs = [(name, before.get(name), value) for name, value in after.items() if name != FAILED]
     rows = [
-        f"| {name} | {before[name]:.4g} | {value:.4g} |"
-        for name, value in after.items()
-        if name in before
+        f"| {name} | {_format(was)} | {_format(now)} | {_subtract(now, was)} |"
+        for name, was, now in pairs
     ]
-    lines = ["| held out | before | after |", "|---|---|---|", *rows, ""]
+    lines = ["| held out | before | after | gain |", "|---|---|---|---|", *rows, ""]
+    if before.get(FAILED) or after.get(FAILED):
+        failed = [
+            f"{_format(each.get(FAILED))} {when}"
+            for each, when in ((before, "before"), (after, "after"))
+        ]
+        lines += [f"Failed held-out rollouts: {', '.join(failed)}.", ""]
     if interval := cast(list[float] | None, report.get("gain_ci95")):
         low, high = interval
         lines += [f"Gain of the first measure, 95 % interval: {low:+.3f} to {high:+.3f}.", ""]
     return "\n".join(lines)
+
+
+def _format(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _subtract(value: float | None, before: float | None) -> str:
+    return "-" if value is None or before is None else f"{value - before:+.4g}"

@@ -138,7 +138,7 @@ def find_shipped_folder(folder: Path) -> Path:
     if not _is_model(folder):
         raise ConfigError(
             f"the model {folder.name!r} is missing from this installation, "
-            f"expected it in {str(folder)!r}: pip install --force-reinstall --no-deps whet"
+            f"expected it in {str(folder)!r}: install whet again"
         )
     return folder
 

@@ -221,7 +221,9 @@ def check_runnable(agent: Agent, config: RunnerConfig) -> None:
     if config.processes:
         get_spec(agent)
     elif config.processes == 0 and isinstance(agent, EnvironmentAgent) and agent.python:
-        raise ConfigError("--env-python runs in a process of its own: leave out runner.processes 0")
+        raise ConfigError(
+            "an environment's own Python runs in a process of its own: leave out runner.processes 0"
+        )
 
 
 def _build_failed_outcome(kind: FailureKind, error: Exception) -> Outcome:

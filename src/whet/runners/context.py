@@ -158,12 +158,16 @@ def as_attempt_error(error: BaseException) -> AttemptError:
     if isinstance(error, AttemptError):
         failed = error
     else:
-        message = " ".join(str(error).split())
-        line = find_agent_line(error)
-        where = f" ({line})" if line else ""
-        failed = AgentFailed(f"the agent raised: {type(error).__name__}: {message}{where}")
-    failed.traceback = failed.traceback or _format_traceback(error)  # it may be raised again
+        failed = AgentFailed(f"the agent raised: {describe_raised(error)}")
+    failed.traceback = failed.traceback or format_traceback(error)  # it may be raised again
     return failed
+
+
+def describe_raised(error: BaseException) -> str:
+    """Return an exception of the user's code in one line, with its line there."""
+    message = " ".join(str(error).split())
+    line = find_agent_line(error)
+    return f"{type(error).__name__}: {message}" + (f" ({line})" if line else "")
 
 
 def find_agent_line(error: BaseException) -> str:
@@ -195,7 +199,8 @@ def _extract_agent_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return list(dropwhile(lambda frame: frame.filename.startswith(_PACKAGE), frames))
 
 
-def _format_traceback(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
+    """Format a traceback from the first frame of the user's code; empty if there is none."""
     frames = _extract_agent_frames(error)
     if not frames:
         return ""

@@ -233,7 +233,7 @@ async def open_pool(
     Raises:
         ConfigError: a runner cannot run.
     """
-    try:
+    with unwrap_group():
         async with create_task_group() as tasks:
             pool = RunnerPool(
                 arguments,
@@ -250,8 +250,6 @@ async def open_pool(
                 with CancelScope(shield=True):
                     await pool.scale(0)
             tasks.cancel_scope.cancel()
-    except ExceptionGroup as group:
-        raise unwrap_group(group) from group
 
 
 def list_node_addresses() -> set[str]:

@@ -160,6 +160,14 @@ def _explain(error: sqlite3.Error) -> str:
     return "; ".join([str(error), *advice])
 
 
+def check_file(path: Path) -> None:
+    """Raise StoreError for a store that another version of whet wrote."""
+    with wrap_sqlite_errors(path, "cannot open the store"), closing(_connect_read_only(path)) as db:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version:  # 0: a kill left it without tables
+            check_version(str(path), version)
+
+
 def _open(path: Path) -> sqlite3.Connection:
     """Connect for writing; creates the file and its tables."""
     _check_writable(path)

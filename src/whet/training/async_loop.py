@@ -14,6 +14,7 @@ from pathlib import Path
 from anyio import create_task_group
 
 from whet.config import RunConfig
+from whet.io.threads import unwrap_group
 from whet.protocols import Algorithm, Collector, StepLog, TrainingBackend
 from whet.training.checkpoints import Checkpoints
 from whet.training.step import (
@@ -107,12 +108,10 @@ async def _measure_sampler_idle(
         await collector.wait(rollouts)
         ended.append(time.monotonic())
 
-    try:
+    with unwrap_group():
         async with create_task_group() as tasks:
             tasks.start_soon(wait)
             yield
             tasks.cancel_scope.cancel()
-    except ExceptionGroup as group:  # raise the error itself, as without a task group
-        raise group.exceptions[0] from group
     idle = time.monotonic() - ended[0] if ended else 0.0
     timer.seconds["sampler_wait_seconds"] = idle

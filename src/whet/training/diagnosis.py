@@ -22,9 +22,9 @@ class Cause(StrEnum):
 
 
 EXPLANATIONS: Mapping[Cause, str] = {
-    Cause.FAILED: "all rollouts of a task failed: `whet dev` shows the error of one",
+    Cause.FAILED: "all rollouts of a task failed: read the error of one",
     Cause.SINGLE: "all but one rollout of a task failed, so there is nothing to compare it with: "
-    "`whet dev` shows the error of one",
+    "read the error of one",
     Cause.NO_CALLS: "rollouts made no model call: give the agent's client base_url=llm.base_url "
     "and api_key=llm.api_key, and turn off its cache",
     Cause.TEMPERATURE: "all answers of a task are equal, because the agent samples at temperature "
@@ -102,14 +102,11 @@ def explain_metrics(steps: Sequence[Metrics]) -> str:
         )
     if unselected := round(totals["unselected_generations"]):
         lines.append(
-            f"{unselected} x an answer is of a call that `selection` leaves out: `whet doctor "
-            "--run NAME` has the reasons, and an agent is named by the header x-whet-agent"
+            f"{unselected} x an answer is of a call that `selection` leaves out: an agent is named "
+            "by the header x-whet-agent"
         )
     if unproven := round(totals["unproven_generations"]):
-        lines.append(
-            f"{unproven} x the context of an answer does not match the served prompt: "
-            "`whet doctor --run NAME` counts them by reason"
-        )
+        lines.append(f"{unproven} x the context of an answer does not match the served prompt")
     return "; ".join(lines) or "no generation with credit can be trained"
 
 

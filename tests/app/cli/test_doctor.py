@@ -221,7 +221,7 @@ def test_a_run_of_several_processes_is_found_in_the_store_beside_the_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WHET_STORE", raising=False)
     folder = RunFolder.create(RunConfig(name="mine"), "train")
-    with pytest.raises(ConfigError, match="on this machine: name their store with --store"):
+    with pytest.raises(ConfigError, match="on this machine: name their store, or set"):
         run_doctor(args_of(run="mine"))
 
     async def fill(run: str, rollouts: int) -> None:

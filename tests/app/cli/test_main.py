@@ -1,9 +1,11 @@
 """Errors of users: one line that says how to fix it, exit code 2, and no files left behind."""
 
+import argparse
 import importlib
 import io
 import json
 import re
+import shlex
 import socket
 import sqlite3
 import subprocess
@@ -14,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from whet.app.cli import main as main_module
-from whet.app.cli.config_flags import list_config_fields
+from whet.app.cli.config_flags import list_config_fields, read_config_values
+from whet.app.cli.flags import check_after, split_after
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
+from whet.config import resolve
 from whet.errors import WhetError
 from whet.store.schema import VERSION
 
@@ -109,6 +113,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --resume", "there is no run to resume"),
         ("demo --resume nothing", "is not a run"),
         ("train --tasks t.jsonl node a.js", "a.js, did you mean `-- node a.js`, a command at the"),
+        ("train a.py:f --tasks t.jsonl --samples 5", "--samples is for a dev run: add --debug"),
         ("train --resume mine", "as in whet train AGENT --tasks FILE --resume mine"),
         ("launch", "invalid choice: 'launch'"),
         (
@@ -309,6 +314,8 @@ def test_a_run_of_your_own_agent_from_the_command_line(
     run = folder / ".whet" / "runs" / "mine"
     assert json.loads((run / "config.json").read_text())["group_size"] == 4
     assert (run / "model" / "model.safetensors").exists()
+    card = (run / "model" / "README.md").read_text()
+    assert "- Agent: `solve`\n- Trained on: 2 tasks of tasks.jsonl\n- Seed: 0\n" in card
     assert (run / "curve.png").exists()
     assert len(list((run / "checkpoints").iterdir())) == 1
 
@@ -400,6 +407,30 @@ def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
     for number, line in enumerate(lines):
         if line.startswith("  -"):  # a flag has its text beside it, or below
             assert len(line.split("  ")) > 2 or lines[number + 1].startswith(" " * 20), line
+
+
+def test_a_run_of_several_processes_has_a_default_name(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_main(capsys, "up", "--help").stdout
+    [line] = [each for each in shown.splitlines() if "--run " in each]
+    assert line.endswith("name of the run (default default)")
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "dev", "eval", "serve", "runner", "demo", "chat", "show", "rollouts"]
+)
+def test_the_help_of_a_common_command_ends_with_examples_that_it_accepts(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = run_main(capsys, name, "--help").stdout
+    [_, examples] = shown.split("\nexamples:\n")
+    assert 1 <= len(examples.splitlines()) <= 2
+    for line in examples.splitlines():
+        program, *words = shlex.split(line)
+        assert program == "whet"
+        before, after = split_after(words)
+        args = main_module.build_parser().parse_args(before, argparse.Namespace(after=after))
+        check_after(args)
+        resolve(read_config_values(args))
 
 
 def test_the_help_of_the_demo_has_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:

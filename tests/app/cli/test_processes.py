@@ -165,7 +165,7 @@ def test_a_trainer_that_was_suspended_replaces_no_weights_of_its_successor(folde
         assert new.ends() == 0, new.output
         third = stack.enter_context(start(folder, "train", *training, "--dir", "c", **where))
         assert third.ends() == 2
-        third.hears("does not have its checkpoint 'step-000003': continue with the --dir")
+        third.hears("does not have its checkpoint 'step-000003': continue with the dir")
     check(folder, json.loads(new.lines[-1]))
 
 

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from support.processes import start
 from whet.app.cli.main import main
 from whet.io.server import AppServer
+from whet.store import DEFAULT_RUN
 from whet.store.http.client import HTTPStore
 from whet.store.http.server import StoreServer
 from whet.store.sqlite import SQLiteStore
@@ -180,24 +181,45 @@ def test_the_stores_token_is_made_once_and_only_its_owner_reads_it(folder: Path)
     assert (folder / ".whet" / "store.token").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_a_store_keeps_is_shown_moved_and_forgotten(
+async def fill_store(file: Path, run: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    async with SQLiteStore(file, run=run) as store:
+        await store.enqueue([Rollout(id="a", group="a", task="x")])
+        await store.cancel(["a"])
+
+
+def test_a_run_in_a_folder_is_named_by_the_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def fill() -> None:
-        async with SQLiteStore(folder / ".whet" / "store.db", run="mine") as store:
-            await store.enqueue([Rollout(id="a", group="a", task="x")])
-            await store.cancel(["a"])
+    own = folder / ".whet" / "runs" / "alone" / "store.db"
+    anyio.run(fill_store, own, DEFAULT_RUN)
 
     def done(*arguments: str, code: int = 0) -> str:
         assert main(["store", *arguments, "--dir", str(folder / ".whet")]) == code
         out, err = capsys.readouterr()
         return (out + err).strip()
 
-    assert "no store at" in done("size", code=2)
-    own = folder / ".whet" / "runs" / "alone" / "store.db"
-    own.parent.mkdir(parents=True)
-    own.touch()
-    assert f"has its own: --db {own}" in done("size", code=2)
+    assert done("size", "--run", "alone").splitlines()[1].split()[:2] == ["alone", "1"]
+    assert done("prune", "--run", "alone", "--older-than", "0s") == "alone: pruned 1 rollouts"
+    assert done("vacuum", "--run", "alone") == "vacuumed"
+    done("export", "--run", "alone", str(folder / "alone.zip"))
+    assert (folder / "alone.zip").is_file()
+    assert "none of a run 'other' in" in done("size", "--run", "other", code=2)
+    assert "`whet clean alone` deletes a run's folder" in done("drop", "--run", "alone", code=2)
+
+
+def test_what_a_store_keeps_is_shown_moved_and_forgotten(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fill() -> None:
+        await fill_store(folder / ".whet" / "store.db", "mine")
+
+    def done(*arguments: str, code: int = 0) -> str:
+        assert main(["store", *arguments, "--dir", str(folder / ".whet")]) == code
+        out, err = capsys.readouterr()
+        return (out + err).strip()
+
+    assert "a run without `whet store` has its own: --run NAME" in done("size", code=2)
     anyio.run(fill)
     assert "mine " in done("size")
     assert done("prune", "--older-than", "0s") == "mine: pruned 1 rollouts"

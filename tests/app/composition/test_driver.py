@@ -1,13 +1,16 @@
 """Drivers: the parameters that a user's function may have, and the values it gets."""
 
+import re
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import whet
+from whet.app.cli.main import main
 from whet.app.composition.driver import Driver
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DriverFailed
 from whet.types import Endpoint
 
 
@@ -94,3 +97,58 @@ def test_it_gets_its_parameters_and_agents_get_the_resources_of_their_rollout(
         "model": str(model),
     }
     assert prompts.run(repeat, ["a", "b"], **arguments) == [1.0, 1.0]
+
+
+def test_an_error_of_the_function_is_raised_once_with_its_line_and_cause(
+    model: Path, tmp_path: Path
+) -> None:
+    @whet.algorithm
+    def divides(tasks: list[str]) -> float:
+        return len(tasks) / 0
+
+    with pytest.raises(DriverFailed) as caught:
+        divides.run(repeat, ["a"], quiet=True, dir=str(tmp_path), model=str(model))
+    reason = r"ZeroDivisionError: division by zero \(.*test_driver.py:\d+\)"
+    assert re.fullmatch(f"the algorithm 'divides' raised: {reason}", str(caught.value))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.traceback.count("return len(tasks) / 0") == 1
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("return len(tasks) / 0") == 1
+    assert "ExceptionGroup" not in shown
+
+
+COLLECT = Path(__file__).parents[3] / "examples" / "custom_driver" / "collect.py"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected", "traces"),
+    [
+        (f"{COLLECT}:collect", "all 2 rollouts failed, such as: agent: the agent raised: Key", 0),
+        (
+            "mine.py:mean",
+            "the algorithm 'mean' raised: StatisticsError: fmean requires",
+            1,
+        ),
+    ],
+)
+def test_on_the_command_line_an_algorithm_that_fails_is_one_line_and_one_traceback_at_most(
+    algorithm: str,
+    expected: str,
+    traces: int,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text('{"question": "1 + 1?"}\n{"question": "1 + 2?"}\n')
+    Path("mine.py").write_text(
+        "from statistics import fmean\nimport whet\n\n@whet.algorithm\ndef mean(tasks):\n"
+        "    return fmean(task['answer'] for task in tasks if 'answer' in task)\n"
+    )
+    agent = (f"{COLLECT}:solve", "--tasks=tasks.jsonl", f"--model={model}", f"--dir={tmp_path}")
+    assert main(["train", *agent, "--algorithm", algorithm]) == 2
+    *above, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"whet: {expected}")
+    assert sum("Traceback" in line for line in above) == traces
+    assert traces == 0 or last.endswith("(mine.py:6)")

@@ -93,7 +93,7 @@ def test_an_evaluation_without_comparable_tasks_reports_that() -> None:
     console = Console(record=True, width=100, quiet=False, file=StringIO())
     print_comparison(console, found, "nothing")
     text = console.export_text()
-    assert text.count("n/a") == 9
+    assert text.count(" - ") == 9
     assert "0 of 2 held-out tasks" in text
     assert found.as_json()["base"] == {
         "sampled": None,
@@ -102,6 +102,19 @@ def test_an_evaluation_without_comparable_tasks_reports_that() -> None:
         "failed": 0,
         "failures": {},
     }
+
+
+@pytest.mark.parametrize("failing", ["base", "trained"])
+def test_where_every_rollout_failed_the_table_has_no_gain(failing: str) -> None:
+    failure = Failure(kind=FailureKind.AGENT, message="the agent raised")
+    fine = Scores(greedy=(1.0, 0.0))
+    scores = {"base": fine, "trained": fine}
+    scores[failing] = Scores(greedy=(0.0, 0.0), failures=(failure, failure))
+    console = Console(record=True, width=100, file=StringIO())
+    print_comparison(console, compare(scores, EvaluationConfig()), "held out")
+    text = console.export_text()
+    assert "all failed" in text
+    assert "points" not in text
 
 
 @pytest.mark.parametrize(

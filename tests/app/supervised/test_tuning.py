@@ -164,8 +164,8 @@ def test_best_and_worst_of_a_group_are_a_pair(run: Path, tmp_path: Path) -> None
         ("sft x.jsonl --from y", "give a file of dialogues or --from RUN"),
         ("sft x.jsonl", "cannot read the dialogues 'x.jsonl'"),
         ("sft --from nowhere", "there is no run 'nowhere'"),
-        ("sft x.jsonl --supervised.beta 1", "'supervised.beta' has no meaning for `whet sft`"),
-        ("sft x.jsonl --trainer.kind tinker", "`whet sft` trains in this process"),
+        ("sft x.jsonl --supervised.beta 1", "'supervised.beta' has no meaning for sft"),
+        ("sft x.jsonl --trainer.kind tinker", "sft trains in this process"),
         ("sft x.jsonl --steps 5", "unknown flag --steps"),
         ("dpo x.jsonl --min-reward 1", "unknown flag --min-reward"),
     ],
@@ -185,9 +185,9 @@ def test_an_impossible_request_is_an_error_in_one_line(
 
 
 def test_keys_of_reinforcement_learning_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'group_size' has no meaning for `whet sft`"):
+    with pytest.raises(ConfigError, match="'group_size' has no meaning for sft"):
         whet.sft(DIALOGUES, quiet=True, dir=str(tmp_path), group_size=4)
-    with pytest.raises(ConfigError, match="'supervised' is for `whet sft` and `whet dpo`"):
+    with pytest.raises(ConfigError, match="'supervised' is for sft and dpo"):
         whet.train(say, ["x"], quiet=True, dir=str(tmp_path), supervised={"epochs": 2})
 
 

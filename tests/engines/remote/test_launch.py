@@ -195,5 +195,5 @@ def test_gpus_are_those_that_this_process_may_use(tmp_path: Path) -> None:
 
 def test_a_missing_program_is_an_error_that_says_what_to_type(tmp_path: Path) -> None:
     config = VLLMConfig(command=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"--engine\.command, or use running .* --engine\.urls"):
+    with pytest.raises(ConfigError, match=r"engine\.command, or use running .* engine\.urls"):
         VLLMProcess(tmp_path, config, [], log=tmp_path / "log")

@@ -99,5 +99,5 @@ def test_wandb_without_an_account_says_what_to_do(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     run = TrackedRun("mine", tmp_path, {})
-    with pytest.raises(ConfigError, match=r"--tracking\.wandb-mode offline"):
+    with pytest.raises(ConfigError, match=r"set tracking\.wandb_mode to 'offline'"):
         build_tracker("wandb", TrackingConfig(wandb_mode="online"), run)

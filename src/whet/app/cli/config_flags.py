@@ -40,7 +40,7 @@ TRAINING_KEYS = {
 """The config keys that `--help` shows, by group; `--help-config` shows all of them."""
 
 SHORT_HELP = {
-    "model": "tiny, smollm2, a folder, a GGUF file, a Hub name, a run",
+    "model": "tiny, smollm2, a folder, GGUF file, Hub name or run",
     "engine.kind": "sample in this process, or with servers",
     "engine.device": "device of the model in this process",
     "engine.max_context": "longest prompt plus completion in tokens (default: the model's limit)",
@@ -57,11 +57,10 @@ SHORT_HELP = {
     "adam.lr": "learning rate (default 1e-4, full weights 1e-6)",
     "algorithm.name": "grpo, rloo, ..., or your own as module:Class",
     "loss.name": "ppo, gspo, cispo, ..., or your own as file.py:function",
-    "loop.name": "overlapped collects the next step while one trains",
+    "loop.name": "overlapped collects the next step while training",
     "seed": "seed of the task order and of new weights",
     "runner.concurrency": "attempts to run at once",
-    "runner.processes": "processes to run agents in; 0 for this one (default: chosen from the "
-    "number of cores)",
+    "runner.processes": "processes for agents, 0 for this one (default: from the cores)",
     "runner.timeout_s": "seconds an attempt may take",
     "runner.temperature": "temperature of training rollouts (default: as the agent asks)",
     "gateway.host": "address to listen on",

@@ -111,6 +111,10 @@ def add_arguments(parser: CommandParser) -> None:
     add_resume_flag(parser, "a run of this demo")
     add_output_flags(parser)
     add_config_flags(parser, TRAINING_KEYS, file=False, defaults=_describe_defaults())
+    parser.add_examples(
+        "whet demo",
+        "whet demo hello --steps 4",
+    )
     parser.set_defaults(run=run_demo)
 
 

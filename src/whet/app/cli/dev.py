@@ -10,6 +10,7 @@ from rich.console import Console
 from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import (
+    DEV_TASKS,
     CommandParser,
     add_agent_flags,
     add_output_flags,
@@ -37,6 +38,9 @@ def add_arguments(parser: CommandParser) -> None:
     add_samples_flag(parser)
     add_config_flags(parser, SHOWN)
     add_output_flags(parser)
+    parser.add_examples(
+        "whet dev agent.py:answer --tasks tasks.jsonl --samples 1",
+    )
     parser.set_defaults(run=run_dev)
 
 
@@ -49,7 +53,8 @@ def run_dev(args: argparse.Namespace) -> int:
     with requires_extra("`whet dev`", "local"):
         from whet.app.inspection.dev_run import dev_run  # noqa: PLC0415 - imports torch
     console = open_console(quiet=args.quiet, stderr=args.json)
-    result = dev_run(agent, tasks, values, console, samples=args.samples)
+    samples = DEV_TASKS if args.samples is None else args.samples
+    result = dev_run(agent, tasks, values, console, samples=samples)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
     failed = [view.record.failure for view in result.attempts]

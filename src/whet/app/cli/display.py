@@ -328,10 +328,14 @@ def report_stopped(command: str, folder: RunFolder) -> int:
     return 130
 
 
-def format_resume(command: str, folder: RunFolder) -> str:
-    """The command that continues a run: `command`, with its name before a `--`."""
+def format_resume(command: str, folder: RunFolder, *, steps: int | None = None) -> str:
+    """The command that continues a run: `command`, with its name before a `--`.
+
+    A run that has all its steps needs more `steps`.
+    """
     default = RunConfig.model_fields["dir"].default
     directory = folder.path.parent.parent
     where = "" if directory == default else f" --dir {shlex.quote(str(directory))}"
+    more = "" if steps is None else f" --steps {steps}"
     before, dashes, after = command.partition(" -- ")
-    return f"{before} --resume {shlex.quote(folder.path.name)}{where}{dashes}{after}"
+    return f"{before} --resume {shlex.quote(folder.path.name)}{where}{more}{dashes}{after}"

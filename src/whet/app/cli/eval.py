@@ -76,6 +76,9 @@ def add_arguments(parser: CommandParser) -> None:
     add_resume_flag(parser, "an evaluation, or add models to it")
     add_output_flags(parser)
     add_config_flags(parser, SHOWN, only=SECTIONS)
+    parser.add_examples(
+        "whet eval agent.py:answer --tasks held_out.jsonl --model base=tiny --model trained=mine",
+    )
     parser.set_defaults(run=run_eval)
 
 

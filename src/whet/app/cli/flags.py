@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 from pydantic import JsonValue
 
 from whet.app.composition.distributed import DEFAULT_STORE, STORE_VARIABLE
-from whet.app.inputs import load_tasks
+from whet.app.inputs import TaskFile, load_tasks
 from whet.config import RunConfig
 from whet.config.suggestion import explain_unknown
 from whet.errors import ConfigError, MissingExtra, boundary
@@ -28,6 +28,8 @@ AFTER = "after"
 """The arguments after `--`: an agent's command, or flags of an inference server."""
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
 WIDTH = 100
+DEV_TASKS = 3
+"""Tasks that `whet dev` runs by default."""
 
 
 ArgumentGroup = Any  # argparse does not export its type
@@ -65,6 +67,10 @@ class CommandParser(argparse.ArgumentParser):
         if title not in self._groups:
             self._groups[title] = self.add_argument_group(title)
         return self._groups[title]
+
+    def add_examples(self, *lines: str) -> None:
+        """End the help with command lines to copy."""
+        self.epilog = "\n".join(["examples:", *(f"  {line}" for line in lines)])
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it has overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -113,7 +119,12 @@ class HelpFormatter(argparse.HelpFormatter):
     """Help with the metavar once, and a config flag by its shorter name: `--engine KIND`."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=WIDTH)
+        super().__init__(prog, max_help_position=31, width=WIDTH)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:  # examples
+            return text
+        return super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -276,7 +287,7 @@ def load_named_tasks(
     if args.tasks is not None:
         return load_tasks(args.tasks)
     if isinstance(agent, EnvironmentAgent):
-        return agent.list_tasks(split)
+        return TaskFile(agent.list_tasks(split), agent.spec)
     raise ConfigError("no tasks: name a file with --tasks")
 
 
@@ -357,7 +368,7 @@ def add_output_flags(parser: CommandParser) -> None:
 def add_samples_flag(parser: CommandParser) -> None:
     """Add `--samples`, the number of tasks that `whet dev` runs."""
     parser.group("agent and tasks").add_argument(
-        "--samples", type=int, default=3, metavar="N", help="tasks to run (default 3)"
+        "--samples", type=int, metavar="N", help=f"tasks to run (default {DEV_TASKS})"
     )
 
 

@@ -124,7 +124,7 @@ def _run(before: Sequence[str], after: Sequence[str]) -> int:
 
 def describe(error: WhetError) -> str:
     """Return an error in one line, with what to do if it is a full disk."""
-    line = " ".join(str(error).split())
+    line = " ".join((error.command_text or str(error)).split())
     if "No space left on device" in line or "disk is full" in line:
         line += (
             "; make room on the disk, then continue with --resume; if `whet runs` does not list "

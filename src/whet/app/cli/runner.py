@@ -76,8 +76,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="processes to run agents in; 0 for this one (default: chosen from the number of "
-        "cores)",
+        help="processes for agents, 0 for this one (default: from the number of cores)",
     )
     group.add_argument(
         "--lease",
@@ -111,6 +110,9 @@ def add_arguments(parser: CommandParser) -> None:
         help="record the spans of the agent's SDK: otel or openai-agents",
     )
     _add_ray_flags(parser)
+    parser.add_examples(
+        "whet runner agent.py:answer --store http://127.0.0.1:4747 --concurrency 16",
+    )
     parser.set_defaults(run=run_runner)
 
 

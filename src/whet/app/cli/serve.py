@@ -56,6 +56,10 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="URL",
         help="public URL to advertise to runners (default: the gateway's own)",
     )
+    parser.add_examples(
+        "whet serve --model mine --gateway.port 8000",
+        "whet serve --store http://127.0.0.1:4747 --run mine",
+    )
     parser.set_defaults(run=run_serve)
 
 

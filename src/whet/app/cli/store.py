@@ -130,7 +130,11 @@ def run_action(args: argparse.Namespace) -> int:
 async def _open_and_run(
     act: Callable[[argparse.Namespace, Store], Awaitable[None]], args: argparse.Namespace
 ) -> None:
-    if args.store is None:
+    own = _find_own_store(args)
+    args.is_own = own is not None
+    if own is not None:
+        opened = open_database(str(own), run=DEFAULT_RUN)
+    elif args.store is None:
         opened = open_database(_find_database(args), run=args.run_name or DEFAULT_RUN)
     elif args.db is None:
         address = await find_store(args.store, args.run_name, Path(args.dir))
@@ -141,21 +145,40 @@ async def _open_and_run(
         await act(args, store)
 
 
+def _find_own_store(args: argparse.Namespace) -> Path | None:
+    """The store of a run that was trained without `whet store`, in the run's folder."""
+    if args.store or args.db or not args.run_name or args.action in ("drop", "import"):
+        return None
+    own = Path(args.dir) / "runs" / args.run_name / DATABASE
+    return own if own.is_file() else None
+
+
 def _find_database(args: argparse.Namespace) -> str:
     database = args.db or str(Path(args.dir) / DATABASE)
-    if "://" not in database and not Path(database).exists():
-        own = sorted(Path(args.dir).glob(f"runs/*/{DATABASE}"))
-        hint = f"; a run without `whet store` has its own: --db {own[0]}" if own else ""
-        raise ConfigError(f"no store at {database!r}: name it with --db, --dir or --store{hint}")
-    return database
+    if "://" in database or Path(database).exists():
+        return database
+    runs = Path(args.dir) / "runs"
+    found, hint = f"no store at {database!r}", "a run without `whet store` has its own: --run NAME"
+    if args.action == "drop" and (runs / args.run_name).is_dir():
+        hint = f"`whet clean {args.run_name}` deletes a run's folder"
+    elif args.run_name and args.action != "import":
+        found += f", and none of a run {args.run_name!r} in {str(runs)!r}"
+        hint = "`whet runs` lists the runs of a folder"
+    raise ConfigError(f"{found}: name it with --db, --dir or --store; {hint}")
 
 
 async def _print_sizes(args: argparse.Namespace, store: Store) -> None:
     print_line(f"{'run':<32} {'rollouts':>9} {'attempts':>9} {'calls':>9} {'spans':>9} {'MB':>9}")
     for run, size in (await store.size()).items():
-        if args.run_name in (None, run):
+        name = _name_run(args, run)
+        if args.run_name in (None, name):
             counts = f"{size.rollouts:>9} {size.attempts:>9} {size.calls:>9} {size.spans:>9}"
-            print_line(f"{run:<32} {counts} {size.bytes / 1e6:>9.1f}")
+            print_line(f"{name:<32} {counts} {size.bytes / 1e6:>9.1f}")
+
+
+def _name_run(args: argparse.Namespace, run: str) -> str:
+    """The name of a run of the store: in a store of its own it is that of its folder."""
+    return args.run_name if args.is_own else run
 
 
 async def _vacuum(args: argparse.Namespace, store: Store) -> None:
@@ -166,12 +189,14 @@ async def _vacuum(args: argparse.Namespace, store: Store) -> None:
 async def _prune(args: argparse.Namespace, store: Store) -> None:
     before = time.time() - _parse_age(args.older_than)
     for run in await _select_runs(args, store):
-        print_line(f"{run}: pruned {await store.for_run(run).prune(before)} rollouts")
+        print_line(
+            f"{_name_run(args, run)}: pruned {await store.for_run(run).prune(before)} rollouts"
+        )
 
 
 async def _select_runs(args: argparse.Namespace, store: Store) -> list[str]:
     known = list(await store.size())
-    if args.run_name is None:
+    if args.run_name is None or args.is_own:
         return known
     if args.run_name not in known:
         raise StoreError(

@@ -32,7 +32,7 @@ from whet.app.inputs import AgentInputs, check_held_out
 from whet.app.prompts.saved import load_prompts
 from whet.app.run_folder import RunFolder
 from whet.config import VerlConfig, resolve
-from whet.errors import ConfigError, requires_extra
+from whet.errors import ConfigError, DriverFailed, requires_extra
 from whet.io.process import follow_supervisor
 from whet.runners.agent import Agent
 from whet.runners.judges.judge import Judge
@@ -70,10 +70,13 @@ def add_arguments(parser: CommandParser) -> None:
         "--store",
         default=os.environ.get(STORE_VARIABLE),
         metavar="URL",
-        help="train only; `whet serve` and `whet runner` use the same store "
-        f"(default ${STORE_VARIABLE})",
+        help=f"train only; serve and runner use the same store (default ${STORE_VARIABLE})",
     )
     add_config_flags(parser, TRAINING_KEYS)
+    parser.add_examples(
+        "whet train agent.py:answer --tasks tasks.jsonl --held-out held_out.jsonl --steps 20",
+        "whet train --tasks tasks.jsonl --reward exit -- node agent.js",
+    )
     parser.set_defaults(run=run_train)
 
 
@@ -81,6 +84,8 @@ def run_train(args: argparse.Namespace) -> int:
     """Run `whet train`."""
     values = read_config_values(args)
     config = resolve(values)  # errors in flags are reported before the slow imports
+    if args.samples is not None and not args.debug:
+        raise ConfigError("--samples is for a dev run: add --debug, or leave it out")
     if args.resume is not None and not args.tasks and not args.env:
         raise ConfigError(
             "--resume needs the agent and the tasks of the run: name both again, as in "
@@ -149,10 +154,13 @@ def _train(
     except KeyboardInterrupt:
         return _report_stopped(args, folder)
     _print_json(args, result.as_json())
+    done = len(result.steps)
+    steps = done + 1 if done >= folder.read_config().steps else None  # a run that has all its steps
     if args.store is not None:
-        check_trained(result, "run the same command")
+        more = "" if steps is None else f" with --steps {steps}"
+        check_trained(result, f"run the same command{more}")
     else:
-        check_trained(result, format_resume(_format_command(args), folder))
+        check_trained(result, format_resume(_format_command(args), folder, steps=steps))
     return 0
 
 
@@ -209,9 +217,13 @@ def _run_driver(
         raise ConfigError(f"{args.algorithm!r} is not an algorithm: mark it with @whet.algorithm")
     agent = cast(Agent, load_function(args.agent)) if args.agent and args.store is None else None
     settings = cast(dict[str, Any], values)  # checked by the config
-    result = driver.run(
-        agent, tasks, held_out=held_out, store=args.store, quiet=args.quiet, **settings
-    )
+    try:
+        result = driver.run(
+            agent, tasks, held_out=held_out, store=args.store, quiet=args.quiet, **settings
+        )
+    except DriverFailed as failed:
+        sys.stderr.write(failed.traceback)
+        raise
     _print_json(args, result)
     return 0
 

@@ -50,7 +50,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="DB",
         help="SQLite file, or postgresql://... (default store.db in --dir)",
     )
-    add_config_flags(parser, TRAINING_KEYS)
+    add_config_flags(parser, TRAINING_KEYS, defaults={"name": DEFAULT_RUN})
     parser.set_defaults(run=run_up)
 
 

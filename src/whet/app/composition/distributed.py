@@ -92,7 +92,11 @@ async def find_store(
             while not _has_token(directory):  # noqa: ASYNC110 - another process makes it
                 await anyio.sleep(TOKEN_POLL_S)
         if not _has_token(directory):
-            raise ConfigError(f"no store's token in {file} after {TOKEN_WAIT_S:g} s: {advice}")
+            found = f"no store's token in {file} after {TOKEN_WAIT_S:g} s"
+            raise ConfigError.phrase(
+                python=f"{found}: start the store with this dir, or set {token.VARIABLE}",
+                command=f"{found}: {advice}",
+            )
     return StoreAddress(url, run or DEFAULT_RUN, token.find_token(directory))
 
 

@@ -23,10 +23,11 @@ from whet.app.composition.distributed import (
 )
 from whet.app.inputs import Tasks, check_one_policy, load_tasks, publish_resources
 from whet.config import resolve
-from whet.errors import ConfigError, requires_extra
+from whet.errors import ConfigError, DriverFailed, WhetError, requires_extra
 from whet.io.threads import run_async
 from whet.protocols import Store
-from whet.runners.agent import Agent, await_result
+from whet.runners.agent import Agent, await_result, get_name
+from whet.runners.context import describe_raised, format_traceback
 from whet.types import Attempt, Endpoint, Outcome
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Driver:
 
         Raises:
             ConfigError: invalid input; nothing was started.
+            DriverFailed: the function raised; its error is the cause.
         """
         with requires_extra("this run", "local"):
             from whet.app.train import prepare_run  # noqa: PLC0415 - imports torch
@@ -112,7 +114,7 @@ def algorithm(function: Callable[..., Any]) -> Driver:
 def _read_names(function: Callable[..., Any]) -> frozenset[str]:
     parameters = inspect.signature(function).parameters.values()
     required = [p.name for p in parameters if p.default is p.empty]
-    name = getattr(function, "__name__", type(function).__name__)
+    name = get_name(function)
     for parameter in required:
         if parameter not in PARAMETERS:
             raise ConfigError(
@@ -132,9 +134,7 @@ def _check_driver(
             "'tinker': set it to 'local'"
         )
     if store is None and agent is None:
-        raise ConfigError(
-            "an algorithm needs an agent to run, or a store where `whet runner` runs one"
-        )
+        raise ConfigError("an algorithm needs an agent to run, or a store whose runners run one")
 
 
 async def _run(
@@ -177,7 +177,19 @@ async def _run(
             await stack.enter_async_context(watch_workers(store, progress))
             if "gateway" in driver.names:
                 parts["gateway"] = await _find_gateway(store, address)
-        return await await_result(driver(**{name: parts[name] for name in driver.names}))
+        return await _call(driver, {name: parts[name] for name in driver.names})
+
+
+async def _call(driver: Driver, arguments: Mapping[str, object]) -> object:
+    try:
+        return await await_result(driver(**arguments))
+    except WhetError:
+        raise
+    except Exception as error:
+        name = get_name(driver.function)
+        failed = DriverFailed(f"the algorithm {name!r} raised: {describe_raised(error)}")
+        failed.traceback = format_traceback(error)
+        raise failed from error
 
 
 async def _announce(store: Store, folder: "RunFolder") -> None:

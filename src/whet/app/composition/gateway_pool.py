@@ -90,15 +90,13 @@ async def open_gateway_pool(
         addresses = [GatewayAddress(url, POLICY) for url in urls]
         endpoints = find_endpoints(store, secret, addresses)
         stack.enter_context(write_address_file(urls[0]))
-        try:
+        with unwrap_group():
             async with create_task_group() as tasks:
                 async with create_task_group() as starts:
                     for process in processes:
                         starts.start_soon(tasks.start, process.keep_alive)
                 yield Gateway(urls[0], secret, POLICY), endpoints
                 tasks.cancel_scope.cancel()
-        except ExceptionGroup as group:
-            raise unwrap_group(group) from group
 
 
 @asynccontextmanager
@@ -165,8 +163,8 @@ class GatewayProcess:
             pause = backoff.count_death(time.monotonic() - began)
             if pause is None:
                 raise EngineError(
-                    f"a gateway process died {backoff.deaths} times in a row ({exit}): continue "
-                    "with --resume; --gateway.processes 0 runs the gateway in this process"
+                    f"a gateway process died {backoff.deaths} times in a row ({exit}): resume "
+                    "the run; with gateway.processes 0 the gateway runs in this process"
                 )
             logger.warning("a gateway process died (%s): it is started again", exit)
             await anyio.sleep(pause)

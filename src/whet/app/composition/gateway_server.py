@@ -291,13 +291,11 @@ async def run_agents(
         on_warning=on_warning,
         explain_unread=explain_unread,
     )
-    try:
+    with unwrap_group():
         async with create_task_group() as tasks:
             tasks.start_soon(runner.run)
             yield
             tasks.cancel_scope.cancel()
-    except ExceptionGroup as group:
-        raise unwrap_group(group) from group
 
 
 @asynccontextmanager

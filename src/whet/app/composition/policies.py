@@ -122,7 +122,7 @@ def _check_one_base(config: RunConfig, folders: dict[str, Path]) -> None:
     if len({folder.resolve() for folder in folders.values()}) > 1 or len(precisions) > 1:
         raise ConfigError(
             "vLLM serves several policies as LoRA adapters of one base model: give all of them the "
-            "same model and trainer.precision, or sample with --engine local"
+            "same model and trainer.precision, or set engine.kind to local"
         )
 
 

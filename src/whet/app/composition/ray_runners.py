@@ -143,7 +143,7 @@ def _make_reachable(address: str) -> str:
         raise ConfigError(
             f"{address} is this machine alone, and the cluster has nodes at "
             f"{', '.join(sorted(others))}: let the store and the gateway listen on an address that "
-            "they reach, such as --gateway.host 0.0.0.0"
+            "they reach, such as gateway.host 0.0.0.0"
         )
     return address
 

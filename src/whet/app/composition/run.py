@@ -223,8 +223,8 @@ async def _take_over(folder: RunFolder, store: Store, progress: Progress) -> Tra
     if done and not is_local and not await TrainerLease.was_held_in(folder.path, store):
         raise ConfigError(
             f"the run {store.run!r} of the store has {len(done)} steps, but {str(folder.path)!r} "
-            f"does not have its checkpoint {done[-1].checkpoint!r}: continue with the --dir it was "
-            "trained in, or choose another --run"
+            f"does not have its checkpoint {done[-1].checkpoint!r}: continue with the dir it was "
+            "trained in, or choose another run"
         )
     return await TrainerLease.acquire(store, folder.path, progress)
 

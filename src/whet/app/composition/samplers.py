@@ -128,14 +128,14 @@ async def open_model_samplers(
     for model in models.values():
         if model.checkpoint is not None:
             raise ConfigError(
-                f"the checkpoint {model.source!r} can only be sampled by --engine local: servers "
-                "load adapters and model folders"
+                f"the checkpoint {model.source!r} can only be sampled with engine.kind local: "
+                "servers load adapters and model folders"
             )
     first, *others = models.values()
     if any(other.folder.resolve() != first.folder.resolve() for other in others):
         raise ConfigError(
-            "the policies have different base models, which one server cannot sample from: use "
-            "--engine local"
+            "the policies have different base models, which one server cannot sample from: set "
+            "engine.kind to local"
         )
     published = {name: describe_policy(config, each.folder, 0, "") for name, each in models.items()}
     adapters = {name: model.adapter for name, model in models.items() if model.adapter}
@@ -283,7 +283,8 @@ async def _join_tinker(
 ) -> AsyncGenerator[Sampler]:
     if config.engine != LocalEngineConfig():
         raise ConfigError(
-            "this run trains with a Tinker service, which also samples: leave out --engine flags"
+            "this run trains with a Tinker service, which also samples: leave out the settings of "
+            "the engine"
         )
     with requires_extra("trainer.kind 'tinker'", "tinker"):
         from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - the client's import takes long

@@ -57,11 +57,12 @@ def serve(
         )
     progress = partial(open_console(quiet=quiet).print, highlight=False)
     serving = serve_alone(str(model), resolve(settings), progress)
-    try:
-        with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving) as open:
-            yield open.own_endpoint
-    except ExceptionGroup as group:
-        raise unwrap_group(group) from group
+    with (
+        unwrap_group(),
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(serving) as open,
+    ):
+        yield open.own_endpoint
 
 
 @asynccontextmanager

@@ -58,7 +58,7 @@ async def open_trainer(
         yield TinkerTrainer(tinker_policy), tinker_policy
         return
     if isinstance(config.trainer, VerlConfig):
-        raise ConfigError("trainer.kind 'verl' is for `whet train` and whet.VERL alone")
+        raise ConfigError("trainer.kind 'verl' is for training alone")
     if config.trainer.gpus > 1:
         async with _open_ranks(config, model) as (trainer, policy):
             yield trainer, policy
@@ -126,7 +126,7 @@ def check_served(policy: LocalPolicy, config: RunConfig) -> None:
     if policy.config.weights == "lora" and any(".experts." in n for n in policy.get_trainable()):
         raise ConfigError(
             f"{config.engine.kind} does not load adapters of experts in PEFT's form: set "
-            "trainer.lora_layers to attention, or sample with --engine local"
+            "trainer.lora_layers to attention, or set engine.kind to local"
         )
 
 

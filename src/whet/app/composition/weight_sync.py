@@ -94,8 +94,8 @@ async def announce_model(resources: Resources, config: RunConfig) -> None:
     except NotFound:
         if config.initial_weights is not None:
             raise ConfigError(
-                "a run that trains nothing starts from a model folder: make one with "
-                "`whet models merge`"
+                "a run that trains nothing starts from a model folder: merge its start "
+                "into the base model"
             ) from None
         model = resolve_model(config.model)
         policy = describe_policy(config, model, 0, "").model_copy(update={"algorithm": None})
@@ -122,9 +122,8 @@ def read_policy(resource: Resource) -> PublishedPolicy:
         return PublishedPolicy.model_validate(resource.value)
     except ValidationError as error:
         raise StoreError(
-            f"resource {resource.name!r} version {resource.version} was not written by `whet "
-            f"train`: "
-            f"{error.errors()[0]['msg']}"
+            f"resource {resource.name!r} version {resource.version} was not written by a "
+            f"trainer: {error.errors()[0]['msg']}"
         ) from error
 
 

@@ -79,6 +79,10 @@ def add_arguments(parser: CommandParser) -> None:
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON array instead of a table"
     )
+    parser.add_examples(
+        "whet rollouts mine --step 3 --max-reward 0",
+        "whet rollouts mine --text Paris --json",
+    )
     parser.set_defaults(run=run_rollouts)
 
 

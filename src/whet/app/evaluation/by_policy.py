@@ -104,6 +104,6 @@ def print_by_policy(console: Console, results: Mapping[str, PolicyResult]) -> No
             table.add_row(policy, "no call", "0", "0")
         for measure, by_model in found.measures.items():
             values = [format_value(by_model[n], found.is_share, alone=not others) for n in by_model]
-            gains = [format_gain(found.gains[measure][name], found.is_share) for name in others]
+            gains = [format_gain(found, measure, name) for name in others]
             table.add_row(policy, measure, str(found.tasks), str(calls), *values, *gains)
     console.print(table)

@@ -122,9 +122,7 @@ def print_comparison(console: Console, comparison: Comparison, title: str) -> No
         cells = [
             format_value(by_model[name], share, alone=not others) for name in comparison.scores
         ]
-        table.add_row(
-            measure, *cells, *(format_gain(comparison.gains[measure][n], share) for n in others)
-        )
+        table.add_row(measure, *cells, *(format_gain(comparison, measure, name) for name in others))
     console.print(table)
     about = "paired 95 % intervals" if others else "95 % intervals"
     console.print(f"{comparison.describe_tasks()}; in brackets {about} over tasks")
@@ -222,22 +220,27 @@ def _list_changes(comparison: Comparison, measure: str) -> dict[str, list[float]
 def format_value(found: Estimate | None, share: bool, *, alone: bool) -> str:
     """Format a mean, with its interval if there is no baseline."""
     if found is None:
-        return "n/a"
+        return "-"
     text = f"{found.mean:.1%}" if share else f"{found.mean:.3f}"
     return f"{text}  {_format_interval(found, share)}" if alone else text
 
 
-def format_gain(found: Estimate | None, share: bool) -> str:
-    """Format a gain with its interval."""
+def format_gain(comparison: Comparison, measure: str, name: str) -> str:
+    """Format the gain of a model with its interval; none is shown if all its rollouts failed, or
+    all of the baseline."""
+    base, share = next(iter(comparison.scores)), comparison.is_share
+    if any(comparison.scores[each].has_only_failures for each in (base, name)):
+        return "all failed"
+    found = comparison.gains[measure][name]
     if found is None:
-        return "n/a"
+        return "-"
     text = f"{100 * found.mean:+.1f} points" if share else f"{found.mean:+.3f}"
     return f"{text}  {_format_interval(found, share, sign='+')}"
 
 
 def _format_interval(found: Estimate, share: bool, *, sign: str = "") -> str:
     if found.ci95 is None:
-        return "[n/a]"
+        return "[-]"
     scale, form = (100, f"{sign}.0f") if share else (1, f"{sign}.3f")
     return f"[{', '.join(f'{scale * bound:{form}}' for bound in found.ci95)}]"
 

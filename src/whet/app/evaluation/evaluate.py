@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from whet.app.cli.display import Display, open_console
-from whet.app.composition.gateway_server import Gateway, build_judge, run_agents
+from whet.app.composition.gateway_server import PORT_FLAG, Gateway, build_judge, run_agents
 from whet.app.evaluation.by_policy import (
     PolicyResult,
     PolicyUse,
@@ -163,7 +163,8 @@ def prepare_evaluation(
         raise ConfigError("gateway.judge 'base' could be any of several models: name one")
     plan_trials("eval", tasks, config)
     if not specs and not resume:
-        raise ConfigError("no model to evaluate: give at least one, such as --model tiny")
+        found = "no model to evaluate: give at least one, such as"
+        raise ConfigError.phrase(python=f"{found} models=['tiny']", command=f"{found} --model tiny")
     models = read_models(specs, endpoint, progress, directory=config.dir)
     prompts = prompts or {}
     unknown = set(prompts) - {ALL_MODELS, *(model.name for model in models)}
@@ -326,7 +327,7 @@ class _ModelEvaluator:
             host=config.gateway.host,
             port=config.gateway.port,
             name="proxy",
-            port_flag="--gateway.port",
+            port_flag=PORT_FLAG,
         )
         try:
             yield Gateway(server.url, secret, model.source, tuple(config.policies))

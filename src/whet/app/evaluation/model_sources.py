@@ -119,9 +119,10 @@ def read_models(
             models.append(EndpointModel(name or _as_name(source), source, endpoint))
     for number, model in enumerate(models):
         if model.name in [other.name for other in models[:number]]:
-            raise ConfigError(
-                f"found two models called {model.name!r}: name them, such as "
-                "--model base=tiny --model trained=.whet/runs/mine"
+            found = f"found two models called {model.name!r}: name them, such as"
+            raise ConfigError.phrase(
+                python=f"{found} models={{'base': 'tiny', 'trained': '.whet/runs/mine'}}",
+                command=f"{found} --model base=tiny --model trained=.whet/runs/mine",
             )
     return models
 
@@ -175,7 +176,7 @@ def resolve_start(
         if requested.get(key, value) != value:
             raise ConfigError(
                 f"{source!r} has trainer.{key} {value!r}, found {requested[key]!r}: leave it out, "
-                "or make a model folder with `whet models merge` and start from that"
+                "or merge it into its base model and start from that folder"
             )
     trainer: dict[str, JsonValue] = {**requested, **shape}
     weights = str(start.absolute())

@@ -60,6 +60,11 @@ class Scores:
     def rollouts(self) -> int:
         return len(self.greedy) + sum(map(len, self.sampled))
 
+    @property
+    def has_only_failures(self) -> bool:
+        """Whether every rollout failed."""
+        return 0 < self.rollouts == len(self.failures)
+
     def get_task_rewards(self, task: int) -> tuple[float | None, ...]:
         """All rewards of one task."""
         greedy = self.greedy[task : task + 1]

@@ -48,7 +48,10 @@ def dev_run(
         ConfigError: invalid arguments; nothing was started.
     """
     if samples < 1:
-        raise ConfigError(f"invalid --samples {samples}: expected at least 1")
+        raise ConfigError.phrase(
+            python=f"invalid samples {samples}: expected at least 1",
+            command=f"invalid --samples {samples}: expected at least 1",
+        )
     chosen = load_tasks(tasks)[:samples]
     # A dev run takes no name: the run that is named comes after it.
     unnamed = {key: value for key, value in settings.items() if key != "name"}

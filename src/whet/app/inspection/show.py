@@ -65,6 +65,10 @@ def add_arguments(parser: CommandParser) -> None:
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON object instead"
     )
+    parser.add_examples(
+        "whet show mine --step 3",
+        "whet show mine --failed --limit 1",
+    )
     parser.set_defaults(run=run_show)
 
 
@@ -216,8 +220,9 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
     try:
         attempts = await store.attempts(id)
     except NotFound as error:
-        raise ConfigError(
-            f"the run has no rollout {id!r}: `whet rollouts RUN` lists them"
+        found = f"the run has no rollout {id!r}"
+        raise ConfigError.phrase(
+            python=found, command=f"{found}: `whet rollouts RUN` lists them"
         ) from error
     if not attempts:
         raise ConfigError(f"the rollout {id!r} has not begun yet: show it once it runs")
@@ -229,9 +234,10 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
 
 def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFolder) -> StepRecord:
     if not steps:
-        raise ConfigError(
-            f"the run {folder.path.name!r} has no finished step; --failed (failed=True in Python) "
-            "shows its failed rollouts"
+        found = f"the run {folder.path.name!r} has no finished step"
+        raise ConfigError.phrase(
+            python=f"{found}; failed=True shows its failed rollouts",
+            command=f"{found}; --failed shows its failed rollouts",
         )
     if number is not None and not 1 <= number <= len(steps):
         raise ConfigError(f"invalid step {number}: the run has steps 1 to {len(steps)}")

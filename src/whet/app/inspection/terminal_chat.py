@@ -37,6 +37,10 @@ def add_arguments(parser: CommandParser) -> None:
     )
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer in tokens")
     add_config_flags(parser, SHOWN, only=("dir", "engine", "gateway"), file=False)
+    parser.add_examples(
+        "whet chat mine",
+        "whet chat tiny --temperature 0 --max-tokens 64",
+    )
     parser.set_defaults(run=run_chat)
 
 

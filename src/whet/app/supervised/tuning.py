@@ -64,7 +64,16 @@ class Source:
     def check(self) -> None:
         """Raise ConfigError unless there is one source."""
         if (self.data is None) == (self.from_run is None):
-            raise ConfigError("give a file of dialogues or --from RUN, and not both")
+            raise ConfigError.phrase(
+                python="give dialogues or from_run, and not both",
+                command="give a file of dialogues or --from RUN, and not both",
+            )
+
+    def describe(self) -> str:
+        """Return the origin of the examples."""
+        if self.from_run is not None:
+            return f"of the run {self.from_run}"
+        return f"of {self.data}" if isinstance(self.data, (str, Path)) else "in Python"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,8 @@ class FineTuning:
     steps: tuple[StepRecord, ...]
     """One for each checkpoint; `metrics` are over the optimizer steps since the one before."""
     seconds: float
+    trained_on: str = ""
+    """Number of examples, and where they are from."""
 
     @property
     def before(self) -> dict[str, float]:
@@ -96,6 +107,7 @@ class FineTuning:
             "before": self.before,
             "after": self.after,
             "losses": [round(step.metrics["loss"], 4) for step in self.steps],
+            "trained_on": self.trained_on,
             "trained_tokens": round(sum(s.metrics["trained_tokens"] for s in self.steps)),
             "run": str(self.run),
             "model": str(self.model),
@@ -190,7 +202,8 @@ def tune(
         highlight=False,
         soft_wrap=True,
     )
-    result = run_async(_train, kind, folder, examples, held_out, console)
+    trained_on = f"{len(examples):,} examples {source.describe()}"
+    result = run_async(_train, kind, folder, examples, held_out, trained_on, console)
     _print_result(console, result)
     return result
 
@@ -198,14 +211,14 @@ def tune(
 def check_config(config: RunConfig, kind: TuningKind) -> None:
     """Raise ConfigError for keys that have no meaning here."""
     if config.trainer.kind != "local":
-        raise ConfigError(f"`whet {kind}` trains in this process: leave out trainer.kind")
+        raise ConfigError(f"{kind} trains in this process: leave out trainer.kind")
     defaults = dict(list_leaves(RunConfig().model_dump(mode="json")))
     for key, value in list_leaves(config.model_dump(mode="json")):
         known = key in KEYS or key.partition(".")[0] in KEYS
         if value != defaults.get(key) and (
             not known or (kind == "sft" and key == "supervised.beta")
         ):
-            raise ConfigError(f"config key {key!r} has no meaning for `whet {kind}`: leave it out")
+            raise ConfigError(f"config key {key!r} has no meaning for {kind}: leave it out")
 
 
 # ------------------------------------------------------------------- preparation
@@ -292,7 +305,7 @@ def _fit_context(
         raise ConfigError(
             f"{long[0].name}: {count_tokens(long[0]):,} tokens do not fit into the model's context "
             f"of {limit:,} ({len(long)} such examples): shorten them, or set "
-            "--supervised.skip-long true"
+            "supervised.skip_long to true"
         )
     if len(long) == len(examples):
         raise ConfigError(
@@ -321,6 +334,7 @@ async def _train(
     folder: RunFolder,
     examples: Sequence[SupervisedExample],
     held_out: Sequence[SupervisedExample],
+    trained_on: str,
     console: Console,
 ) -> FineTuning:
     began = time.monotonic()
@@ -353,7 +367,8 @@ async def _train(
                     _report(record, config, tracking, console)
             await trainer.export(folder.model)
             steps = tuple(await log.steps())
-            result = FineTuning(folder.path, folder.model, steps, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            result = FineTuning(folder.path, folder.model, steps, seconds, trained_on)
             tracking.finish({f"final_{name}": value for name, value in result.after.items()})
     folder.write_report(result.as_json())
     return result

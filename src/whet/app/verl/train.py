@@ -135,8 +135,7 @@ async def _run(
         else:
             running = watch_workers(store, progress)
         await stack.enter_async_context(running)
-        again = "the same command" if store_url else f"--resume {folder.path.name}"
-        await _run_verl(config, settings, again)
+        await _run_verl(config, settings, folder.path.name, is_alone=store_url is None)
         counts = await store.counts()
     return {
         "run": str(folder.path),
@@ -230,8 +229,8 @@ def _build_command(config: RunConfig, settings: Path, *flags: str) -> list[str]:
 # ------------------------------------------------------------------- processes
 
 
-async def _run_verl(config: RunConfig, settings: Path, again: str) -> None:
-    """Run verl to its end; `again` is how its user continues after a failure."""
+async def _run_verl(config: RunConfig, settings: Path, name: str, *, is_alone: bool) -> None:
+    """Run verl to its end; a run without a store is resumed by its name."""
     environment = {**os.environ, SUPERVISED: "1", "PYTHONUNBUFFERED": "1"}
     async with await anyio.open_process(
         _build_command(config, settings),
@@ -251,9 +250,11 @@ async def _run_verl(config: RunConfig, settings: Path, again: str) -> None:
     if code == EXIT_CONFIG_ERROR:
         raise ConfigError("verl rejected its settings; the line above has the reason")
     if code:
-        raise RunFailed(
-            f"verl ended with exit code {code}; its lines are above, and {again} continues from "
-            "its last checkpoint"
+        found = f"verl ended with exit code {code}; its lines are above, and "
+        rest = "continues from its last checkpoint"
+        raise RunFailed.phrase(
+            python=f"{found}{'resume=True' if is_alone else 'the same call'} {rest}",
+            command=f"{found}{f'--resume {name}' if is_alone else 'the same command'} {rest}",
         )
 
 

@@ -47,8 +47,8 @@ class VLLMProcess:
         if program is None:
             raise ConfigError(
                 f"there is no program {config.command!r}: install vLLM in an environment of its "
-                "own and name its program with --engine.command, or use running servers with "
-                "--engine.urls"
+                "own and name its program by engine.command, or use running servers by "
+                "engine.urls"
             )
         host, port = _parse_address(config.flags)
         self.url = f"http://{host}:{port}"

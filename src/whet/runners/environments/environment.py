@@ -133,7 +133,8 @@ def import_package(module: str, package: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"no package {package!r} in this Python ({error}): pip install {package}, or install "
-            f"it with 'whet[runner]' in an environment of its own and name that with --env-python"
+            "it with whet and its extra 'runner' in an environment of its own and name that with "
+            "--env-python"
         ) from error
 
 

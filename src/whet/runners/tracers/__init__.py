@@ -7,13 +7,13 @@ import importlib
 from importlib.util import find_spec
 
 from whet.config import TracerName
-from whet.errors import ConfigError
+from whet.errors import ConfigError, MissingExtra
 
 REQUIREMENTS: dict[TracerName, tuple[str, str]] = {
-    "otel": ("opentelemetry.sdk", "whet[otel]"),
+    "otel": ("opentelemetry.sdk", ""),
     "openai-agents": ("agents.tracing", "openai-agents"),
 }
-"""A required module, and the package to install if it is missing."""
+"""A required module, and the package to install if it is missing; that of `otel` is an extra."""
 
 
 def check_tracer(name: TracerName) -> None:
@@ -24,6 +24,8 @@ def check_tracer(name: TracerName) -> None:
     except ModuleNotFoundError:  # its parent package is missing
         is_installed = False
     if not is_installed:
+        if not package:
+            raise MissingExtra.build(f"the tracer {name!r} ({module})", name)
         raise ConfigError(f"the tracer {name!r} needs {module!r}: pip install '{package}'")
 
 

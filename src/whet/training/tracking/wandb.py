@@ -42,7 +42,8 @@ class WandbTracker(Tracker):
             )
         except (wandb.Error, OSError) as error:
             raise ConfigError(
-                f"W&B cannot start: {error} (without an account: --tracking.wandb-mode offline)"
+                f"W&B cannot start: {error} (without an account: set tracking.wandb_mode to "
+                "'offline')"
             ) from error
         self._remember(self.last_step)
 
