@@ -233,6 +233,8 @@ class NotebookCurve:
 
 def print_start(console: Console, folder: RunFolder, tasks: int) -> None:
     """Print what a run trains, and where it is."""
+    if console.quiet:
+        return
     config = folder.read_config()
     sizes = format_count(config.steps, "step")
     sizes += f" of {config.tasks_per_step} x {config.group_size} rollouts"
