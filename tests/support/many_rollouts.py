@@ -29,7 +29,7 @@ FROM n CROSS JOIN attempt WHERE id = CASE WHEN i % 50 = 7 THEN :failed ELSE :don
 
 CALLS = f"""{COPIES}
 INSERT INTO call SELECT 1000 + i, printf('many-%06d', i), 1000 + i, NULL, root, messages,
-    context, prompt_length, prompt_digest, created, origin
+    prompt_suffix, prompt_length, prompt_digest, created, origin
 FROM n CROSS JOIN call WHERE id = :done || '.1-1'
 """
 

@@ -283,8 +283,8 @@ def _print(console: Console, folder: RunFolder, selected: SelectedAttempts) -> N
             f"of the step is {selected.step.metrics['reward']:.2f}",
             highlight=False,
         )
-    for line in (
+    lines = (
         *format_checkpoints(folder, selected.steps),
         f"whole attempts: whet show {folder.path.name} --worst, --failed, or --rollout ID",
-    ):
-        console.print(line, highlight=False, soft_wrap=True)
+    )
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
