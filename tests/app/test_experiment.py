@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import httpx
@@ -68,6 +69,18 @@ def test_a_run_evaluates_stops_early_keeps_its_best_model_and_takes_more_steps(
     with pytest.raises(ConfigError, match="steps already, found steps 1: leave it out, or give at"):
         run(tmp_path, model, resume=True, steps=1)
     assert folder.read_config().steps == 5, "what is refused changes nothing"
+
+
+@pytest.mark.slow
+def test_a_run_with_a_curriculum_trains_and_repeats_a_step_without_its_checkpoint(
+    tmp_path: Path, model: Path
+) -> None:
+    settings = {"evaluation": {"samples": 0}, "curriculum": {"solved_weight": 0.5}}
+    result = run(tmp_path, model, steps=2, **settings)
+    shutil.rmtree(RunFolder(result.run).checkpoints / result.steps[-1].checkpoint)
+    more = run(tmp_path, model, resume=True, steps=3)
+    assert more.steps[:2] == result.steps
+    assert len(more.steps) == 3
 
 
 def test_evaluations_during_training_need_held_out_tasks(tmp_path: Path) -> None:

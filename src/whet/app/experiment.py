@@ -19,9 +19,14 @@ from whet.app.composition.run import Run
 from whet.app.evaluation.comparison import Comparison, compare
 from whet.app.evaluation.statistics import Interval, Scores, complete_tasks, compute_measures
 from whet.app.evaluation.trials import plan_trials, read_ended_rollouts, read_scores, run_trials
-from whet.app.inputs import check_held_out, describe_tasks, plan_rollouts
+from whet.app.inputs import (
+    check_held_out,
+    describe_tasks,
+    plan_rollouts,
+    read_group_rewards,
+)
 from whet.app.run_folder import RunFolder, check_steps
-from whet.config import EvaluationConfig, changed_keys
+from whet.config import EvaluationConfig
 from whet.io.text import format_count
 from whet.protocols import Tracker
 from whet.training import async_loop as overlapped
@@ -253,10 +258,9 @@ async def _train(
 
     done = await run.store.steps()
     check_steps(config, len(done))
-    rewards: list[float | None] = []
     for record in done:
         report(record)
-        rewards += await _read_group_rewards(record, run)
+    rewards = await read_group_rewards(done, run.store, config)
     begin_step()
     loop = overlapped if config.loop.name == "overlapped" else on_policy
     records = loop.train(
@@ -275,23 +279,10 @@ async def _train(
             if log_ratios := run.trainer.take_log_ratios():
                 await to_thread.run_sync(run.folder.save_log_ratios, record.step, log_ratios)
             report(record)
-            rewards += await _read_group_rewards(record, run)
+            rewards += await read_group_rewards([record], run.store, config)
             if has_only_failures(record):
                 break
             begin_step()
-
-
-async def _read_group_rewards(record: StepRecord, run: Run) -> list[float | None]:
-    """Mean reward of each group of a step, in order, if the curriculum needs it."""
-    if not changed_keys(run.config.curriculum):
-        return []
-    rewards: list[float | None] = []
-    for first in record.consumed[:: run.config.group_size]:
-        group = first.rpartition("-")[0]
-        ended = await run.store.rollouts(group=group, limit=run.config.group_size)
-        known = [each.reward for each in ended if each.reward is not None]
-        rewards.append(fmean(known) if known else None)
-    return rewards
 
 
 def has_only_failures(record: StepRecord) -> bool:

@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NoReturn, cast
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
-from whet.config import CurriculumConfig, RunConfig
+from whet.config import RunConfig, changed_keys
 from whet.errors import ConfigError, NotFound
-from whet.protocols import Resources
+from whet.protocols import Listings, Resources
 from whet.runners.agent import POLICY, Agent, check_resources, inspect_agent
 from whet.runners.hooks import Hooks
 from whet.runners.judges.judge import Judge
@@ -25,6 +26,7 @@ from whet.types import (
     Name,
     Rollout,
     SamplingOverride,
+    StepRecord,
 )
 
 Tasks = str | Path | Sequence[Any]  # Any: a JSON value, whatever the caller's dicts are typed as
@@ -195,7 +197,7 @@ def plan_rollouts(
     Raises:
         ConfigError: the config has a curriculum, and there are no `group_rewards`.
     """
-    if group_rewards is None and config.curriculum != CurriculumConfig():
+    if group_rewards is None and changed_keys(config.curriculum):
         raise ConfigError("a curriculum needs the rewards of earlier groups: leave it out here")
     order = _TaskOrder(tasks, config, () if group_rewards is None else group_rewards)
     # Greedy outputs are reinforced as an evaluation samples them.
@@ -220,6 +222,21 @@ def plan_rollouts(
         ]
 
     return plan
+
+
+async def read_group_rewards(
+    done: Sequence[StepRecord], store: Listings, config: RunConfig
+) -> list[float | None]:
+    """Mean reward of each group of completed steps, in order; empty without a curriculum."""
+    rewards: list[float | None] = []
+    if not changed_keys(config.curriculum):
+        return rewards
+    for first in (id for record in done for id in record.consumed[:: config.group_size]):
+        group = first.rpartition("-")[0]
+        ended = await store.rollouts(group=group, limit=config.group_size)
+        known = [each.reward for each in ended if each.reward is not None]
+        rewards.append(fmean(known) if known else None)
+    return rewards
 
 
 class _TaskOrder:

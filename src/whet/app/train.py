@@ -325,7 +325,9 @@ async def run_training(
                 agent_inputs=agent_inputs,
                 on_outcome=on_outcome,
                 on_ended=display.count_ended if connected or runner.ray else None,
-                plan=plan_rollouts(tasks, folder.read_config()),
+                plan_groups=lambda rewards: plan_rollouts(
+                    tasks, folder.read_config(), group_rewards=rewards
+                ),
                 progress=display.note,
             )
         )

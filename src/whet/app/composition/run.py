@@ -5,7 +5,7 @@ training of a distributed run.
 """
 
 import gc
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +46,7 @@ from whet.app.composition.weight_sync import (
     TrainerLease,
     name_policy_resource,
 )
-from whet.app.inputs import NO_INPUTS, AgentInputs, publish_resources
+from whet.app.inputs import NO_INPUTS, AgentInputs, publish_resources, read_group_rewards
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
 from whet.engines.scorer import LocalScorer
@@ -68,6 +68,9 @@ if TYPE_CHECKING:  # the client takes seconds to import
     from whet.models.tinker import TinkerPolicy
 
 Progress = Callable[[str], None]
+
+PlanGroups = Callable[[Sequence[float | None]], Plan]
+"""Plans the groups of a run from the mean rewards of those that it has consumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +104,14 @@ async def open_run(
     agent_inputs: AgentInputs = NO_INPUTS,
     on_outcome: Callable[[Attempt, Outcome], None] = lambda attempt, outcome: None,
     on_ended: Callable[[int], None] | None = None,
-    plan: Plan | None = None,
+    plan_groups: PlanGroups | None = None,
     progress: Progress,
 ) -> AsyncGenerator[Run]:
     """Open the parts of a run, and close them in reverse order.
 
     With an `agent` everything is in this process. With a `store` only the training is: gateways and
-    runners are other processes of that store. `algorithm` replaces the one of the config. With the
-    `plan` of a training loop, steps whose checkpoint is missing are repeated.
+    runners are other processes of that store. `algorithm` replaces the one of the config. With
+    `plan_groups` of a training loop, steps whose checkpoint is missing are repeated.
     """
     config = folder.read_config()
     model = resolve_model(config.model, progress=progress)
@@ -136,7 +139,7 @@ async def open_run(
             gateway=None,
         )
         # Before sampling: what a kill left in the queue runs as soon as there is a runner.
-        await _restore_last(run, plan, progress)
+        await _restore_last(run, plan_groups, progress)
         await run.trainer.publish()
         if agent is not None:
             shared = parts.policy if publication is None else None
@@ -239,16 +242,16 @@ async def _publish_versions(
     return {**newest, **await publish_resources(store, agent_inputs.resources)}
 
 
-async def _restore_last(run: Run, plan: Plan | None, progress: Progress) -> None:
+async def _restore_last(run: Run, plan_groups: PlanGroups | None, progress: Progress) -> None:
     """Restore the weights after the last step; with a plan also if its checkpoint is missing."""
     done = await run.store.steps()
     if not done:
         return
-    if plan is None:
+    if plan_groups is None:
         await run.trainer.restore(run.folder.checkpoints / done[-1].checkpoint)
         return
     repeated = await restore_steps(
-        plan,
+        plan_groups(await read_group_rewards(done, run.store, run.config)),
         run.config,
         checkpoints=run.folder.checkpoints,
         collector=run.collector,

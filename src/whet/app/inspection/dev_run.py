@@ -81,7 +81,8 @@ async def _run(
 def _plan_rollouts(tasks: Sequence[JsonValue], folder: RunFolder) -> list[Rollout]:
     """One rollout for each task, in order, without retries: failures are to be seen."""
     config = folder.read_config()
-    [example] = plan_rollouts(tasks[:1], config.model_copy(update={"group_size": 1}))(0)
+    one = config.model_copy(update={"group_size": 1})
+    [example] = plan_rollouts(tasks[:1], one, group_rewards=())(0)
     return [
         example.model_copy(
             update={
