@@ -1,5 +1,6 @@
 """The contract of every tracker, read back with the library it writes for. None needs a network."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,3 +139,14 @@ def test_a_finished_run_that_is_resumed_has_one_result(run: TrackedRun) -> None:
         tracker.finish(RESULT)
         tracker.close()
     assert read_jsonl(run.folder).result == RESULT
+
+
+def test_a_finished_run_that_takes_more_steps_has_a_result_after_them(run: TrackedRun) -> None:
+    for step, result in ((1, {"steps": 1.0}), (2, {"steps": 2.0})):
+        tracker = build("jsonl", run)
+        tracker.step(step, metrics_of(step))
+        tracker.finish(result)
+        tracker.close()
+    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    results = [line["steps"] for line in lines if line["kind"] == "result"]
+    assert results == [1, 2]

@@ -64,14 +64,14 @@ def build_tracker(name: str, config: TrackingConfig, run: TrackedRun) -> Tracker
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl`: a line for the config, one a step, one for the result."""
+    """`metrics.jsonl`: a line for the config, one a step, one for each result."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._lines = JsonLines(run.folder / "metrics.jsonl")
         known = list(self._lines.read())
         self.last_step = max((line.get("step", 0) for line in known), default=0)
-        self._kinds = {line.get("kind") for line in known}
-        if "config" not in self._kinds:
+        self._last_kind = known[-1].get("kind") if known else None
+        if not known:
             self._add("config", {"run": run.name, "config": run.config})
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -79,15 +79,15 @@ class JsonlTracker(Tracker):
         self.last_step = step
 
     def finish(self, result: Metrics) -> None:
-        # A finished run that is resumed has its result already.
-        if "result" not in self._kinds:
+        # A finished run that is resumed without more steps has its result already.
+        if self._last_kind != "result":
             self._add("result", result)
 
     def close(self) -> None:
         pass
 
     def _add(self, kind: str, values: Mapping[str, object]) -> None:
-        self._kinds.add(kind)
+        self._last_kind = kind
         self._lines.append({"kind": kind, "at": round(time.time(), 3), **values})
 
 
