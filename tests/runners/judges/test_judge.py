@@ -13,10 +13,11 @@ import whet
 from support.judge_server import rank_by, serve_judge
 from support.run_agents import get_failure, run
 from whet.errors import ConfigError, JudgeFailed
+from whet.runners.context import AttemptContext, active_attempt
 from whet.runners.judges.judge import Judge, Rubric
 from whet.runners.judges.prompts import InvalidReply, parse_ranking, parse_scores
 from whet.store.sqlite import SQLiteStore
-from whet.types import Endpoint
+from whet.types import Attempt, AttemptId, Endpoint, Rollout
 
 pytestmark = pytest.mark.anyio
 
@@ -83,6 +84,22 @@ async def test_a_reply_is_cached_by_the_content_of_its_request(tmp_path: Path) -
         await judge.score("b", task="t")
     assert len(server.requests) == 2
     assert (again.score, again.usage.cached, again.usage.requests) == (first.score, 1, 0)
+
+
+async def test_replies_of_a_gateways_judge_are_not_taken_for_those_of_another_model(
+    tmp_path: Path,
+) -> None:
+    judge = make(None, model="judge", cache=tmp_path)
+    attempt = Attempt(id=AttemptId("a.1"), rollout=Rollout(id="a", task=1, group="g"), number=1)
+    scores: list[float] = []
+    for points in (2, 8):
+        reply = f'{{"scores": {{"1": {points}, "2": {points}}}}}'
+        with serve_judge(lambda prompt, n, reply=reply: reply) as server:
+            llm = Endpoint(base_url=server.url, api_key="k", model="policy")
+            token = active_attempt.set(AttemptContext(attempt, llm))
+            scores.append((await judge.score("a")).score)
+            active_attempt.reset(token)
+    assert scores == [0.2, 0.8]
 
 
 def _damage(cache: Path) -> None:

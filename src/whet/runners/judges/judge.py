@@ -255,9 +255,11 @@ class Judge:
         }
         if self.temperature is not None:
             body["temperature"] = self.temperature
-        # The address of a gateway changes with each run, its model's name does not.
+        # The address of a gateway changes with each run, its model's name does not. `judge` is a
+        # name for any model: replies of one are not those of the next run's.
+        cache = None if self.base_url is None and model == JUDGE_MODEL else self.cache
         request: JsonValue = [self.base_url or JUDGE_MODEL, body, sample]
-        if self.cache and (kept := self.cache.get(request)):
+        if cache and (kept := cache.get(request)):
             try:
                 return _Vote(parse(kept.text), kept.text, "", JudgeUsage(cached=1))
             except InvalidReply:
@@ -275,8 +277,8 @@ class Judge:
                         usage += JudgeUsage(requests=isinstance(error, TransportError))
                         problem = str(error)
                         continue
-                    if self.cache:
-                        self.cache.put(request, reply)
+                    if cache:
+                        cache.put(request, reply)
                     seconds = time.monotonic() - began
                     return _Vote(parsed, text, "", replace(usage, seconds=seconds))
         except TimeoutError:
@@ -336,7 +338,8 @@ def judge(
     `samples` votes are averaged, and their disagreement is reported. All `tries` of a vote together
     take at most `timeout_s`. `prices` are those of a million input and output tokens. `weight`
     multiplies the scores that `whet.train(judge=...)` adds. Valid replies are kept in the folder
-    `cache` by their request.
+    `cache` by their request; those to an agent by the model of `gateway.judge` are not, since its
+    name is not known there.
 
     Raises:
         ConfigError: invalid arguments.
