@@ -1,17 +1,21 @@
 """A request with an idempotency key is executed once, on every database."""
 
+import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from anyio import to_thread
 
 from support.clock import Clock
 from support.postgres_server import own_schema
 from whet.errors import LeaseLost, StoreError
+from whet.store.database import Db, WorkItem
 from whet.store.postgres import PostgresStore
 from whet.store.queries.idempotency import KEY_TTL_S
 from whet.store.sql_store import SQLStore
-from whet.store.sqlite import SQLiteStore
+from whet.store.sqlite import SQLiteDatabase, SQLiteStore
 from whet.types import AttemptId, Failure, FailureKind, Outcome, Reward, Rollout
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +88,7 @@ async def test_a_key_is_of_its_run(store: SQLStore) -> None:
     assert await claim(store, "t") == "a.1"
 
 
-async def test_a_claim_that_is_given_back_counts_as_never_made(store: SQLStore) -> None:
+async def test_a_claim_that_is_giving_back_counts_as_never_made(store: SQLStore) -> None:
     await enqueue(store, "a", max_attempts=1)
     assert await claim(store, "t1") == "a.1"
     for _ in range(2):
@@ -94,7 +98,7 @@ async def test_a_claim_that_is_given_back_counts_as_never_made(store: SQLStore) 
     assert await claim(store, "t2") == "a.1"
 
 
-async def test_a_key_given_back_before_it_came_claims_nothing(store: SQLStore) -> None:
+async def test_a_key_giving_back_before_it_came_claims_nothing(store: SQLStore) -> None:
     await enqueue(store, "a")
     await store.give_back("t")
     with pytest.raises(LeaseLost, match="given back"):
@@ -102,7 +106,44 @@ async def test_a_key_given_back_before_it_came_claims_nothing(store: SQLStore) -
     assert [record.attempts for record in await store.rollouts()] == [0]
 
 
-async def test_an_attempt_that_has_begun_is_not_given_back(store: SQLStore) -> None:
+class Hold:
+    """A change that keeps the writer busy until it is released."""
+
+    def __init__(self) -> None:
+        self.began, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, db: Db, _: object) -> list[None]:
+        self.began.set()
+        self.released.wait()
+        return [None]
+
+
+async def test_a_claim_that_is_giving_back_and_canceled_leaves_the_next_one_alone(
+    tmp_path: Path, clock: Clock
+) -> None:
+    database = SQLiteDatabase(tmp_path / "store.db", clock)
+    async with SQLStore(database, database.queue, "default") as store:
+        await enqueue(store, "a")
+        before, commit = Hold(), Hold()
+        database.submit(WorkItem(before))
+        await to_thread.run_sync(before.began.wait)
+        first = asyncio.create_task(claim(store, "t1"))
+        giving_back = asyncio.create_task(store.give_back("t1"))
+        await asyncio.sleep(0)
+        first.cancel()
+        database.submit(WorkItem(commit))
+        before.released.set()
+        await to_thread.run_sync(commit.began.wait)
+        second = asyncio.create_task(claim(store, "t2"))
+        await asyncio.sleep(0)
+        commit.released.set()
+        await asyncio.wait([first, giving_back])
+        assert await second == "a.1", "the same id again"
+        await store.enqueue([])  # after what the canceled claim undoes
+        assert (await store.attempt(AttemptId("a.1"))).number == 1
+
+
+async def test_an_attempt_that_has_begun_is_not_giving_back(store: SQLStore) -> None:
     await enqueue(store, "a")
     assert await claim(store, "t") == "a.1"
     await store.emit(AttemptId("a.1"), Reward(value=1))

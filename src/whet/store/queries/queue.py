@@ -292,14 +292,16 @@ class Queue:
 
     def unclaim(self, db: Db, run: str, attempt: AttemptId, key: str | None = None) -> None:
         """Undo a claim whose caller was gone before its result came; its key may be used again."""
+        if key is not None:
+            if idempotency.read_results(db, run, [key]) != {key: to_json(attempt)}:
+                return  # given back meanwhile: another claim may have an attempt of this id now
+            idempotency.delete_result(db, run, key)
         for running in self._select_attempts(db, run, [attempt]).values():
             if db.execute(HAS_RECORDS, (running.seq, running.seq)).fetchone() is not None:
                 raise StoreError(f"attempt {attempt!r} has begun: finish it")
             db.execute("DELETE FROM attempt WHERE seq = ?", (running.seq,))
             db.execute(UNCLAIM, (running.rollout_seq,))
             self._notifier.mark(work_key(run))
-        if key is not None:
-            idempotency.delete_result(db, run, key)
 
     def give_back(self, db: Db, run: str, key: str) -> None:
         """Undo the claim of a key, and let the key claim nothing if it comes again."""
@@ -380,10 +382,9 @@ class Queue:
         """
         now = self.clock()
         for lost in self._select_running(db, EXPIRED_FOR_GOOD, now):
-            self._end_attempts(db, [(lost, _build_lost_outcome(lost))])
-            self._end_rollout(
-                db, lost.run, lost.rollout_seq, lost.rollout, _build_lost_outcome(lost)
-            )
+            outcome = _build_lost_outcome(lost)
+            self._end_attempts(db, [(lost, outcome)])
+            self._end_rollout(db, lost.run, lost.rollout_seq, lost.rollout, outcome)
             self.expired += 1
         if self.next_expiry <= now:
             self._mark_claimable(db, now)
