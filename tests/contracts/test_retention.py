@@ -1,9 +1,11 @@
 """Sizes, pruning, dropping, export and import: what every store promises."""
 
+import asyncio
 import os
 import zipfile
 from pathlib import Path
 
+import anyio
 import pytest
 
 from support.clock import Clock
@@ -18,7 +20,7 @@ from support.records import (
     span,
     step,
 )
-from whet.errors import LeaseLost, StoreError
+from whet.errors import LeaseLost, NotFound, StoreError
 from whet.protocols import Store
 from whet.types import (
     Mode,
@@ -104,6 +106,15 @@ async def test_a_dropped_run_leaves_no_trace_and_its_neighbour_whole(store: Stor
     assert await other.trajectories(["a"]) == before
     await store.enqueue([rollout("a")])
     assert (await claim(store)).id == "a.1"
+
+
+async def test_a_wait_for_rollouts_of_a_dropped_run_ends(store: Store) -> None:
+    await store.enqueue([rollout("a")])
+    waiting = asyncio.create_task(store.wait(["a"]))
+    await anyio.wait_all_tasks_blocked()
+    await store.drop()
+    with anyio.fail_after(10), pytest.raises(NotFound):
+        await waiting
 
 
 async def fill(store: Store, clock: Clock) -> None:

@@ -304,7 +304,11 @@ class SQLStore(Store):
         return await self._write(self._bind_run(retention.prune, before=before))
 
     async def drop(self) -> None:
-        await self._write(self._bind_run(retention.drop))
+        def drop_and_notify(db: Db) -> None:
+            retention.drop(db, self.run)
+            self._database.notifier.mark(ALL)  # what waits for the run's rollouts raises NotFound
+
+        await self._write(drop_and_notify)
 
     async def vacuum(self) -> None:
         await self._submit(WorkItem(self._vacuum, in_transaction=False))
