@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from support.trajectories import Conversation, generation
+from whet.config import AlgorithmConfig, RunConfig
 from whet.training.diagnosis import (
     EXPLANATIONS,
     Cause,
@@ -17,6 +18,7 @@ from whet.training.diagnosis import (
 from whet.types import Group, Reward, Sampling, Trajectory
 
 FREE = Sampling()
+PAIRS = RunConfig(group_size=2)
 
 
 def ended(
@@ -48,16 +50,26 @@ def twice(sampling: Sampling, other: Sampling | None = None) -> Group:
     ],
 )
 def test_the_likely_cause_of_a_group_without_signal(group: Group, cause: Cause) -> None:
-    assert count_causes([group], group_size=2) == {cause: 1}
+    assert count_causes([group], PAIRS) == {cause: 1}
     assert EXPLANATIONS[cause]
+
+
+@pytest.mark.parametrize("key", ["style", "reward"])
+def test_rewards_that_are_only_logged_or_replaced_are_no_difference(key: str) -> None:
+    group = [
+        each.model_copy(update={"rewards": (Reward(value=value, key=key),)})
+        for value, each in enumerate((ended(0, [3], 0.5), ended(1, [4], 0.5)))
+    ]
+    config = RunConfig(group_size=2, algorithm=AlgorithmConfig(logged_keys=("style",)))
+    assert count_causes([group], config) == {Cause.EQUAL_REWARDS: 1}
 
 
 def test_what_a_judge_logs_is_no_difference_in_reward() -> None:
     one, other = ended(0, [3], 0.5), ended(1, [4], 0.5)
     judged = one.model_copy(update={"rewards": (Reward(value=1.0, key="judge.failed"),)})
-    assert count_causes([[judged, other]], group_size=2) == {Cause.EQUAL_REWARDS: 1}
+    assert count_causes([[judged, other]], PAIRS) == {Cause.EQUAL_REWARDS: 1}
     scored = one.model_copy(update={"rewards": (Reward(value=1.0, key="style"),)})
-    assert count_causes([[scored, other]], group_size=2) == {Cause.NO_CREDIT: 1}
+    assert count_causes([[scored, other]], PAIRS) == {Cause.NO_CREDIT: 1}
 
 
 def test_different_answers_have_no_cause_of_equality() -> None:
@@ -67,8 +79,8 @@ def test_different_answers_have_no_cause_of_equality() -> None:
 
 def test_the_causes_of_a_run_are_read_from_its_steps() -> None:
     silent = [twice(Sampling(temperature=0)), twice(Sampling(temperature=0)), twice(FREE)]
-    first = build_cause_metrics(count_causes(silent, 2)) | {"constrained_generations": 5}
-    second = build_cause_metrics(count_causes(silent[:1], 2))
+    first = build_cause_metrics(count_causes(silent, PAIRS)) | {"constrained_generations": 5}
+    second = build_cause_metrics(count_causes(silent[:1], PAIRS))
     found = explain_metrics([first, second])
     most, less, constrained = re.split(r"; (?=\d+ x )", found)
     assert most.startswith("3 x all answers of a task are equal")

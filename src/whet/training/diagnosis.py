@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from whet.types import JUDGE, Generation, Group, Metrics, Trajectory
+from whet.config import RunConfig
+from whet.types import JUDGE, Generation, Group, Metrics, Reward, Trajectory
 
 
 class Cause(StrEnum):
@@ -41,18 +42,18 @@ EXPLANATIONS: Mapping[Cause, str] = {
 }
 
 
-def find_cause(group: Group, group_size: int) -> Cause:
-    """Return the likely cause why a group of `group_size` rollouts has no learning signal."""
+def find_cause(group: Group, config: RunConfig) -> Cause:
+    """Return the likely cause why a group has no learning signal."""
     if not group:
         return Cause.FAILED
     if not any(trajectory.calls for trajectory in group):
         return Cause.NO_CALLS
     if (cause := find_equal_answers(group)) is not None:
         return cause
-    rewards = [_list_rewards(trajectory) for trajectory in group]
+    rewards = [_list_rewards(trajectory, config.algorithm.logged_keys) for trajectory in group]
     if any(each != rewards[0] for each in rewards):
         return Cause.NO_CREDIT
-    return Cause.SINGLE if len(group) == 1 < group_size else Cause.EQUAL_REWARDS
+    return Cause.SINGLE if len(group) == 1 < config.group_size else Cause.EQUAL_REWARDS
 
 
 def find_equal_answers(group: Group) -> Cause | None:
@@ -72,9 +73,9 @@ def find_equal_answers(group: Group) -> Cause | None:
     return Cause.EQUAL_ANSWERS
 
 
-def count_causes(groups: Sequence[Group], group_size: int) -> Counter[Cause]:
+def count_causes(groups: Sequence[Group], config: RunConfig) -> Counter[Cause]:
     """Count the likely causes of groups without a learning signal."""
-    return Counter(find_cause(group, group_size) for group in groups)
+    return Counter(find_cause(group, config) for group in groups)
 
 
 def explain_causes(causes: Mapping[Cause, int]) -> list[str]:
@@ -114,7 +115,13 @@ def _list_generations(trajectory: Trajectory) -> list[Generation]:
     return [generation for call in trajectory.calls for generation in call.generations]
 
 
-def _list_rewards(trajectory: Trajectory) -> tuple[object, ...]:
-    logged = f"{JUDGE}."  # verdicts and costs of a judge differ, and are never trained
-    kept = (r for r in trajectory.rewards if not r.key.startswith(logged))
-    return trajectory.reward, *((r.key, r.value, str(r.target)) for r in kept)
+def _list_rewards(trajectory: Trajectory, logged_keys: Sequence[str]) -> tuple[object, ...]:
+    """The reward of a trajectory, and those beside it that are not only logged."""
+
+    def is_beside(reward: Reward) -> bool:
+        is_own = reward.key == "reward" and reward.target is None  # the last one is the reward
+        is_logged = reward.key in logged_keys or reward.key.startswith(f"{JUDGE}.")
+        return not (is_own or is_logged)
+
+    beside = filter(is_beside, trajectory.rewards)
+    return trajectory.reward, *((r.key, r.value, str(r.target)) for r in beside)

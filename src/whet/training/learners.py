@@ -75,7 +75,7 @@ async def update_policies(
     """
     metrics = compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
     metrics |= dict.fromkeys(STEP_TOTALS, 0.0)
-    metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
+    metrics |= build_cause_metrics(count_causes(batch.zero_signal, config))
     for learner in learners:
         own, name = select_batch(batch, learner.name), learner.name
         before = select_metrics(done, name)

@@ -152,7 +152,7 @@ async def update_policy(
     metrics |= compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
     metrics |= compute_row_metrics(built, compute_version_after(done))
     metrics |= count_unselected(batch.credits, selected)
-    metrics |= build_cause_metrics(count_causes(batch.zero_signal, config.group_size))
+    metrics |= build_cause_metrics(count_causes(batch.zero_signal, config))
     if built.rows:
         _warn_of_equal_answers(batch.groups, metrics, done)
     else:
