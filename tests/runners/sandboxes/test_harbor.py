@@ -95,6 +95,8 @@ def test_a_reward_of_the_models_own_does_not_count(folder: Path, model: Prepared
     ("dockerfile", "reason"),
     [
         ("FROM a\nRUN pip install pytest\n", "its Dockerfile has RUN pip install pytest"),
+        ("FROM a\nRUN true && \\\n  # don't wait\n  true\n", "has RUN true &&"),
+        ("FROM a\nCMD echo it's\n", "has CMD echo it's"),
         ("FROM a\nFROM b\n", "2 images"),
         ("FROM a\nCOPY --from=b /x /y\n", "its Dockerfile has COPY"),
         ("FROM a\nCOPY ../../secret .\n", "it copies ../../secret"),

@@ -67,7 +67,10 @@ def _read_dockerfile(task: HarborTask, context: Path, text: str) -> None:
     for line in lines:
         if not line or line.startswith("#"):
             continue
-        name, *words = shlex.split(line)
+        try:
+            name, *words = shlex.split(line)
+        except ValueError:  # a script of the shell, with an apostrophe in a comment
+            name, *words = line.split()
         match name.upper(), words:
             case "FROM", [_]:
                 images += 1
