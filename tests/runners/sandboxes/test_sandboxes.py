@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Generator
+from itertools import pairwise
 from pathlib import Path
 
 import anyio
@@ -17,6 +18,7 @@ import whet
 from whet.errors import AgentFailed, ConfigError
 from whet.io.server import AppServer
 from whet.runners.executors.command import CommandAgent
+from whet.runners.executors.external_agents import build_environment
 from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.containers import ContainerSandbox
 from whet.runners.sandboxes.sandbox import SandboxLimits
@@ -102,6 +104,18 @@ def test_a_command_reaches_its_gateway_and_no_other_address(gateway: str) -> Non
         listener.bind(("127.0.0.1", 0))
 
 
+@needs_bubblewrap
+def test_a_command_reaches_a_gateway_beyond_its_network() -> None:
+    app = Starlette(
+        routes=[Route("/rollouts/r/attempts/a/v1/models", lambda request: PlainTextResponse("ok"))]
+    )
+    server = AppServer(app, name="gateway", host="127.0.0.2")
+    try:
+        assert run(make("bubblewrap", "call_gateway"), server.url) == 1
+    finally:
+        server.close()
+
+
 @each_local
 def test_a_process_that_leaves_its_session_is_killed_as_well(
     sandbox: str, tmp_path: Path, gateway: str
@@ -132,6 +146,34 @@ def test_a_command_that_takes_too_much_memory_fails_alone(sandbox: str, gateway:
 def test_a_sandbox_checks_its_name(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         choose_sandbox(name)
+
+
+@pytest.mark.anyio
+async def test_a_container_gets_the_variables_of_its_model_and_no_others(tmp_path: Path) -> None:
+    sandbox = ContainerSandbox("true", "python:3", SandboxLimits())
+    root = "http://10.0.0.5:8000"
+    llm = Endpoint(base_url=f"{root}/rollouts/r/attempts/r.1/v1", api_key="k", model="m")
+    mine = build_environment(llm, posts_rewards=False)
+    environment = {**mine, "WHET_CLAUDE_KEY": "x", "OPENAI_ADMIN_KEY": "x", "OTHER": f"{root}1/"}
+    async with sandbox.open(["agent"], tmp_path, environment, llm) as command:
+        forwarded = [
+            name
+            for flag, name in pairwise(command.arguments)
+            if flag == "--env" and "=" not in name
+        ]
+        assert set(forwarded) == mine.keys()
+        inside = command.environment
+    assert inside["OPENAI_BASE_URL"] == "http://127.0.0.1:8000/rollouts/r/attempts/r.1/v1"
+    assert inside["OTHER"] == f"{root}1/", "another address"
+
+
+@pytest.mark.anyio
+async def test_a_gateway_over_tls_fails_the_attempt_with_the_reason(tmp_path: Path) -> None:
+    sandbox = ContainerSandbox("true", "python:3", SandboxLimits())
+    llm = Endpoint(base_url="https://host/rollouts/r/attempts/r.1/v1", api_key="k", model="m")
+    with pytest.raises(AgentFailed, match="passes on plain HTTP"):
+        async with sandbox.open(["agent"], tmp_path, {}, llm):
+            pass
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="needs docker's client")

@@ -10,6 +10,7 @@ from uuid import uuid4
 from anyio import CancelScope, run_process
 
 from whet.errors import ConfigError
+from whet.runners.executors.external_agents import build_environment
 from whet.runners.sandboxes import relay
 from whet.runners.sandboxes.sandbox import (
     SOCKET,
@@ -18,12 +19,11 @@ from whet.runners.sandboxes.sandbox import (
     SandboxLimits,
     read_gateway_address,
     relay_gateway,
+    relocate_gateway,
 )
 from whet.types import Endpoint
 
 CHECK_TIMEOUT_S = 30.0
-FORWARDED = ("OPENAI_", "ANTHROPIC_", "WHET_", "OTEL_")
-"""First parts of the variables that the container gets."""
 
 
 class ContainerSandbox(Sandbox):
@@ -59,7 +59,7 @@ class ContainerSandbox(Sandbox):
         async with relay_gateway(folder / SOCKET, llm):
             try:
                 command = self.build_command(name, arguments, folder, environment, llm)
-                yield SandboxedCommand(command, folder, environment)
+                yield SandboxedCommand(command, folder, relocate_gateway(environment, llm))
             finally:
                 with CancelScope(shield=True):  # the client's death does not end the container
                     await run_process([self._program, "rm", "--force", name], check=False)
@@ -75,7 +75,10 @@ class ContainerSandbox(Sandbox):
         """The command line that runs an attempt in a container of this name."""
         memory = f"{self._limits.memory_mb}m"
         _, port = read_gateway_address(llm)
-        variables = [key for key in environment if key.startswith(FORWARDED)]
+        # No others: the runner may have keys of services in variables of such names.
+        variables = [
+            key for key in build_environment(llm, posts_rewards=True) if key in environment
+        ]
         return [
             *(self._program, "run", "--rm", "--name", name, "--network", "none", "--init"),
             *("--memory", memory, "--memory-swap", memory),

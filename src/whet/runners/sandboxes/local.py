@@ -24,6 +24,7 @@ from whet.runners.sandboxes.sandbox import (
     absolute_arguments,
     read_gateway_address,
     relay_gateway,
+    relocate_gateway,
 )
 from whet.types import Endpoint
 
@@ -103,7 +104,8 @@ class BubblewrapSandbox(Sandbox):
                 inside = {"HOME": "/tmp/work", "TMPDIR": "/tmp"}
                 if "WHET_TASK_FILE" in environment:
                     inside["WHET_TASK_FILE"] = "/tmp/work/task.json"
-                yield SandboxedCommand(command, folder, {**environment, **inside})
+                variables = relocate_gateway(environment, llm) | inside
+                yield SandboxedCommand(command, folder, variables)
 
     def _build_namespaces(self, folder: Path, socket: Path) -> list[str]:
         size = str(self._limits.disk_mb * 2**20)

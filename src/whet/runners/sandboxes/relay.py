@@ -1,4 +1,4 @@
-"""Program that runs a command in a network of its own, with the gateway at its usual address.
+"""Program that runs a command in a network of its own, with the gateway at 127.0.0.1.
 
 `python3 relay.py SOCKET PORT COMMAND...` listens on the port of loopback, passes connections on to
 the socket, which leads to the gateway outside, and exits as the command does. It imports nothing

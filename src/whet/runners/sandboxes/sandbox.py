@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from whet.errors import ConfigError
+from whet.errors import AgentFailed, ConfigError
 from whet.types import Endpoint
 
 RELAY_BYTES = 2**16
 SOCKET = "gateway.sock"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,23 @@ def absolute_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def read_gateway_address(llm: Endpoint) -> tuple[str, int]:
-    """Host and port of the endpoint of an attempt."""
+    """Host and port of the endpoint of an attempt. Raises AgentFailed for one over TLS."""
     parts = urlsplit(llm.base_url)
-    return parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
+    if parts.scheme == "https":
+        raise AgentFailed(f"a sandbox passes on plain HTTP, found the gateway {llm.base_url!r}")
+    return parts.hostname or LOOPBACK, parts.port or 80
+
+
+def relocate_gateway(environment: Mapping[str, str], llm: Endpoint) -> dict[str, str]:
+    """The variables of a command in a network of its own, where the relay is the gateway."""
+    outside = f"http://{urlsplit(llm.base_url).netloc}"
+    inside = f"http://{LOOPBACK}:{read_gateway_address(llm)[1]}"
+    return {
+        name: inside + value.removeprefix(outside)
+        if value == outside or value.startswith(f"{outside}/")
+        else value
+        for name, value in environment.items()
+    }
 
 
 @asynccontextmanager
