@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Generator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import anyio
@@ -21,6 +21,8 @@ from whet.runners.executors.command import CommandAgent
 from whet.runners.executors.external_agents import build_environment
 from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.containers import ContainerSandbox
+from whet.runners.sandboxes.control_groups import ControlGroups
+from whet.runners.sandboxes.local import build_limits
 from whet.runners.sandboxes.sandbox import SandboxLimits
 from whet.types import Endpoint
 
@@ -131,6 +133,15 @@ def test_a_command_that_takes_too_much_memory_fails_alone(sandbox: str, gateway:
     with pytest.raises(AgentFailed):
         run(make(f"{sandbox},memory_mb=100", "use_memory", "400"), gateway)
     assert run(make(f"{sandbox},memory_mb=100", "use_memory", "5"), gateway) == 5
+
+
+def test_what_no_control_group_bounds_is_bounded_for_each_process() -> None:
+    limits, group = SandboxLimits(memory_mb=1, processes=7), Path("group")
+    for processes, memory in product((None, group), repeat=2):
+        found = build_limits(limits, ControlGroups(processes, memory))
+        assert ("RLIMIT_NPROC" in found) == (processes is None)
+        assert found.get("RLIMIT_AS", 2**20) == 2**20
+        assert ("RLIMIT_AS" in found) == (memory is None)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,13 @@ OWN_PROCESSES = 8
 
 
 class ControlGroups:
-    """The groups of one attempt; empty where the system does not let us make any."""
+    """The groups of one attempt: those that the system lets us make, if any."""
 
-    def __init__(self, folders: list[Path]) -> None:
-        self._folders = folders
+    def __init__(self, processes: Path | None, memory: Path | None) -> None:
+        """The groups that bound the processes and the memory; in version 2 they are the same."""
+        self.bounds_processes = processes is not None
+        self.bounds_memory = memory is not None
+        self._folders = {folder for folder in (processes, memory) if folder is not None}
 
     @property
     def files(self) -> list[str]:
@@ -46,35 +49,37 @@ def open_groups(limits: SandboxLimits) -> Generator[ControlGroups]:
     """Make groups with the limits where the system allows it; all in them is killed at the end."""
     name = f"whet-{os.getpid()}-{secrets.token_hex(4)}"
     processes, memory = limits.processes + OWN_PROCESSES, limits.memory_mb * 2**20
-    made: list[Path] = []
     if (ROOT / "cgroup.controllers").exists():  # version 2
-        made += _make(ROOT / name, {"pids.max": processes, "memory.max": memory})
+        both = _make(ROOT / name, {"pids.max": processes, "memory.max": memory})
+        groups = ControlGroups(both, both)
     else:
-        made += _make(ROOT / "pids" / name, {"pids.max": processes})
-        made += _make(ROOT / "memory" / name, {"memory.limit_in_bytes": memory})
-    groups = ControlGroups(made)
+        groups = ControlGroups(
+            _make(ROOT / "pids" / name, {"pids.max": processes}),
+            _make(ROOT / "memory" / name, {"memory.limit_in_bytes": memory}),
+        )
     try:
         yield groups
     finally:
         groups.kill()
 
 
-def can_make_groups() -> bool:
+def can_bound_processes() -> bool:
     """Whether this process may bound the processes of a command by a group."""
     with open_groups(SandboxLimits()) as groups:
-        return bool(groups.files)
+        return groups.bounds_processes
 
 
-def _make(folder: Path, limits: dict[str, int]) -> list[Path]:
+def _make(folder: Path, limits: dict[str, int]) -> Path | None:
+    """Make a group; returns None where that is not allowed."""
     try:
         folder.mkdir()
     except OSError:
-        return []
+        return None
     try:
         for name, value in limits.items():
             (folder / name).write_text(str(value))
     except OSError:
         with suppress(OSError):
             folder.rmdir()
-        return []
-    return [folder]
+        return None
+    return folder

@@ -15,7 +15,7 @@ from anyio import to_thread
 
 from whet.errors import AgentFailed, ConfigError
 from whet.runners.sandboxes import limit_launcher, relay
-from whet.runners.sandboxes.control_groups import ControlGroups, can_make_groups, open_groups
+from whet.runners.sandboxes.control_groups import ControlGroups, can_bound_processes, open_groups
 from whet.runners.sandboxes.sandbox import (
     SOCKET,
     Sandbox,
@@ -137,16 +137,18 @@ def build_launcher(groups: ControlGroups, limits: Mapping[str, int], folder: Pat
 
 
 def build_limits(limits: SandboxLimits, groups: ControlGroups) -> dict[str, int]:
-    """Limits of each process, where no group bounds all of them."""
-    if groups.files:
-        return {"RLIMIT_CORE": 0}
-    memory = limits.memory_mb * 2**20
-    return {"RLIMIT_CORE": 0, "RLIMIT_NPROC": limits.processes, "RLIMIT_AS": memory}
+    """Limits of each process, in place of those that no group has for all of them."""
+    own = {"RLIMIT_CORE": 0}
+    if not groups.bounds_processes:
+        own["RLIMIT_NPROC"] = limits.processes
+    if not groups.bounds_memory:
+        own["RLIMIT_AS"] = limits.memory_mb * 2**20
+    return own
 
 
 def _check_process_limit() -> None:
     """Raise ConfigError where nothing would stop a command that forks without end."""
-    if os.geteuid() == 0 and not can_make_groups():
+    if os.geteuid() == 0 and not can_bound_processes():
         raise ConfigError(
             "root's processes are limited by control groups only, and none can be made here: run "
             "as another user"
