@@ -281,15 +281,19 @@ async def test_updates_between_checkpoints_are_repeated_from_their_rollouts(tmp_
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
+@pytest.mark.parametrize("oversample", [1, 2])
 async def test_an_update_whose_calls_were_pruned_is_not_repeated_without_them(
-    tmp_path: Path,
+    tmp_path: Path, oversample: int
 ) -> None:
+    config = changed({"algorithm": {"oversample": oversample}, "steps": 1})
     async with SQLiteStore(tmp_path / "store.db") as store:
-        await run(tmp_path, store, FakeTrainer(), config=CONFIG.model_copy(update={"steps": 1}))
+        await run(tmp_path, store, FakeTrainer(), config=config)
         shutil.rmtree(tmp_path / "checkpoints" / "step-000000")
         await store.prune(time.time() + 1)
+        collector = ScriptedCollector(store)
         with pytest.raises(StoreError, match="step 1 has no checkpoint"):
-            await run(tmp_path, store, FakeTrainer())
+            await run(tmp_path, store, FakeTrainer(), collector=collector, config=config)
+        assert collector.ran == [], "no runner would have run them yet"
 
 
 class SlowDisk(FakeTrainer):

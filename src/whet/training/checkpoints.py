@@ -18,9 +18,16 @@ from anyio import CancelScope, to_thread
 from whet.config import RunConfig
 from whet.errors import StoreError, TrainerError, boundary
 from whet.protocols import Algorithm, Collector, StepLog, TrainingBackend
-from whet.training.step import Plan, Stopwatch, Update, collect_step, update_policy
+from whet.training.step import (
+    Plan,
+    Stopwatch,
+    Update,
+    collect_step,
+    find_first_group,
+    update_policy,
+)
 from whet.training.stopping import find_best_step
-from whet.types import StepRecord
+from whet.types import Rollout, StepRecord
 
 QUICK_S = 0.25
 """Checkpoints that are written within this many seconds are never left out."""
@@ -161,15 +168,34 @@ async def restore_steps(
         await trainer.restore(checkpoints / done[first - 1].checkpoint)
     for record in done[first:]:
         before = done[: record.step]
+        stored = _limit_plan(plan, find_first_group([*before, record], config), record)
         batch = await collect_step(
-            plan, before, config, Stopwatch(), collector=collector, algorithm=algorithm
+            stored, before, config, Stopwatch(), collector=collector, algorithm=algorithm
         )
         metrics = await (update or update_policy)(batch, before, config, Stopwatch(), trainer)
         same = tuple(rollout.id for rollout in batch.rollouts) == record.consumed
         if not same or metrics["calls"] != record.metrics["calls"]:
-            raise StoreError(
-                f"step {record.step + 1} has no checkpoint, and its update cannot be repeated: the "
-                "calls of its rollouts are no longer in the store, or the algorithm gives "
-                "other credit now; start a new run from the model or a checkpoint of this one"
-            )
+            raise _build_changed_error(record)
     return len(done) - first
+
+
+def _limit_plan(plan: Plan, groups: int, record: StepRecord) -> Plan:
+    """Return a plan of the first groups, which have run; asking for another raises StoreError.
+
+    Nothing runs rollouts yet: a step that wanted more than it consumed would wait for ever.
+    """
+
+    def plan_stored(group: int) -> Sequence[Rollout]:
+        if group >= groups:
+            raise _build_changed_error(record)
+        return plan(group)
+
+    return plan_stored
+
+
+def _build_changed_error(record: StepRecord) -> StoreError:
+    return StoreError(
+        f"step {record.step + 1} has no checkpoint, and its update cannot be repeated: the "
+        "calls of its rollouts are no longer in the store, or the algorithm gives "
+        "other credit now; start a new run from the model or a checkpoint of this one"
+    )
