@@ -102,6 +102,17 @@ async def test_replies_of_a_gateways_judge_are_not_taken_for_those_of_another_mo
     assert scores == [0.2, 0.8]
 
 
+async def test_a_judge_at_the_gateway_is_asked_without_the_proxy_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
+    with serve_judge(lambda prompt, n: '{"ranking": [[1], [2]]}') as server:
+        gateway = Endpoint(base_url=server.url, api_key="k", model="base-model")
+        await make(None, model="judge").compare(["a", "b"], endpoint=gateway)
+        with pytest.raises(JudgeFailed, match=r"127\.0\.0\.1:9"):
+            await make(server.url, tries=1).compare(["a", "b"])
+
+
 def _damage(cache: Path) -> None:
     for file in cache.rglob("*.json"):
         file.write_text("{")

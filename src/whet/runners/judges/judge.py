@@ -230,7 +230,8 @@ class Judge:
     ) -> list[_Vote[P]]:
         """Ask for every vote at once. Raises ConfigError if there is no endpoint."""
         url, key, model = self._find_endpoint(endpoint)
-        async with HttpClient(token=key, trust_env=True) as http:
+        # A gateway is never behind the proxy of the machine.
+        async with HttpClient(token=key, trust_env=self.base_url is not None) as http:
             votes: list[Coroutine[Any, Any, _Vote[P]]] = [
                 self._ask(http, url, model, messages, parse, sample)
                 for sample, (messages, parse) in enumerate(prompts)
