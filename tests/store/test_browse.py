@@ -171,8 +171,9 @@ async def test_summaries_count_what_is_there(store: SQLStore) -> None:
 
 async def test_single_records_are_found_by_their_ids(store: SQLStore) -> None:
     await _fill(store)
-    assert await store.browse(browse.find_rollout, "a.1") == "a"
-    assert (await store.browse(rollout_pages.read_rollout, "a")).reward == 0.5
+    assert await store.browse(browse.read_rollout_id, "a.1") == "a"
+    found = await store.browse(rollout_pages.read_rollout, "a")
+    assert (found.reward, found.calls, found.sampled_tokens) == (0.5, 1, 2)
     assert await store.browse(browse.read_run_names) == [store.run]
     [(name, version, _)] = await store.browse(browse.read_resource_names)
     assert (name, version) == ("prompt", 2)
@@ -182,6 +183,6 @@ async def test_single_records_are_found_by_their_ids(store: SQLStore) -> None:
     [(attempt, worker, *_)] = await store.browse(browse.read_running, 5)
     assert (attempt, worker) == ("before-greedy-00000.1", "w")
     with pytest.raises(NotFound):
-        await store.browse(browse.find_rollout, "none")
+        await store.browse(browse.read_rollout_id, "none")
     with pytest.raises(NotFound):
         await store.browse(rollout_pages.read_rollout, "none")

@@ -131,7 +131,7 @@ def read_statuses(db: Db, run: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def find_rollout(db: Db, run: str, attempt: str) -> str:
+def read_rollout_id(db: Db, run: str, attempt: str) -> str:
     """Return the id of an attempt's rollout. Raises NotFound."""
     row = db.execute(ROLLOUT_BY_ATTEMPT, (find_run(db, run), attempt)).fetchone()
     if row is None:

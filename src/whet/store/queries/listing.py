@@ -4,10 +4,9 @@ import json
 from collections import defaultdict
 from typing import NamedTuple
 
-from whet.errors import NotFound
 from whet.store.codec import parse_resources, parse_rollout
 from whet.store.database import Column, Db
-from whet.store.queries.tables import find_run
+from whet.store.queries.tables import find_rollout, find_run
 from whet.types import AttemptId, AttemptRecord, Mode, Outcome, RolloutRecord, Status, WorkerRecord
 
 ROLLOUTS = """
@@ -17,8 +16,6 @@ FROM rollout
 LEFT JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
 WHERE rollout.run = ? AND rollout.seq > ?
 """
-
-ROLLOUT = "SELECT seq FROM rollout WHERE run = ? AND id = ?"
 
 ATTEMPTS = """
 SELECT seq, id, number, worker, status, started, ended, reward, failure, resources
@@ -76,7 +73,7 @@ def read_rollouts(
 ) -> list[RolloutRecord]:
     """Read a page of rollouts. Raises NotFound."""
     run_seq = find_run(db, run)
-    values: list[Column] = [run_seq, 0 if after is None else _find_rollout(db, run_seq, after)]
+    values: list[Column] = [run_seq, 0 if after is None else find_rollout(db, run_seq, after)]
     sql = ROLLOUTS
     for column, value in (("status", status), ("mode", mode), ("grp", group)):
         if value is not None:
@@ -98,7 +95,7 @@ def read_rollouts(
 
 def read_attempts(db: Db, run: str, rollout: str) -> list[AttemptRecord]:
     """Read the attempts of a rollout, with their late reports. Raises NotFound."""
-    seq = _find_rollout(db, find_run(db, run), rollout)
+    seq = find_rollout(db, find_run(db, run), rollout)
     late = defaultdict[int, list[Outcome]](list)
     for attempt, outcome in db.execute(LATE_REPORTS, (seq,)):
         late[attempt].append(Outcome.model_validate(json.loads(outcome)))
@@ -164,10 +161,3 @@ def read_overview(db: Db, now: float) -> Overview:
         {(run, Status(status)): count for run, status, count in rollouts},
         dict(db.execute(LIVE_WORKERS, (now,))),
     )
-
-
-def _find_rollout(db: Db, run: int, rollout: str) -> int:
-    row = db.execute(ROLLOUT, (run, rollout)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no rollout {rollout!r}")
-    return row[0]

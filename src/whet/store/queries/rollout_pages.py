@@ -9,15 +9,14 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import JsonValue
 
-from whet.errors import NotFound
 from whet.store.codec import to_json
 from whet.store.database import Column, Db
 from whet.store.queries.browse import SAMPLED_BY_ATTEMPT
-from whet.store.queries.tables import find_run
+from whet.store.queries.tables import find_rollout, find_run
 
 Order = Literal["newest", "oldest", "best", "worst"]
 
@@ -310,11 +309,9 @@ def count_page(db: Db, run: str, where: RolloutFilter, order: Order) -> int | No
 
 def read_rollout(db: Db, run: str, id: str) -> RolloutRow:
     """Read one rollout. Raises NotFound."""
-    sql = f"{ROLLOUTS} WHERE rollout.run = ? AND rollout.id = ?"
-    row = db.execute(sql, (find_run(db, run), id)).fetchone()
-    if row is None:
-        raise NotFound(f"there is no rollout {id!r}")
-    return _read_row(row, (0, 0), 0)
+    seq = find_rollout(db, find_run(db, run), id)
+    [found] = _read_rows(db, [PageCursor(seq)])
+    return found
 
 
 def _read_rows(db: Db, found: Sequence[PageCursor]) -> list[RolloutRow]:
@@ -329,32 +326,32 @@ def _read_rows(db: Db, found: Sequence[PageCursor]) -> list[RolloutRow]:
     }
     sampled = dict(db.execute(SAMPLED_BY_ATTEMPT, (attempts,)))
     return [
-        _read_row(row, calls.get(row[10], (0, 0)), sampled.get(row[10], 0))
+        _build_row(row, *calls.get(row[10], (0, 0)), sampled.get(row[10], 0))
         for row in (rows[each.seq] for each in found)
     ]
 
 
-def _read_row(row: Sequence[object], calls: tuple[int, int], sampled: int) -> RolloutRow:
+def _build_row(row: Sequence[Any], calls: int, forks: int, sampled: int) -> RolloutRow:
+    # Any: columns have the types of their tables
     seq, id_, status, mode, group, attempts, created, failure, body, pruned, _, reward = row[:12]
     started, ended, step = row[12:]
-    assert isinstance(seq, int)
     return RolloutRow(
         seq=seq,
-        id=str(id_),
-        status=str(status),
-        mode=str(mode),
-        group=str(group),
-        attempts=int(str(attempts)),
-        created=float(str(created)),
-        failure=json.loads(str(failure)) if failure else None,
-        task=json.loads(str(body)).get("task"),
+        id=id_,
+        status=status,
+        mode=mode,
+        group=group,
+        attempts=attempts,
+        created=created,
+        failure=json.loads(failure) if failure else None,
+        task=json.loads(body)["task"],
         pruned=bool(pruned),
-        reward=reward if status == "succeeded" and isinstance(reward, float | int) else None,
-        seconds=float(str(ended)) - float(str(started)) if ended and started else None,
-        step=step if isinstance(step, int) else None,
-        calls=calls[0],
-        forks=int(calls[1] or 0),
-        sampled_tokens=int(sampled or 0),
+        reward=reward if status == "succeeded" else None,
+        seconds=None if started is None or ended is None else ended - started,
+        step=step,
+        calls=calls,
+        forks=int(forks),
+        sampled_tokens=int(sampled),
     )
 
 

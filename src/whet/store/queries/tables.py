@@ -46,6 +46,14 @@ def make_run(db: Db, name: str, now: float) -> int:
     return run
 
 
+def find_rollout(db: Db, run: int, rollout: str) -> int:
+    """Return the row of a rollout. Raises NotFound."""
+    row = db.execute("SELECT seq FROM rollout WHERE run = ? AND id = ?", (run, rollout)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no rollout {rollout!r}")
+    return row[0]
+
+
 def find_attempt(db: Db, run: str, attempt: AttemptId) -> tuple[int, Status]:
     """Return the row of an attempt and its status. Raises NotFound."""
     row = db.execute(ATTEMPT, (run, attempt)).fetchone()

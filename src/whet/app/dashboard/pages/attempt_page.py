@@ -45,7 +45,7 @@ class AttemptPages:
 
     async def read_attempt(self, run: OpenedRun, id: str) -> dict[str, object]:
         """Return everything that was recorded of an attempt, with tokens. Raises NotFound."""
-        rollout = await run.store.browse(browse.find_rollout, id)
+        rollout = await run.store.browse(browse.read_rollout_id, id)
         records = await run.store.attempts(rollout)
         record = next(record for record in records if record.id == id)
         calls = await run.store.calls(record.id)
@@ -64,7 +64,7 @@ class AttemptPages:
 
     async def read_credit(self, run: OpenedRun, id: str) -> dict[str, object]:
         """Return advantages, trained tokens and reasons of an attempt. Raises NotFound."""
-        rollout = await run.store.browse(browse.find_rollout, id)
+        rollout = await run.store.browse(browse.read_rollout_id, id)
         row = await run.store.browse(rollout_pages.read_rollout, rollout)
         if row.step is None:
             return _explain_no_credit("no step has trained this rollout yet")
