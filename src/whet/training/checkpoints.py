@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from anyio import CancelScope, to_thread
 
@@ -60,12 +59,7 @@ class Checkpoints:
     async def __aenter__(self) -> "Checkpoints":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         with CancelScope(shield=True):
             await to_thread.run_sync(self._thread.shutdown)
 

@@ -6,7 +6,15 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from whet.store.http.errors import ErrorBody
-from whet.store.http.rpc import ARCHIVE, JSON, METHODS, PATH_PATTERNS, BatchResult, RemoteMethod
+from whet.store.http.rpc import (
+    ARCHIVE,
+    JSON,
+    KEY,
+    METHODS,
+    PATH_PATTERNS,
+    BatchResult,
+    RemoteMethod,
+)
 
 ERRORS = {
     "400": "The body or a header cannot be read.",
@@ -81,7 +89,7 @@ def _describe(
         },
     }
     if method.keyed:
-        schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,56}$"}
+        schema = {"type": "string", "pattern": f"^{KEY.pattern}$"}
         description["parameters"].append(
             {"name": "Idempotency-Key", "in": "header", "required": False, "schema": schema}
         )

@@ -299,7 +299,7 @@ def _read_path(request: Request) -> dict[str, str | int]:
         if re.fullmatch(rpc.PATH_PATTERNS[name], value) is None:
             raise NotFound(f"there is no {name} {value!r}")
     return {
-        name: int(value) if name == "version" else value
+        name: int(value) if name in ("step", "version") else value
         for name, value in request.path_params.items()
     }
 
