@@ -33,7 +33,7 @@ METRIC_FUNCTIONS = {
     "training/step_metrics.py": {
         "compute_reward_metrics",
         "compute_row_metrics",
-        "count_unselected",
+        "count_left_out",
     },
     "training/step.py": {"_run_updates"},
     "trainers/local.py": {"_measure"},

@@ -89,7 +89,8 @@ def test_a_port_in_use_is_named_by_its_key_and_by_its_flag() -> None:
 
 
 def test_the_reasons_of_a_run_that_trains_nothing_name_no_command() -> None:
-    counts = {"unselected_generations": 2.0, "unproven_generations": 1.0}
+    counts = dict.fromkeys(("unselected", "masked", "unproven", "constrained"), 1.0)
+    counts = {f"{name}_generations": count for name, count in counts.items()}
     for text in (*EXPLANATIONS.values(), explain_metrics([counts])):
         assert not COMMAND_WORDS.search(text)
 

@@ -8,7 +8,9 @@ from whet.algorithms.grpo import GRPO
 from whet.algorithms.reinforce import Reinforce
 from whet.algorithms.returns import score
 from whet.config import AlgorithmConfig, LengthConfig, RunConfig
+from whet.trainers.fake import FakeTrainer
 from whet.training.shaping import add_length_penalties, mask_truncated
+from whet.training.step import StepBatch, Stopwatch, update_policy
 from whet.types import (
     Credit,
     Failure,
@@ -117,3 +119,19 @@ def test_truncated_answers_are_masked_or_their_whole_rollout() -> None:
     assert kept("train") == [{first, second}, {third}]
     assert kept("mask") == [{first}, {third}]
     assert kept("mask_rollout") == [set(), {third}]
+
+
+async def test_a_step_whose_answers_were_all_cut_off_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cut = [talk(name, answer(4, truncated=True))[0].ended(1.0) for name in ("a", "b")]
+    batch = StepBatch(
+        rollouts=tuple(each.attempt.rollout for each in cut),
+        groups=(cut,),
+        credits=tuple(Credit.even(each, 1.0) for each in cut),
+        zero_signal=(),
+    )
+    config = RunConfig(length=LengthConfig(truncated="mask"))
+    metrics = await update_policy(batch, [], config, Stopwatch(), FakeTrainer())
+    assert (metrics["rows"], metrics["masked_generations"]) == (0, 2)
+    assert "step 1 trained nothing: 2 x an answer was cut off" in caplog.text

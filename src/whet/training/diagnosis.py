@@ -106,6 +106,11 @@ def explain_metrics(steps: Sequence[Metrics]) -> str:
             f"{unselected} x an answer is of a call that `selection` leaves out: an agent is named "
             "by the header x-whet-agent"
         )
+    if masked := round(totals["masked_generations"]):
+        lines.append(
+            f"{masked} x an answer was cut off, or one of its rollout, and length.truncated masks "
+            "it: raise max_tokens in the agent's requests"
+        )
     if unproven := round(totals["unproven_generations"]):
         lines.append(f"{unproven} x the context of an answer does not match the served prompt")
     return "; ".join(lines) or "no generation with credit can be trained"

@@ -26,7 +26,7 @@ from whet.training.step_metrics import (
     combine_updates,
     compute_reward_metrics,
     compute_row_metrics,
-    count_unselected,
+    count_left_out,
 )
 from whet.training.stopping import is_evaluated
 from whet.types import (
@@ -144,14 +144,15 @@ async def update_policy(
     `policy` is named in warnings.
     """
     selected = select(batch.credits, config.selection)
-    built = build_rows(mask_truncated(selected, config.length))
+    kept = mask_truncated(selected, config.length)
+    built = build_rows(kept)
     metrics: dict[str, float] = {}
     if built.rows:
         with timer.phase("train"):
             metrics |= await _run_updates(built.rows, len(done), config, trainer)
     metrics |= compute_reward_metrics(batch.rollouts, batch.groups, batch.zero_signal, config)
     metrics |= compute_row_metrics(built, compute_version_after(done))
-    metrics |= count_unselected(batch.credits, selected)
+    metrics |= count_left_out(batch.credits, selected, kept)
     metrics |= build_cause_metrics(count_causes(batch.zero_signal, config))
     if built.rows:
         _warn_of_equal_answers(batch.groups, metrics, done)

@@ -19,6 +19,7 @@ STEP_TOTALS = (
     "unproven_generations",
     "constrained_generations",
     "unselected_generations",
+    "masked_generations",
     "row_tokens",
     "trained_tokens",
     "computed_tokens",
@@ -88,10 +89,14 @@ def compute_row_metrics(built: Rows, version: int) -> dict[str, float]:
     }
 
 
-def count_unselected(credits: Sequence[Credit], selected: Sequence[Credit]) -> dict[str, float]:
-    """Count the generations with credit that the selection leaves out."""
-    total, kept = (sum(len(c.advantages) for c in each) for each in (credits, selected))
-    return {"unselected_generations": total - kept}
+def count_left_out(
+    credits: Sequence[Credit], selected: Sequence[Credit], kept: Sequence[Credit]
+) -> dict[str, float]:
+    """Count the generations with credit that the selection, and then the mask, leaves out."""
+    before, between, after = (
+        sum(len(credit.advantages) for credit in each) for each in (credits, selected, kept)
+    )
+    return {"unselected_generations": before - between, "masked_generations": between - after}
 
 
 def combine_updates(updates: Sequence[Metrics]) -> Metrics:
