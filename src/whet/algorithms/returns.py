@@ -19,12 +19,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from whet.config import AlgorithmConfig
-from whet.types import JUDGE, LENGTH_PENALTY, Call, GenerationId, Reward, Trajectory
+from whet.types import LENGTH_PENALTY, Call, GenerationId, Reward, Trajectory
 
 logger = logging.getLogger(__name__)
-
-REWARD = "reward"
-"""The key of the attempt's own reward."""
 
 
 class TurnKey(NamedTuple):
@@ -69,10 +66,10 @@ def compute_returns(trajectory: Trajectory, config: AlgorithmConfig) -> Returns:
     read = [
         reward
         for reward in trajectory.rewards
-        if not (reward.key in logged or is_of_judge(reward) or explain_unread(reward, config))
+        if not (reward.key in logged or reward.is_of_judge or explain_unread(reward, config))
     ]
     # The attempt's own reward is the outcome's: what was returned, or the last that was emitted.
-    further = sum(r.value for r in read if r.target is None and r.key != REWARD)
+    further = sum(r.value for r in read if r.target is None and not r.is_own)
     whole = trajectory.reward + further
     if config.credit == "attempt":
         returns = dict.fromkeys(trajectory.generation_ids(), Return(TurnKey(), whole))
@@ -87,9 +84,9 @@ def score(trajectory: Trajectory, config: AlgorithmConfig) -> float:
 
 def explain_unread(reward: Reward, config: AlgorithmConfig) -> str:
     """Return why the built-in algorithms do not read a reward; empty if they do."""
-    if is_of_judge(reward) or reward.key in config.logged_keys:
+    if reward.is_of_judge or reward.key in config.logged_keys:
         return ""
-    if reward.key not in (REWARD, LENGTH_PENALTY, *config.reward_keys):
+    if reward.key not in ("reward", LENGTH_PENALTY, *config.reward_keys):
         return (
             f"unknown key {reward.key!r}: name it in algorithm.reward_keys or algorithm.logged_keys"
         )
@@ -99,11 +96,6 @@ def explain_unread(reward: Reward, config: AlgorithmConfig) -> str:
             "to 'turn' with grpo, rloo or reinforce++"
         )
     return ""
-
-
-def is_of_judge(reward: Reward) -> bool:
-    """Whether the reward only logs a judge's verdict or its cost."""
-    return reward.key.startswith(f"{JUDGE}.")
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from whet.errors import AgentFailed, AttemptError, BadReward, ConfigError
 from whet.io.genai_spans import parse_response_id
-from whet.types import JUDGE, Attempt, Endpoint, Reward, Span, Target
+from whet.types import Attempt, Endpoint, Reward, Span, Target
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
@@ -125,10 +125,10 @@ def resolve_reward(returned: object, emitted: list[Reward]) -> float:
     """
     if returned is not None:
         return check_reward(returned)
-    own = (r.value for r in reversed(emitted) if r.key == "reward" and r.target is None)
+    own = (r.value for r in reversed(emitted) if r.is_own)
     last = next(own, None)
     if last is None:
-        others = {r.key for r in emitted if not r.key.startswith(f"{JUDGE}.")} - {"reward"}
+        others = {r.key for r in emitted if not r.is_of_judge} - {"reward"}
         raise BadReward(
             f"no reward, only {', '.join(map(repr, sorted(others)))}: return a number, or call "
             "whet.emit_reward(value) without a key as well"

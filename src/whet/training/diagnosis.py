@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from whet.config import RunConfig
-from whet.types import JUDGE, Generation, Group, Metrics, Reward, Trajectory
+from whet.types import Generation, Group, Metrics, Trajectory
 
 
 class Cause(StrEnum):
@@ -123,10 +123,9 @@ def _list_generations(trajectory: Trajectory) -> list[Generation]:
 def _list_rewards(trajectory: Trajectory, logged_keys: Sequence[str]) -> tuple[object, ...]:
     """The reward of a trajectory, and those beside it that are not only logged."""
 
-    def is_beside(reward: Reward) -> bool:
-        is_own = reward.key == "reward" and reward.target is None  # the last one is the reward
-        is_logged = reward.key in logged_keys or reward.key.startswith(f"{JUDGE}.")
-        return not (is_own or is_logged)
-
-    beside = filter(is_beside, trajectory.rewards)
-    return trajectory.reward, *((r.key, r.value, str(r.target)) for r in beside)
+    beside = (
+        (reward.key, reward.value, str(reward.target))
+        for reward in trajectory.rewards
+        if not (reward.is_own or reward.is_of_judge or reward.key in logged_keys)
+    )
+    return trajectory.reward, *beside

@@ -4,8 +4,8 @@ An attempt may contain calls that should not be trained: a chat title, a summary
 Generations that are not selected stay in the rows as context.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from whet.config import SelectionConfig
@@ -51,11 +51,6 @@ def find_discarded(calls: Sequence[Call]) -> list[GenerationId]:
         for id in ids
         if id not in continued
     ]
-
-
-def count_reasons(reasons: Mapping[GenerationId, str]) -> dict[str, int]:
-    """Count the generations that each reason excludes."""
-    return dict(Counter(reasons.values()))
 
 
 def _select(credit: Credit, config: SelectionConfig) -> Credit:

@@ -41,6 +41,7 @@ from whet.types.resources import (
     find_gateways,
 )
 from whet.types.rollouts import (
+    JUDGE,
     NO_FAULT,
     RETRYABLE,
     TERMINAL,
@@ -70,7 +71,6 @@ from whet.types.rollouts import (
 )
 from whet.types.spans import Span, SpanEvent
 from whet.types.training import (
-    JUDGE,
     JUDGE_MODEL,
     LENGTH_PENALTY,
     NO_ADVANTAGES,

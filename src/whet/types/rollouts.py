@@ -22,6 +22,9 @@ CallId = NewType("CallId", str)
 GenerationId = NewType("GenerationId", str)
 """`<call id>.<choice index>`."""
 
+JUDGE = "judge"
+"""First part of the keys of rewards that log a judge's verdicts and cost."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 
@@ -234,6 +237,16 @@ class Reward(Value):
     key: str = "reward"
     target: Target | None = None
     """None is the whole attempt."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the attempt's own reward, not one beside it; the last of these counts."""
+        return self.key == "reward" and self.target is None
+
+    @property
+    def is_of_judge(self) -> bool:
+        """Whether it only logs a judge's verdict or its cost: never trained."""
+        return self.key.startswith(f"{JUDGE}.")
 
 
 class Resource(Value):

@@ -12,9 +12,6 @@ from whet.types.rollouts import Attempt, Failure, GenerationId, Reward, Value
 LENGTH_PENALTY = "length_penalty"
 """Key of the rewards that reduce a trajectory's reward by the length of its answers."""
 
-
-JUDGE = "judge"
-"""First part of the keys of rewards that log a judge's verdicts and cost: never trained."""
 JUDGE_MODEL = "judge"
 """Name by which agents reach the model that `gateway.judge` names."""
 

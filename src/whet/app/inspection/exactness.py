@@ -15,7 +15,7 @@ from whet.io.text import format_count
 from whet.protocols import Store
 from whet.training.diagnosis import explain_metrics
 from whet.training.rows import build_rows
-from whet.training.selection import count_reasons, explain_exclusions
+from whet.training.selection import explain_exclusions
 from whet.types import Credit, Mode, StepRecord, Trajectory
 
 MAX_REASONS = 8
@@ -53,7 +53,7 @@ class ExactnessCounts:
         self.rollouts += 1
         ids = trajectory.generation_ids()
         reasons = explain_exclusions(trajectory.calls, selection)
-        self.unselected.update(count_reasons(reasons))
+        self.unselected.update(reasons.values())
         built = build_rows([Credit(trajectory, {id: 1.0 for id in ids if id not in reasons})])
         self.rows += len(built.rows)
         self.row_tokens += sum(len(row.tokens) for row in built.rows)

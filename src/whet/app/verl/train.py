@@ -14,7 +14,6 @@ import anyio
 from pydantic import JsonValue
 from rich.console import Console
 
-from whet.algorithms.returns import REWARD, is_of_judge
 from whet.app.cli.display import open_console
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
@@ -150,7 +149,7 @@ async def _run(
 
 async def explain_unread(reward: Reward) -> str:
     """Return why verl does not read a reward; empty if it does."""
-    if is_of_judge(reward) or (reward.key == REWARD and reward.target is None):
+    if reward.is_of_judge or reward.is_own:
         return ""
     return "verl reads only the reward of the attempt: add it to what the agent returns"
 

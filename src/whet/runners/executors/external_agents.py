@@ -90,6 +90,6 @@ def parse_reward(output: JsonValue) -> float | None:
 def get_last_reward(rewards: Sequence[Reward], hint: str) -> float:
     """Return the last posted reward for the whole attempt. Raises BadReward if there is none."""
     for reward in reversed(rewards):
-        if reward.key == "reward" and reward.target is None:
+        if reward.is_own:
             return reward.value
     raise BadReward(f"no reward: {hint}")
