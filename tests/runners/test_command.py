@@ -70,7 +70,8 @@ async def why(code: str, llm: Endpoint, task: JsonValue = None) -> str:
 async def test_it_finds_its_task_its_model_and_its_attempt(
     llm: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WHET_STORE_TOKEN", "secret")
+    for name in (secrets := ("WHET_STORE_TOKEN", "WHET_JUDGE_KEY")):
+        monkeypatch.setenv(name, "secret")
     seen = tmp_path / "seen.json"
     code = (
         "import json, os, sys\n"
@@ -93,7 +94,7 @@ async def test_it_finds_its_task_its_model_and_its_attempt(
     assert found["ANTHROPIC_BASE_URL"] == llm.base_url.removesuffix("/v1")
     assert found["OPENAI_MODEL"] == found["WHET_MODEL"] == "policy"
     assert (found["WHET_ROLLOUT_ID"], found["WHET_ATTEMPT_ID"]) == ("r", "r.1")
-    assert "WHET_STORE_TOKEN" not in found
+    assert not found.keys() & set(secrets)
     assert is_gone(found["WHET_TASK_FILE"])
 
 

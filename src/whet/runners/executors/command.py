@@ -59,7 +59,7 @@ class CommandAgent:
         with TemporaryDirectory(prefix="whet-") as folder:
             file = Path(folder) / "task.json"
             file.write_text(json.dumps(task) + "\n")
-            environment = {k: v for k, v in os.environ.items() if k not in HIDDEN_VARIABLES}
+            environment = {k: v for k, v in os.environ.items() if not HIDDEN_VARIABLES.fullmatch(k)}
             environment |= build_environment(llm, posts_rewards=self._reward == "post")
             environment["WHET_TASK_FILE"] = str(file)
             stdin = file if self._stdin else Path(os.devnull)

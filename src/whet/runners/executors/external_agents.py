@@ -1,5 +1,6 @@
 """Agents outside of this process: the variables they get, and the rewards they return or post."""
 
+import re
 from collections.abc import Sequence
 from urllib.parse import quote, urlsplit
 
@@ -13,8 +14,8 @@ from whet.types import Endpoint, Reward
 
 TIMEOUT_S = 30.0
 
-HIDDEN_VARIABLES = ("WHET_STORE_TOKEN",)
-"""Variables of the runner that agents do not inherit."""
+HIDDEN_VARIABLES = re.compile(r"WHET_STORE_TOKEN|WHET_.*_KEY")
+"""Variables of the runner that agents do not inherit: the store's, and keys of other models."""
 
 
 def build_environment(llm: Endpoint, *, posts_rewards: bool) -> dict[str, str]:
