@@ -17,7 +17,6 @@ import whet
 from support.run_agents import FixedEndpoint, endpoint, get_failure, run
 from whet.config import RunnerConfig
 from whet.runners.agent import Agent
-from whet.runners.executors.env_guard import _changed
 from whet.runners.runner import Runner
 from whet.store.sqlite import SQLiteStore
 from whet.types import Endpoint, FailureKind, Rollout
@@ -200,7 +199,6 @@ async def test_leases_are_kept_while_an_agent_blocks_the_loop(store: SQLiteStore
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    _changed.clear()
     for name in ("WHET_TEST_A", "WHET_TEST_URL"):
         monkeypatch.setenv(name, "as it was")
 
@@ -226,6 +224,7 @@ async def test_attempts_may_set_a_variable_to_the_same_value_only(
         return 1.0
 
     def otherwise(task: int) -> float:
+        os.environ["WHET_TEST_A"] = "for all"
         os.environ["WHET_TEST_A"] = f"for {task}"
         return 1.0
 
@@ -236,7 +235,19 @@ async def test_attempts_may_set_a_variable_to_the_same_value_only(
     assert await run(otherwise, [0], store, prefix="other") == [[]]
     reason = (await store.failures(["other0"]))["other0"]
     assert "sets os.environ['WHET_TEST_A'] to a second value" in reason
-    assert os.environ["WHET_TEST_A"] == "on"
+    assert os.environ["WHET_TEST_A"] == "for all"
+
+
+@pytest.mark.usefixtures("environment")
+async def test_another_run_in_the_same_process_may_set_another_value(store: SQLiteStore) -> None:
+    for value in ("first", "second"):
+
+        def agent(task: int, value: str = value) -> float:
+            os.environ["WHET_TEST_A"] = value
+            return 1.0
+
+        assert all(await run(agent, [0, 1], store, prefix=value))
+        assert os.environ["WHET_TEST_A"] == value
 
 
 @pytest.mark.usefixtures("environment")

@@ -20,13 +20,18 @@ ADVICE = (
 )
 
 _changed = set[str]()
-"""Variables that agents have set for all attempts of this process."""
+"""Variables that agents have set for all attempts of this run in this process."""
 
 
 @cache  # an audit hook cannot be removed: once in a process
 def guard_environment() -> None:
     """Watch changes of the environment for the rest of the process."""
     sys.addaudithook(_on_audit_event)
+
+
+def forget_changes() -> None:
+    """Let the agents of a new run set variables that those of an earlier one have set."""
+    _changed.clear()
 
 
 def restore_environment(context: AttemptContext) -> None:

@@ -29,7 +29,11 @@ from whet.runners.context import (
     resolve_reward,
 )
 from whet.runners.executors.certificates import defer_certificates
-from whet.runners.executors.env_guard import guard_environment, restore_environment
+from whet.runners.executors.env_guard import (
+    forget_changes,
+    guard_environment,
+    restore_environment,
+)
 from whet.runners.executors.executor import Evicted, Executor
 
 logger = logging.getLogger(__name__)
@@ -77,6 +81,7 @@ class UserCodeRunner:
 
     def __init__(self, concurrency: int) -> None:
         logging.getLogger("asyncio").addFilter(_is_no_orphan)  # once, however often it is added
+        forget_changes()
         self._concurrency = concurrency
         self._loop: _AgentLoop | None = None
         """Started by the first work: agents in other processes need none here."""
