@@ -80,6 +80,26 @@ async def test_operations_nest_and_what_is_emitted_in_one_is_below_it(store: SQL
     assert answer.start <= inner.start <= inner.end <= answer.end
 
 
+async def test_an_operation_that_attempts_share_keeps_to_each(store: SQLiteStore) -> None:
+    shared = whet.operation("think")
+    both = anyio.Event()
+    begun: list[str] = []
+
+    async def one(task: str) -> float:
+        with shared as block:
+            block.set(task=task)
+            begun.append(task)
+            if len(begun) == 2:
+                both.set()
+            await both.wait()
+        return 1.0
+
+    assert all(await run(one, ["a", "b"], store))
+    for number, task in enumerate("ab"):
+        [span] = await store.spans(AttemptId(f"r{number}.1"))
+        assert (span.name, span.attributes) == ("think", {"task": task})
+
+
 async def test_an_operation_keeps_no_keys(store: SQLiteStore) -> None:
     @whet.operation
     def ask(llm: Endpoint, llms: dict[str, Endpoint], unknown: object) -> None:

@@ -24,8 +24,13 @@ SCOPE = "whet"
 MAX_CHARS = 8192
 """Characters of an argument or a result that are kept."""
 
-_parent_id: ContextVar[str | None] = ContextVar("parent_span_id", default=None)
-"""Id of the open operation, the parent of new spans."""
+_open: ContextVar["Operation | None"] = ContextVar("open_operation", default=None)
+"""The innermost open operation, the parent of new spans."""
+
+
+def _get_parent_id() -> str | None:
+    operation = _open.get()
+    return operation.id if operation is not None else None
 
 
 def emit_message(text: str, **attributes: JsonValue) -> None:
@@ -71,8 +76,9 @@ class Operation:
     def __init__(self, name: str, attributes: dict[str, JsonValue]) -> None:
         self._name = name
         self._attributes = _check_attributes(attributes)
-        self._id = secrets.token_hex(8)
-        self._started: tuple[AttemptContext, Token[str | None], int] | None = None
+        self.id = secrets.token_hex(8)
+        """Id of the span."""
+        self._started: tuple[AttemptContext, Token[Operation | None], int] | None = None
 
     def set(self, **attributes: JsonValue) -> None:
         """Add attributes to the span."""
@@ -80,8 +86,8 @@ class Operation:
 
     def __enter__(self) -> "Operation":
         context = get_current_attempt("operation")
-        self._parent = _parent_id.get()
-        self._started = (context, _parent_id.set(self._id), time.time_ns())
+        self._parent = _get_parent_id()
+        self._started = (context, _open.set(self), time.time_ns())
         return self
 
     def __exit__(
@@ -92,13 +98,13 @@ class Operation:
     ) -> None:
         assert self._started is not None
         context, token, start = self._started
-        _parent_id.reset(token)
+        _open.reset(token)
         end = time.time_ns()
         if not context.has_ended:
             context.add_span(
                 Span(
                     trace_id=context.trace_id,
-                    span_id=self._id,
+                    span_id=self.id,
                     parent_id=self._parent,
                     name=self._name,
                     start=start,
@@ -113,12 +119,11 @@ class Operation:
 
 
 class _Decorator:
-    """Result of `operation(...)`: a decorator and a context manager."""
+    """Result of `operation(...)`: a decorator and a context manager, which attempts may share."""
 
     def __init__(self, name: str | None, attributes: dict[str, JsonValue]) -> None:
         self._name = name
         self._attributes = attributes
-        self._blocks: list[Operation] = []
 
     def __call__(self, function: F) -> F:
         return _decorate(function, self._name or function.__qualname__, self._attributes)
@@ -126,8 +131,7 @@ class _Decorator:
     def __enter__(self) -> Operation:
         if self._name is None:
             raise ConfigError("an operation used as a block needs a name: operation('search')")
-        self._blocks.append(Operation(self._name, self._attributes))
-        return self._blocks[-1].__enter__()
+        return Operation(self._name, self._attributes).__enter__()
 
     def __exit__(
         self,
@@ -135,7 +139,9 @@ class _Decorator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._blocks.pop().__exit__(kind, error, trace)
+        block = _open.get()
+        assert block is not None
+        block.__exit__(kind, error, trace)
 
 
 @overload
@@ -191,7 +197,7 @@ def _emit(caller: str, name: str, attributes: dict[str, JsonValue]) -> None:
         Span(
             trace_id=context.trace_id,
             span_id=secrets.token_hex(8),
-            parent_id=_parent_id.get(),
+            parent_id=_get_parent_id(),
             name=name,
             start=now,
             end=now,
