@@ -162,9 +162,9 @@ class RemoteMethod(Generic[T]):
 
     async def call(self, store: SQLStore, arguments: Mapping[str, Any]) -> T:  # Any: validated
         """Call the method on a store."""
-        if hasattr(store, self.name):
-            return await getattr(store, self.name)(**arguments)
-        return await self.function(store, **arguments)
+        if self.function is gateways:  # of this module, not of the store
+            return await self.function(store, **arguments)
+        return await getattr(store, self.name)(**arguments)
 
     def url(self, **path: object) -> str:
         """Path of a request. The values need no quoting, or are quoted."""
