@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -21,6 +22,8 @@ from whet.types import Endpoint
 pytestmark = pytest.mark.anyio
 
 POSTED: dict[str, list[JsonValue]] = {}
+BROKEN = set[str]()
+"""Paths whose rewards cannot be listed, as by a gateway without its store."""
 
 
 class Gateway(BaseHTTPRequestHandler):
@@ -28,7 +31,7 @@ class Gateway(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         body = json.dumps({"rewards": POSTED.get(self.path, [])}).encode()
-        self.send_response(200)
+        self.send_response(503 if self.path in BROKEN else 200)
         self.end_headers()
         self.wfile.write(body)
 
@@ -46,6 +49,7 @@ class Gateway(BaseHTTPRequestHandler):
 @pytest.fixture
 def llm() -> Generator[Endpoint]:
     POSTED.clear()
+    BROKEN.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -98,6 +102,12 @@ async def test_it_finds_its_task_its_model_and_its_attempt(
     assert is_gone(found["WHET_TASK_FILE"])
 
 
+async def test_posted_rewards_that_cannot_be_listed_are_no_bad_reward(llm: Endpoint) -> None:
+    BROKEN.add(f"{urlsplit(llm.base_url).path}/rewards")
+    with pytest.raises(AgentFailed, match=r"cannot get the posted rewards .*: status 503"):
+        await run("pass", llm, by="post")
+
+
 @pytest.mark.parametrize(
     ("code", "reward"),
     [
@@ -128,6 +138,7 @@ async def test_a_reward_may_be_posted(llm: Endpoint) -> None:
     )
     assert await run(code, llm, by="post") == 0.75
     POSTED.clear()
+    BROKEN.clear()
     with pytest.raises(BadReward, match="post it to WHET_REWARD_URL with WHET_REWARD_KEY"):
         await run("print(99)", llm, by="post")
 

@@ -56,12 +56,14 @@ async def fetch_posted_rewards(llm: Endpoint) -> list[Reward]:
     """Return the rewards posted for the attempt so far; empty if its gateway does not list them.
 
     Raises:
-        AgentFailed: the gateway cannot be reached, so posted rewards are unknown.
+        AgentFailed: the gateway cannot answer, so posted rewards are unknown.
     """
     url = f"{llm.base_url}/rewards"
     try:
         async with HttpClient(token=llm.reward_key) as http:
             reply = await http.request("GET", url, timeout_s=TIMEOUT_S)
+        if reply.status >= 500:
+            raise TransportError(f"status {reply.status}")
     except TransportError as error:
         raise AgentFailed(
             f"cannot get the posted rewards from {urlsplit(url).netloc}: {error}"
