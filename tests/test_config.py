@@ -131,7 +131,7 @@ def test_keys_that_do_not_go_together_are_one_line(
 
 def rates(steps: int, **settings: object) -> list[float]:
     adam = AdamConfig.model_validate({"lr": 1.0} | settings)
-    return [adam.build_step(step, steps).lr for step in range(steps)]
+    return [adam.build_step(step, steps, "lora").lr for step in range(steps)]
 
 
 def test_the_learning_rate_depends_on_the_weights_unless_it_is_given() -> None:

@@ -78,7 +78,7 @@ async def test_its_recorders_tokens_are_trained_a_row_for_each_call(tmp_path: Pa
         trainer = LocalTrainer(policy)
         rows = normalize(built.rows, CONFIG.loss, rollouts=1)
         metrics = await trainer.forward_backward(rows, CONFIG.loss)
-        await trainer.optim_step(CONFIG.adam.build_step(0, CONFIG.steps))
+        await trainer.optim_step(CONFIG.adam.build_step(0, CONFIG.steps, "lora"))
         assert metrics["logprob_gap"] < 1e-4
 
 

@@ -639,7 +639,7 @@ async def steps(
             row_of(prompt, prompt_of(6, seed=9 + side), [-5.0] * 6, float(side)) for side in (-1, 1)
         ]
         await trainer.forward_backward(rows, PPO)
-        await trainer.optim_step(adam.build_step(index, 5))
+        await trainer.optim_step(adam.build_step(index, 5, "lora"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from support.tiny_llama import load, make_model
-from whet.config import AdamStep, RunConfig, SupervisedConfig
+from whet.config import AdamStep, LocalTrainerConfig, RunConfig, SupervisedConfig
 from whet.engines.scorer import LocalScorer
 from whet.store.sqlite import SQLiteStore
 from whet.trainers.local import LocalTrainer
@@ -213,6 +213,25 @@ def test_every_example_comes_once_an_epoch_in_another_order() -> None:
     first, second = ([*chain(*half)] for half in (batches[:3], batches[3:]))
     assert Counter(first) == Counter(second) == Counter(map(str, range(8)))
     assert first != second
+
+
+@pytest.mark.parametrize(("weights", "rate"), [("lora", 1e-4), ("full", 1e-6)])
+async def test_the_learning_rate_is_that_of_the_trained_weights(
+    model: Path, tmp_path: Path, weights: Literal["lora", "full"], rate: float
+) -> None:
+    policy = load(model, weights=weights)
+    trainer = LocalTrainerConfig(weights=weights)
+    async with SQLiteStore(tmp_path / "store.db") as log:
+        records = fit(
+            [SupervisedExample(p.name, p.rows) for p in PAIRS],
+            [],
+            Imitation(LocalScorer(policy)),
+            config().model_copy(update={"steps": 1, "trainer": trainer}),
+            checkpoints=tmp_path,
+            trainer=LocalTrainer(policy),
+            log=log,
+        )
+        assert [step.metrics["learning_rate"] async for step in records] == [rate]
 
 
 async def test_a_run_that_is_broken_off_continues_with_the_same_batches(

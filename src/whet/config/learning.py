@@ -121,9 +121,7 @@ class AdamConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
 
-    def build_step(
-        self, step: int, steps: int, weights: Literal["lora", "full"] = "lora"
-    ) -> AdamStep:
+    def build_step(self, step: int, steps: int, weights: Literal["lora", "full"]) -> AdamStep:
         """Parameters of one step of a run that trains these weights; the first step is 0.
 
         A pure function, so a resumed run continues the schedule.

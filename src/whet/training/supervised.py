@@ -150,7 +150,8 @@ async def fit(
         for update in block:
             rows, own = await objective.weigh(select_nth_batch(examples, update, config))
             trained = await trainer.forward_backward(rows, CROSS_ENTROPY)
-            step = await trainer.optim_step(config.adam.build_step(update, config.steps))
+            adam = config.adam.build_step(update, config.steps, config.trained_weights)
+            step = await trainer.optim_step(adam)
             kept = {name: trained[name] for name in ("loss", *SUMS) if name in trained}
             found.append({**kept, **step, **own})
             on_update()
