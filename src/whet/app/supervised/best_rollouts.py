@@ -24,7 +24,9 @@ async def read_best(
     """
 
     def choose(group: Group) -> list[SupervisedExample]:
-        minimum = min_reward if min_reward is not None else fmean(t.reward for t in group)
+        rewards = [trajectory.reward for trajectory in group]
+        # Of equal rewards the mean may be rounded to less than each.
+        minimum = max(fmean(rewards), min(rewards)) if min_reward is None else min_reward
         ranked = sorted(group, key=lambda trajectory: -trajectory.reward)
         chosen = [t for t in ranked if t.reward > minimum or t.reward == min_reward]
         found = [(t, _build_rows(t, selection)) for t in chosen[:best]]
