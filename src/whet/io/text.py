@@ -1,6 +1,20 @@
-"""Words for numbers."""
+"""Text for people: words for numbers, and what a terminal may print."""
+
+import re
+import unicodedata
+
+BIDIRECTIONAL = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
 def format_count(number: int, noun: str) -> str:
     """Format a number of things: `1 task`, `2 tasks`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def escape_control_characters(text: str) -> str:
+    """Return text that cannot control the terminal: control characters are shown as symbols."""
+    text = BIDIRECTIONAL.sub("\ufffd", text)
+    return "".join(
+        "␛" if char == "\x1b" else " " if unicodedata.category(char) == "Cc" else char
+        for char in text
+    )

@@ -15,7 +15,6 @@ from whet.app.cli.main import main
 from whet.app.dashboard.pages.token_texts import split_text
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
-from whet.app.dashboard.terminal import escape_control_characters
 from whet.app.run_folder import RunFolder
 from whet.store.schema import VERSION
 from whet.store.sqlite import SQLiteStore
@@ -340,10 +339,6 @@ def make_it_another_version(folder: RunFolder) -> str:
     with closing(sqlite3.connect(folder.store)) as db:
         db.execute(f"PRAGMA user_version = {VERSION - 1}")
     return f"has schema version {VERSION - 1}, expected {VERSION}: open it with the version"
-
-
-def test_text_of_a_model_cannot_control_the_terminal() -> None:
-    assert escape_control_characters("a\x1b[31m\x07b\u202e") == "a␛[31m b\ufffd"
 
 
 def test_every_token_has_its_text_and_a_character_of_several_tokens_one() -> None:

@@ -1,6 +1,7 @@
 """Attempts as trees: forks and generations that are never trained."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -92,3 +93,15 @@ def test_show_names_the_checkpoints_that_are_kept(
     assert main(["show", "mine", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert found == {"2": ".whet/runs/mine/checkpoints/step-000001"}
+
+
+@pytest.mark.parametrize("flags", [(), ("--worst",), ("--failed",)])
+def test_text_of_a_model_cannot_control_the_terminal_that_shows_it(
+    flags: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\x1b]0;title b\u202e"
+    anyio.run(partial(record_run, make_folder(folder / ".whet", text=text), text=text))
+    assert main(["show", "mine", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "a␛]0;title b\ufffd" in shown
+    assert not {"\x1b", "\u202e"} & set(shown)

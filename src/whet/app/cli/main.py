@@ -13,6 +13,7 @@ from typing import NamedTuple, TextIO
 from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
 from whet.errors import WhetError
 from whet.io.process import treat_sigterm_as_interrupt
+from whet.io.text import escape_control_characters
 
 
 class CommandInfo(NamedTuple):
@@ -124,7 +125,7 @@ def _run(before: Sequence[str], after: Sequence[str]) -> int:
 
 def describe(error: WhetError) -> str:
     """Return an error in one line, with what to do if it is a full disk."""
-    line = " ".join((error.command_text or str(error)).split())
+    line = escape_control_characters(" ".join((error.command_text or str(error)).split()))
     if "No space left on device" in line or "disk is full" in line:
         line += (
             "; make room on the disk, then continue with --resume; if `whet runs` does not list "

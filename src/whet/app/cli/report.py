@@ -13,6 +13,7 @@ from whet.app.evaluation.comparison import print_comparison
 from whet.app.evaluation.statistics import Estimate
 from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder
+from whet.io.text import escape_control_characters
 from whet.training.stopping import read_headline
 
 if TYPE_CHECKING:  # slow import
@@ -59,7 +60,7 @@ def build_failure_table(reasons: Sequence[tuple[str, str]]) -> Table:
     table.add_column(justify="right", style="bold")
     table.add_column(overflow="fold")
     for count, reason in reasons[:MAX_REASONS]:
-        table.add_row(count, Text(reason[:MAX_REASON_CHARS]))
+        table.add_row(count, Text(escape_control_characters(reason[:MAX_REASON_CHARS])))
     if len(reasons) > MAX_REASONS:
         table.add_row("", f"and {len(reasons) - MAX_REASONS} other reasons")
     return table

@@ -16,7 +16,6 @@ from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
-from whet.app.dashboard.terminal import escape_control_characters
 from whet.app.inspection.run_list import (
     EVALUATION_KIND,
     build_narrow_table,
@@ -25,6 +24,7 @@ from whet.app.inspection.run_list import (
 )
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
+from whet.io.text import escape_control_characters
 from whet.io.threads import run_async
 from whet.store.queries.rollout_pages import Order
 
@@ -201,8 +201,7 @@ def _print(console: Console, name: str, found: Listing) -> None:
             Text(escape_control_characters(str(row["task"]))[:200]),
         )
     failures = [row["failure"] for row in rows]
-    notes = [f and escape_control_characters(f"{f['kind']}: {f['message']}") for f in failures]
-    print_rows(console, table, notes)
+    print_rows(console, table, [f and f"{f['kind']}: {f['message']}" for f in failures])
     if found.judged:
         console.print(
             "reward: the agent's own, without the scores of the judge, which training adds",

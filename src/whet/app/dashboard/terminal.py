@@ -1,7 +1,5 @@
 """A run in the terminal: its curve, queue, alarms and last failures, live."""
 
-import re
-import unicodedata
 from typing import Any
 
 import anyio
@@ -13,6 +11,7 @@ from rich.text import Text
 from whet.app.cli.display import draw_curve
 from whet.app.dashboard.pages import overview
 from whet.app.dashboard.run_catalog import OpenedRun
+from whet.io.text import escape_control_characters
 
 REFRESH_S = 1.0
 FAILURES = 5
@@ -25,7 +24,6 @@ METRICS = (
     ("sampled_tokens", "tokens"),
     ("step_seconds", "seconds"),
 )
-BIDIRECTIONAL = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 Frame = dict[str, Any]  # Any: the answers of the dashboard's API
 
@@ -95,12 +93,3 @@ def _format_queue(queue: Frame) -> Text:
     alive = sum(worker["due"] >= queue["now"] for worker in queue["workers"])
     shown = "   ".join(f"{status} {count}" for status, count in counts.items())
     return Text(f"rollouts: {shown}   workers alive: {alive} of {len(queue['workers'])}")
-
-
-def escape_control_characters(text: str) -> str:
-    """Return text that cannot control the terminal: control characters are shown as symbols."""
-    text = BIDIRECTIONAL.sub("\ufffd", text)
-    return "".join(
-        "␛" if char == "\x1b" else " " if unicodedata.category(char) == "Cc" else char
-        for char in text
-    )

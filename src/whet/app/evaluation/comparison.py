@@ -18,6 +18,7 @@ from whet.app.evaluation.statistics import (
     estimate_gain,
 )
 from whet.config import EvaluationConfig
+from whet.io.text import escape_control_characters
 
 COLORS = ("#8a8f98", "#1f6f8b", "#d1793a", "#5b8c5a", "#8c5a7f", "#b3a14c")
 MAX_BARS = 400
@@ -137,7 +138,7 @@ def print_comparison(console: Console, comparison: Comparison, title: str) -> No
             console.print(
                 f"{name}: {count} evaluation rollouts failed ({kind}) and "
                 f"{'count as 0' if kind in AGENT_FAILURES else 'are left out'}, such as: "
-                f"{example[:200]}",
+                f"{escape_control_characters(example[:200])}",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

@@ -23,7 +23,7 @@ from whet.app.cli.flags import CommandParser, add_runs_flag
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
 from whet.io.files import stat_files
-from whet.io.text import format_count
+from whet.io.text import escape_control_characters, format_count
 
 DEV_KIND = "dev"
 EVALUATION_KIND = "eval"
@@ -207,7 +207,8 @@ def print_rows(console: Console, table: Table, notes: Sequence[str]) -> None:
     for line, note in zip(lines, ["", *notes], strict=True):  # the first line is the header
         shown.append(Segments([*line, Segment.line()]))
         if note:
-            shown.append(Padding(Text(note, "red"), (0, 0, 0, 2)))
+            text = Text(escape_control_characters(note), "red")
+            shown.append(Padding(text, (0, 0, 0, 2)))
     console.print(Group(*shown), end="")  # one output in notebooks
 
 
