@@ -8,7 +8,11 @@ import anyio
 import pytest
 
 from support.recorded_run import make_folder, record_run
+from support.records import MINUTE
 from whet.app.cli.main import main
+from whet.app.run_folder import RunFolder
+from whet.store.sqlite import SQLiteStore
+from whet.types import Failure, FailureKind, Outcome, Rollout
 
 AGENTS = """
 from openai import AsyncOpenAI
@@ -93,6 +97,28 @@ def test_show_names_the_checkpoints_that_are_kept(
     assert main(["show", "mine", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert found == {"2": ".whet/runs/mine/checkpoints/step-000001"}
+
+
+@pytest.mark.parametrize(("ends", "state"), [(False, "running"), (True, "failed, worker_left")])
+def test_show_takes_a_rollout_that_runs_or_waits_for_another_attempt(
+    ends: bool, state: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_folder(folder / ".whet")
+    anyio.run(begin_rollout, run, ends)
+    assert main(["show", "mine", "--rollout", "begun"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"begun.1  {state}")
+    assert "task  the task" in shown
+
+
+async def begin_rollout(run: RunFolder, ends: bool) -> None:
+    async with SQLiteStore(run.store) as store:
+        await store.enqueue([Rollout(id="begun", group="g", task="the task", max_attempts=2)])
+        attempt = await store.claim("w", lease_s=MINUTE, wait_s=0)
+        assert attempt is not None
+        if ends:
+            failure = Failure(kind=FailureKind.WORKER_LEFT, message="gone")
+            await store.finish(attempt.id, Outcome(failure=failure))
 
 
 @pytest.mark.parametrize("flags", [(), ("--worst",), ("--failed",)])

@@ -146,7 +146,7 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
             advantage = advantages.get(call.generation_id(index))
             if advantage is not None:
                 branch.add(Text(f"advantage  {advantage:+.3f}", "green"))
-    if not view.calls:
+    if not view.calls and view.record.ended is not None:
         tree.add(Text(_explain_missing_calls(view), "yellow"))
     numbers = {call.id: number for number, call in enumerate(view.calls, start=1)}
     links = {span: f"call {numbers[link.call]} by {link.by}" for span, link in view.links.items()}
@@ -177,6 +177,8 @@ def _format_head(view: AttemptView) -> Text:
     if view.record.failure:
         failure = view.record.failure
         head.append(f"failed, {failure.kind.value}: {failure.message}", "bold red")
+    elif view.record.reward is None:
+        head.append(view.record.status.value, "bold")
     else:
         style = "bold green" if view.record.reward else "bold"
         head.append(f"reward {view.record.reward:g}", style)

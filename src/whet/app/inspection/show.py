@@ -226,10 +226,11 @@ async def _read_rollout(store: Store, id: str) -> Rollout:
         ) from error
     if not attempts:
         raise ConfigError(f"the rollout {id!r} has not begun yet: show it once it runs")
-    if attempts[-1].status is Status.RUNNING:
-        return (await store.attempt(attempts[-1].id)).rollout
-    [trajectory] = await store.trajectories([id], failed=True)
-    return trajectory.attempt.rollout
+    for trajectory in await store.trajectories([id], failed=True):
+        return trajectory.attempt.rollout
+    # It runs, or waits for another attempt.
+    records = {r.rollout.id: r async for page in iterate_pages(store) for r in page}
+    return records[id].rollout
 
 
 def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFolder) -> StepRecord:
