@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any, cast
 
 from pydantic import JsonValue, ValidationError
 
@@ -325,9 +326,11 @@ class RunFolder:
 
     def count_reported_steps(self) -> int:
         """Steps in the report of a run; 0 without one."""
-        if not self.report.is_file():
-            return 0
-        return int(json.loads(self.report.read_text()).get("steps") or 0)
+        return int(self.read_report().get("steps") or 0)
+
+    def read_report(self) -> dict[str, Any]:
+        """Read the final numbers; empty without a report, or if it is damaged."""
+        return read_object(self.report) if self.report.is_file() else {}
 
     def read_rewards(self) -> list[float | None]:
         """Mean reward of each step so far, from the metrics; none without `jsonl` tracking."""
@@ -351,6 +354,15 @@ class RunFolder:
             if model.is_dir():
                 own = config.for_policy(name)
                 write_card(model, run, self._kind.read_text(), own, report, policy=name)
+
+
+def read_object(file: Path) -> dict[str, Any]:  # Any: a JSON value, by a name that is known
+    """Read a file with a JSON object; empty if it is damaged."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError:
+        return {}
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
 
 
 @contextmanager

@@ -87,3 +87,25 @@ def test_the_newest_run_may_be_looked_for_among_some_kinds_only(tmp_path: Path) 
     assert find_newest(tmp_path, excluded=(EVALUATION_KIND,)) == "a"
     with pytest.raises(ConfigError, match="no runs"):
         find_newest(tmp_path, excluded=("train", EVALUATION_KIND))
+
+
+@pytest.mark.parametrize("name", ["config.json", "report.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_run_with_a_damaged_file_is_listed_among_the_others(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, "whole")
+    (make_run(tmp_path, "damaged").path / name).write_bytes(content)
+    assert main(["runs", "--dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "whole" in shown
+    assert "damaged" in shown
+
+
+def test_a_run_that_is_named_twice_is_deleted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, "a")
+    assert main(["clean", "a", "a", "--yes", "--dir", str(tmp_path)]) == 0
+    assert "deleted 1 run" in capsys.readouterr().out
+    assert list_runs(tmp_path) == []

@@ -20,14 +20,14 @@ from rich.text import Text
 
 from whet.app.cli.display import open_console
 from whet.app.cli.flags import CommandParser, add_runs_flag
-from whet.app.run_folder import RunFolder
+from whet.app.run_folder import RunFolder, read_object
 from whet.errors import ConfigError
 from whet.io.files import stat_files
 from whet.io.text import escape_control_characters, format_count
 
 DEV_KIND = "dev"
-EVALUATION_KIND = "eval"
 """Kind of the runs of `whet dev`."""
+EVALUATION_KIND = "eval"
 
 State = Literal["running", "done", "failed", "stopped"]
 
@@ -75,11 +75,7 @@ def find_newest(directory: Path, *, excluded: Container[str] = ()) -> str:
 
 def summarize_folder(folder: RunFolder) -> RunSummary:
     """Summarize a run by the files of its folder."""
-    config = json.loads(folder.config_file.read_text())
-    # Any: a report of any kind of run.
-    report: dict[str, Any] = (
-        json.loads(folder.report.read_text()) if folder.report.is_file() else {}
-    )
+    config, report = read_object(folder.config_file), folder.read_report()
     files = stat_files(folder.path)
     rewards: list[float | None] = list(report.get("rewards") or ())
     steps = int(report.get("steps") or 0)
@@ -107,7 +103,7 @@ def summarize_folder(folder: RunFolder) -> RunSummary:
     )
 
 
-def _read_gain(report: dict[str, Any]) -> float | None:  # Any: as above
+def _read_gain(report: dict[str, Any]) -> float | None:  # Any: a report of any kind of run
     before, after = report.get("before"), report.get("after")
     if not before or not after:
         return None
@@ -170,7 +166,7 @@ def run_clean(args: argparse.Namespace) -> int:
             raise ConfigError(f"there is no run {name!r} in {args.dir!r}: see `whet runs`")
         if runs[name].state == "running":
             raise ConfigError(f"the run {name!r} is in use by another process: stop it first")
-    chosen = [runs[name] for name in args.runs]
+    chosen = [runs[name] for name in dict.fromkeys(args.runs)]
     if not args.runs:
         chosen = [
             run

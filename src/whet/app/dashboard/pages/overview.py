@@ -1,7 +1,6 @@
 """Pages about whole runs: the list, curves, queue and workers, resources, checkpoints."""
 
 import dataclasses
-import json
 import re
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from whet.app.dashboard.pages.alarms import find_alarms
 from whet.app.dashboard.pages.payload import hide_secrets
 from whet.app.dashboard.run_catalog import Catalog, OpenedRun
 from whet.app.inspection.run_list import RunSummary, summarize_folder
-from whet.app.run_folder import RunFolder
+from whet.app.run_folder import RunFolder, read_object
 from whet.errors import NotFound, StoreError
 from whet.io.files import stat_files
 from whet.store.queries import browse
@@ -65,20 +64,13 @@ async def read_run(run: OpenedRun) -> dict[str, object]:
         "model": summary.model if summary else "",
         "gain": summary.gain if summary else None,
         "changed": summary.changed if summary else None,
-        "config": hide_secrets(_read_json(folder, "config.json")) if folder else None,
-        "report": _read_json(folder, "report.json") if folder else None,
+        "config": hide_secrets(read_object(folder.config_file)) if folder else None,
+        "report": (folder.read_report() or None) if folder else None,
         "statuses": await run.store.browse(browse.read_statuses),
         "steps": len(steps),
         "alarms": [alarm._asdict() for alarm in find_alarms(steps)],
         "now": time.time(),
     }
-
-
-def _read_json(folder: RunFolder, name: str) -> object:
-    try:
-        return json.loads((folder.path / name).read_text())
-    except (OSError, ValueError):
-        return None
 
 
 async def read_steps(run: OpenedRun, after: int) -> dict[str, object]:
