@@ -157,6 +157,7 @@ class RunFolder:
         )
         if folder.store.exists():
             check_file(folder.store)
+        folder.read_config()
         return folder
 
     @classmethod
@@ -247,9 +248,9 @@ class RunFolder:
             _write_whole(self.config_file, config.model_dump_json(indent=2).encode())
 
     def resume(self, values: Mapping[str, JsonValue]) -> None:
-        """Continue with `read_resumed_config`. Raises ConfigError as it does."""
+        """Save `read_resumed_config` to continue with. Raises ConfigError also if it is in use."""
         config = self.read_resumed_config(values)
-        if config != self.read_config():
+        with self.lock():
             self.save_config(config)
 
     def keep_tasks(self, tasks: Sequence[JsonValue], held_out: Sequence[JsonValue]) -> None:

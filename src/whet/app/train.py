@@ -179,8 +179,7 @@ def prepare_run(
         return RunFolder.create(config, kind)
     if inputs is not None:
         folder.keep_tasks(*inputs)
-    with folder.lock():  # what is refused changes nothing
-        folder.save_config(config)
+    folder.resume(values)  # last: what is refused changes nothing
     return folder
 
 

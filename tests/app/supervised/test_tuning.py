@@ -1,6 +1,7 @@
 """`whet sft` and `whet dpo` as users start them: files, rollouts of a run, resuming, refusals."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.app.supervised.tuning import FineTuning
 from whet.errors import ConfigError
+from whet.models.catalog import TINY
 from whet.types import Endpoint
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -155,6 +157,26 @@ def test_best_and_worst_of_a_group_are_a_pair(run: Path, tmp_path: Path) -> None
     assert result.steps[-1].metrics["loss"] < 0.6931
     with pytest.raises(ConfigError, match="none of the run's 4 groups"):
         whet.dpo(from_run=run, min_margin=50.0, quiet=True, **with_name(values, "none"))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_model_that_replaced_that_of_the_rollouts(
+    run: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(TINY, tmp_path / "other")
+    values = settings(tmp_path, "best", held_out=0)
+    first = whet.sft(from_run=run, quiet=True, model=str(other), **values)
+    again = whet.sft(from_run=run, quiet=True, resume=True, **values)
+    assert again.steps == first.steps
+    assert RunFolder(again.run).read_config().model == str(other)
+
+
+def test_a_run_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    damaged = shutil.copytree(TINY, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="damaged"):
+        whet.sft(DIALOGUES, quiet=True, model=str(damaged), **settings(tmp_path, "warm"))
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(

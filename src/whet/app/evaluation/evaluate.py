@@ -178,12 +178,13 @@ def prepare_evaluation(
         run_async(check_endpoint, endpoint, key, key_variable)
     if resume:
         folder = RunFolder.to_resume(config, EVALUATION_KIND)
-        folder.resume(values)
     else:
         folder = RunFolder.create(config, EVALUATION_KIND)
     with ExitStack() as stack:
         stack.callback(folder.discard_if_new)
         folder.keep_tasks(tasks, [])
+        if resume:
+            folder.resume(values)
         models, prompts = _remember_models(folder, models, prompts, progress)
         policies = _find_policies(models)
         stack.pop_all()

@@ -5,7 +5,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -181,9 +181,12 @@ def tune(
     `on_folder` is called with the folder once there is one.
     """
     source.check()
-    values = _with_model(values, source)
+    if source.from_run is not None and not resume:
+        records = RunFolder.find(source.from_run, resolve(values).dir)
+        values = {"model": records.read_config().model} | dict(values)
     check_config(resolve(values), kind)
-    folder, config = _find_resumed_run(kind, values, resume=resume)
+    folder = RunFolder.to_resume(resolve(values), kind) if resume else None
+    config = folder.read_resumed_config(values) if folder else resolve(values)
     check_installed(config.tracking)
     model = resolve_model(config.model, progress=console.print)
     if source.from_run is not None:
@@ -192,10 +195,10 @@ def tune(
     if folder is None:
         config = config.model_copy(update={"steps": count_updates(len(examples), config)})
         folder = RunFolder.create(config, kind)
-    else:
-        folder.save_config(config)
     on_folder(folder)
     folder.keep_inputs({"examples": _digest(examples), "held-out examples": _digest(held_out)})
+    if resume:
+        folder.resume(values)
     console.print(
         f"{kind} of {config.model}: {len(examples)} examples, {len(held_out)} held out, "
         f"{config.steps} optimizer steps; {folder.path}",
@@ -222,24 +225,6 @@ def check_config(config: RunConfig, kind: TuningKind) -> None:
 
 
 # ------------------------------------------------------------------- preparation
-
-
-def _with_model(values: Mapping[str, JsonValue], source: Source) -> dict[str, JsonValue]:
-    """The settings with the model of the run that examples are from, unless they name another."""
-    if source.from_run is None:
-        return dict(values)
-    config = RunFolder.find(source.from_run, resolve(values).dir).read_config()
-    return {"model": config.model} | dict(values)
-
-
-def _find_resumed_run(
-    kind: TuningKind, values: Mapping[str, JsonValue], *, resume: bool
-) -> tuple[RunFolder | None, RunConfig]:
-    config = resolve(values)
-    if not resume:
-        return None, config
-    folder = RunFolder.to_resume(config, kind)
-    return folder, folder.read_resumed_config(values)
 
 
 def _check_vocabulary(source: str | Path, config: RunConfig, model: Path) -> None:
@@ -339,13 +324,15 @@ async def _train(
 ) -> FineTuning:
     began = time.monotonic()
     config = folder.read_config()
-    with folder.lock():
+    with folder.lock(), ExitStack() as stack:
+        stack.callback(folder.discard_if_new)
         model = resolve_model(config.model)
         async with (
             folder.open_store() as log,
             open_trackers(folder, console.print) as tracking,
             open_trainer(config, model) as (trainer, policy),
         ):
+            folder.keep()
             assert isinstance(policy, LocalPolicy)
             scorer = LocalScorer(policy)
             objective = await _build_objective(kind, folder, scorer, [*examples, *held_out])
