@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import matplotlib
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from whet.app.cli.main import main
 from whet.app.evaluation.evaluate import evaluate
 from whet.app.prompts.apo import APO
 from whet.app.prompts.gepa import GEPA
@@ -239,3 +241,47 @@ def test_a_killed_search_goes_on_and_the_four_are_compared(tmp_path: Path) -> No
     assert gain is not None
     assert gain.ci95 is not None
     assert gain.ci95[0] <= 0.5 <= gain.ci95[1]
+
+
+class OnlyStart(PromptSearch):
+    """Evaluates the prompts to start from."""
+
+    async def optimize(self, study: Study) -> Sequence[Candidate]:
+        tasks = range(len(study.held_out))
+        found = await study.evaluate(study.prompts, tasks, "held_out")
+        return [Candidate(study.prompts, (), [each.reward for each in found], study.rollouts)]
+
+
+def test_a_search_that_is_started_again_with_other_tasks_is_refused(
+    tmp_path: Path, model: Path
+) -> None:
+    agent = write_agent(tmp_path)
+    settings: dict[str, Any] = {"dir": str(tmp_path), "name": "x", "model": str(model)}
+
+    def search(tasks: Sequence[Any]) -> float:
+        resources = {"prompt": START}
+        found = OnlyStart().run(agent, tasks, resources=resources, quiet=True, **settings)
+        return found.candidates[0].mean
+
+    backend = matplotlib.get_backend()
+    matplotlib.use("svg")  # such as that of a notebook
+    try:
+        assert search(TASKS[:1]) == 0.0
+        assert matplotlib.get_backend() == "svg"
+    finally:
+        matplotlib.use(backend)
+    assert search(TASKS[:1]) == 0.0
+    with pytest.raises(ConfigError, match="tasks are not those the run 'x' was started with"):
+        search(TASKS[1:2])
+
+
+def test_a_budget_is_refused_that_an_optimizer_does_not_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("import whet\nclass Mine(whet.PromptSearch):\n    pass\n")
+    (tmp_path / "tasks.jsonl").write_text('"a"\n')
+    (tmp_path / "start.txt").write_text("Answer {question}")
+    flags = [f"--tasks={tmp_path / 'tasks.jsonl'}", f"--prompt={tmp_path / 'start.txt'}"]
+    flags += [f"--optimizer={tmp_path / 'mine.py'}:Mine", "--budget=10"]
+    assert main(["optimize-prompt", "a.py:f", *flags]) == 2
+    assert "--budget is for gepa and apo" in capsys.readouterr().err

@@ -37,10 +37,7 @@ def print_candidates(console: Console, result: "PromptResult") -> None:
 def draw_candidates(result: "PromptResult", path: Path) -> None:
     """Draw the mean reward of each candidate over the rollouts, and the best so far."""
     with requires_extra("the picture", "gateway"):
-        import matplotlib  # noqa: PLC0415 - slow to import
-
-        matplotlib.use("agg")
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

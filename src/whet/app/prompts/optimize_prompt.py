@@ -58,7 +58,6 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--budget",
         type=int,
-        default=DEFAULT_BUDGET,
         metavar="N",
         help=f"rollouts of the search (default {DEFAULT_BUDGET})",
     )
@@ -108,13 +107,14 @@ def run_search(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build(name: str, budget: int, reflection: Endpoint | None, seed: int) -> PromptSearch:
-    if budget < 1:
+def _build(name: str, budget: int | None, reflection: Endpoint | None, seed: int) -> PromptSearch:
+    if budget is not None and budget < 1:
         raise ConfigError(f"--budget is a number of rollouts, at least 1; found {budget}")
-    if name == "gepa":
-        return GEPA(budget=budget, reflection=reflection, seed=seed)
-    if name == "apo":
-        return APO(budget=budget, reflection=reflection, seed=seed)
+    if name in ("gepa", "apo"):
+        ours = GEPA if name == "gepa" else APO
+        return ours(budget=budget or DEFAULT_BUDGET, reflection=reflection, seed=seed)
+    if budget is not None:
+        raise ConfigError("--budget is for gepa and apo: set that of your own in its class")
     kind: Any = load_function(name, "optimizer")
     if not (isinstance(kind, type) and issubclass(kind, PromptSearch)):
         raise ConfigError(f"{name!r} is not an optimizer: inherit from whet.PromptSearch")

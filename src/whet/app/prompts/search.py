@@ -15,6 +15,7 @@ from whet.app.inputs import ResourceValues, Tasks, parse_resources
 from whet.app.prompts.candidates import draw_candidates, print_candidates
 from whet.app.prompts.saved import BEST_FILE, find_prompts
 from whet.app.prompts.study import Candidate, Prompts, Study
+from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, merge
 from whet.errors import ConfigError, EngineError
 from whet.io.chat_completion import complete
@@ -129,6 +130,7 @@ class PromptSearch(Driver):
         config: RunConfig,
         folder: Path,
     ) -> PromptResult:
+        RunFolder(folder).keep_tasks(tasks, held_out)  # rollouts are known by their number
         initial = {name: (await store.get(name, v)).value for name, v in resources.items()}
         endpoint = self._reflection or gateway
         async with HttpClient(token=endpoint.api_key) as http:
