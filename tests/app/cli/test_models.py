@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from support.tiny_llama import load, make_model, nudge, prompt_of
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
-from whet.config import LocalTrainerConfig, RunConfig
+from whet.config import LocalTrainerConfig, RunConfig, resolve
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import LocalTrainer
@@ -95,3 +95,16 @@ def test_a_model_that_cannot_be_merged_is_an_error_in_one_line(
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     assert "does not fit the model" in complaint([str(adapter), out], capsys)
     assert not Path(out).exists()
+
+
+def test_of_a_run_of_several_policies_one_has_to_be_named(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"model": str(tiny_folder), "dir": str(tmp_path), "name": "two"}
+    run = RunFolder.create(resolve({**values, "policies": {"a": {}, "b": {}}}), "train")
+    for name in ("a", "b"):
+        exported(load(tiny_folder), run.model / name)
+    out = str(tmp_path / "out")
+    error = complaint([str(run.path), out], capsys)
+    assert "has several policies: name one of a, b" in error
+    assert main(["models", "merge", str(run.model / "b"), out]) == 0

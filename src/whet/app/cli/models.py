@@ -63,12 +63,18 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 async def _write_merged(source: str, out: Path, directory: Path) -> None:
-    from whet.app.evaluation.model_sources import LocalModel, read_models  # noqa: PLC0415
+    from whet.app.evaluation.model_sources import (  # noqa: PLC0415
+        LocalModel,
+        PolicySet,
+        read_models,
+    )
     from whet.config import LocalTrainerConfig  # noqa: PLC0415
     from whet.models.huggingface import LocalPolicy  # noqa: PLC0415 - imports torch
     from whet.trainers.local import LocalTrainer  # noqa: PLC0415
 
     [model] = read_models([source], None, _print, directory=directory)
+    if isinstance(model, PolicySet):
+        model = model.choose(None)
     assert isinstance(model, LocalModel)
     if model.checkpoint is None and model.adapter is None:
         raise ConfigError(
