@@ -1,5 +1,6 @@
 """Drivers: the parameters that a user's function may have, and the values it gets."""
 
+import json
 import re
 import traceback
 from pathlib import Path
@@ -152,3 +153,28 @@ def test_on_the_command_line_an_algorithm_that_fails_is_one_line_and_one_traceba
     assert last.startswith(f"whet: {expected}")
     assert sum("Traceback" in line for line in above) == traces
     assert traces == 0 or last.endswith("(mine.py:6)")
+
+
+def test_on_the_command_line_an_algorithm_runs_any_agent_with_prompts(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text('"a"\n')
+    Path("start.txt").write_text("Say {word}")
+    Path("mine.py").write_text(
+        "import whet\n\n@whet.algorithm\nasync def rewards(store, tasks, resources):\n"
+        "    await store.enqueue([whet.Rollout(id=t, group=t, task=t) for t in tasks])\n"
+        "    await store.wait(tasks)\n"
+        "    found = await store.trajectories(tasks)\n"
+        "    return [[each.reward for each in found], resources]\n"
+    )
+    flags = ["train", "--tasks=tasks.jsonl", "--algorithm=mine.py:rewards", f"--model={model}"]
+    command = ["--", "echo", "0.5"]
+    assert main([*flags, "--prompt=start.txt", "--json", *command]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == [[0.5], {"prompt": 1}]
+    for flag in ("--resume", "--judge=mine.py:judge"):
+        assert main([*flags, flag, *command]) == 2
+        assert "--algorithm takes no --judge and no --resume" in capsys.readouterr().err

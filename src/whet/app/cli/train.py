@@ -212,14 +212,25 @@ def _run_driver(
         raise ConfigError(
             f"{problem}: built-in ones are chosen with --algorithm.name {args.algorithm}"
         )
+    if args.judge or args.resume is not None:
+        raise ConfigError(
+            "--algorithm takes no --judge and no --resume: leave them out; the same command "
+            "continues the run that --name names"
+        )
     driver = load_function(args.algorithm, "algorithm")
     if not isinstance(driver, Driver):
         raise ConfigError(f"{args.algorithm!r} is not an algorithm: mark it with @whet.algorithm")
-    agent = cast(Agent, load_function(args.agent)) if args.agent and args.store is None else None
+    agent = load_agent(args) if args.store is None and has_agent(args) else None
     settings = cast(dict[str, Any], values)  # checked by the config
     try:
         result = driver.run(
-            agent, tasks, held_out=held_out, store=args.store, quiet=args.quiet, **settings
+            agent,
+            tasks,
+            held_out=held_out,
+            resources=load_prompts(args.prompt) if args.prompt else None,
+            store=args.store,
+            quiet=args.quiet,
+            **settings,
         )
     except DriverFailed as failed:
         sys.stderr.write(failed.traceback)
