@@ -1,5 +1,7 @@
 """Flags of commands: each sets one config key, and a bad one is an error in one line."""
 
+import shlex
+
 import pytest
 
 from whet.app.cli.config_flags import (
@@ -8,7 +10,9 @@ from whet.app.cli.config_flags import (
     list_config_fields,
     read_config_values,
 )
-from whet.app.cli.flags import CommandParser
+from whet.app.cli.eval import KEPT
+from whet.app.cli.flags import CommandParser, format_command
+from whet.app.cli.main import build_parser
 from whet.config import resolve
 
 
@@ -71,3 +75,11 @@ def test_the_kind_of_an_engine_or_trainer_has_a_short_flag() -> None:
     assert resolve(read_config_values(args)).engine.kind == "vllm"
     text = format_config_help(dict(list_config_fields()))
     assert "`vllm`, `sglang`: Running servers" in " ".join(text.split())
+
+
+def test_the_command_that_continues_an_evaluation_names_the_variable_with_the_key() -> None:
+    arguments = ["eval", "a.py:f", "--tasks", "t.jsonl", "--endpoint", "http://x", "--model", "m"]
+    for flags in ([], ["--key-variable", "MY_KEY"]):
+        args = build_parser().parse_args([*arguments, *flags])
+        continues = shlex.join(["whet", "eval", "a.py:f", "--tasks", "t.jsonl", *flags])
+        assert format_command("eval", args, KEPT) == continues

@@ -252,3 +252,9 @@ def test_clients_that_nobody_closes_make_no_noise(tmp_path: Path, model: Path) -
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     [results] = tmp_path.glob(".whet/runs/*/results.jsonl")
     assert len(results.read_text().splitlines()) == 16 * 5
+
+
+def test_prompts_need_models_to_be_named_with_them(tmp_path: Path) -> None:
+    prompts: dict[str, dict[str, object]] = {"": {"prompt": {"template": "Say {x}"}}}
+    with pytest.raises(ConfigError, match="prompts are for the models they are given with"):
+        whet.evaluate(answer_length, ["a"], prompts=prompts, resume=True, dir=str(tmp_path))

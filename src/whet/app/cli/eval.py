@@ -31,7 +31,7 @@ SHOWN = {
     ),
     "output": ("name", "dir"),
 }
-KEPT = ("tasks", "results")
+KEPT = ("tasks", "results", "key_variable")
 """Flags of a command that continues an evaluation: the rest is in its folder."""
 SECTIONS = ("dir", "name", "engine", "gateway", "trainer.precision", "runner", "evaluation")
 
@@ -56,7 +56,6 @@ def add_arguments(parser: CommandParser) -> None:
     )
     group.add_argument(
         "--key-variable",
-        default="OPENAI_API_KEY",
         metavar="NAME",
         help="environment variable with the endpoint's key (default OPENAI_API_KEY)",
     )
@@ -90,6 +89,7 @@ def run_eval(args: argparse.Namespace) -> int:
     tasks = load_named_tasks(args, agent, "held_out")
     with requires_extra("`whet eval`", "gateway"):
         from whet.app.evaluation.evaluate import (  # noqa: PLC0415 - imports numpy and starlette
+            KEY_VARIABLE,
             prepare_evaluation,
             run_evaluation,
         )
@@ -100,7 +100,7 @@ def run_eval(args: argparse.Namespace) -> int:
         tasks,
         args.model,
         args.endpoint,
-        args.key_variable,
+        args.key_variable or KEY_VARIABLE,
         values,
         console,
         resume=args.resume is not None,
@@ -110,8 +110,7 @@ def run_eval(args: argparse.Namespace) -> int:
         evaluation = run_evaluation(agent, tasks, prepared, args.results, console)
     except KeyboardInterrupt:
         return report_stopped(format_command("eval", args, KEPT), prepared.folder)
-    every = evaluation.comparison.scores.values()
-    has_failed = all(len(scores.failures) == scores.rollouts for scores in every)
+    has_failed = all(s.has_only_failures for s in evaluation.comparison.scores.values())
     if args.json:
         sys.stdout.write(json.dumps(evaluation.as_json()) + "\n")
     else:

@@ -167,6 +167,10 @@ def prepare_evaluation(
         raise ConfigError.phrase(python=f"{found} models=['tiny']", command=f"{found} --model tiny")
     models = read_models(specs, endpoint, progress, directory=config.dir)
     prompts = prompts or {}
+    if prompts and not models:
+        raise ConfigError(
+            "prompts are for the models they are given with: name one, or leave them out"
+        )
     unknown = set(prompts) - {ALL_MODELS, *(model.name for model in models)}
     if unknown:
         raise ConfigError(
