@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from anyio import to_thread
 
@@ -62,7 +63,9 @@ async def _run_chat(args: argparse.Namespace, config: RunConfig) -> None:
         while line := await to_thread.run_sync(_read_line, is_terminal, abandon_on_cancel=True):
             messages.append({"role": "user", "content": line.strip()})
             answer = ""
-            async for text in _stream(served.own_endpoint, messages, args):
+            async for text in stream_answer(
+                served.own_endpoint, messages, args.temperature, args.max_tokens
+            ):
                 sys.stdout.write(text)
                 sys.stdout.flush()
                 answer += text
@@ -77,30 +80,39 @@ def _read_line(is_terminal: bool) -> str:
     return sys.stdin.readline()
 
 
-async def _stream(
-    endpoint: Endpoint, messages: list[dict[str, str]], args: argparse.Namespace
+async def stream_answer(
+    endpoint: Endpoint,
+    messages: list[dict[str, str]],
+    temperature: float,
+    max_tokens: int | None = None,
 ) -> AsyncGenerator[str]:
-    """The text of an answer, piece by piece. Raises EngineError."""
+    """The text of an answer, piece by piece. Raises EngineError, also in the middle of one."""
     body = {
         "model": endpoint.model,
         "messages": messages,
         "stream": True,
-        "temperature": args.temperature,
-        "max_tokens": args.max_tokens,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
     }
     async with (
         HttpClient(token=endpoint.api_key) as client,
         client.stream("POST", f"{endpoint.base_url}/chat/completions", json=body) as reply,
     ):
         if reply.status >= 400:
-            error = (await reply.json())["error"]["message"]
-            raise EngineError(f"the model does not answer: {error}")
+            _check(await reply.json())
         async for data in reply.content:
             line = data.decode()
             if line.startswith("data: {"):
-                choices = json.loads(line.removeprefix("data: "))["choices"]
-                if choices and (text := choices[0]["delta"].get("content")):
+                chunk = _check(json.loads(line.removeprefix("data: ")))
+                if chunk["choices"] and (text := chunk["choices"][0]["delta"].get("content")):
                     yield text
+
+
+def _check(reply: dict[str, Any]) -> dict[str, Any]:  # Any: JSON of the gateway
+    """Return a reply or a chunk of one. Raises EngineError if it is an error."""
+    if "error" in reply:
+        raise EngineError(f"the model does not answer: {reply['error']['message']}")
+    return reply
 
 
 def _print_note(text: str) -> None:
