@@ -62,6 +62,7 @@ def test_the_names_of_this_machine_and_allowed_ones_are_answered() -> None:
         {"Sec-Fetch-Site": "same-site"},
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
     ],
 )

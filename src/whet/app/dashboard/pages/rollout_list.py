@@ -16,6 +16,8 @@ from whet.types import AttemptId
 
 EXCERPT = 300
 """Characters of a task in a list."""
+CURSOR = r"^\d{1,18}(,-?\d{1,20}(\.\d{1,20})?(e[+-]?\d{1,3})?)?$"
+"""A place in the list: a number of order, and for some orders a reward."""
 MAX_JUDGED = 4
 """Groups of a page whose spans are read for the scores of a judge."""
 
@@ -39,7 +41,7 @@ class RolloutQuery(BaseModel):
     task: Annotated[str, Field(max_length=500)] | None = None
     """Id of a rollout: only rollouts with the same task are listed."""
     order: rollout_pages.Order = "newest"
-    after: Annotated[str, Field(pattern=r"^\d{1,18}(,-?[\d.e+-]{1,30})?$")] | None = None
+    after: Annotated[str, Field(pattern=CURSOR)] | None = None
     """Cursor that the previous page returned."""
     limit: Annotated[int, Field(ge=1, le=200)] = 50
 
