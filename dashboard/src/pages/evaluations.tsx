@@ -3,7 +3,8 @@ import { runPath } from "../api";
 import { href, setQuery, useRoute } from "../route";
 import { Empty, Fault, number, useGet } from "../ui";
 
-type Try = { rollout: string; reward: number | null; status: string };
+/** One rollout of a task, with its id if it has a page. */
+type Try = { rollout: string | null; reward: number | null; status: string };
 type Task = { task: number; text: string; sides: Record<string, { greedy: Try[]; sampled: Try[] }> };
 type Data = { sides: { name: string; rollouts: number; failed: number; greedy: number | null; sampled: number | null }[]; tasks: Task[] };
 const PAGE = 100;
@@ -71,7 +72,7 @@ function Tries({ run, task, side }: { run: string; task: Task; side: string }) {
   return (
     <span class="tries">
       {[...found.greedy, ...found.sampled].map((t, n) => (
-        <a key={t.rollout} href={href(["r", run, "rollouts", t.rollout])} class={n < found.greedy.length ? "try greedy" : "try"} title={`${n < found.greedy.length ? "greedy" : "sampled"}: ${t.status === "failed" ? "failed" : number(t.reward)}`}>{t.status === "failed" ? "×" : number(t.reward, 2)}</a>
+        <a key={n} href={t.rollout === null ? undefined : href(["r", run, "rollouts", t.rollout])} class={n < found.greedy.length ? "try greedy" : "try"} title={`${n < found.greedy.length ? "greedy" : "sampled"}: ${t.status === "failed" ? "failed" : number(t.reward)}`}>{t.status === "failed" ? "×" : number(t.reward, 2)}</a>
       ))}
     </span>
   );

@@ -9,16 +9,23 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from pydantic import JsonValue
 
 from support.recorded_run import PAYLOAD, QUESTION, make_folder, record_run, record_step
+from support.records import MINUTE, call
 from whet.app.cli.main import main
+from whet.app.dashboard.pages.attempt_page import AttemptPages
+from whet.app.dashboard.pages.scores import read_evaluations
 from whet.app.dashboard.pages.token_texts import split_text
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
 from whet.app.run_folder import RunFolder
+from whet.config import resolve
+from whet.gateway.templates.chat_template import ChatTemplate
+from whet.models.catalog import TINY
 from whet.store.schema import VERSION
 from whet.store.sqlite import SQLiteStore
-from whet.types import GenerationId
+from whet.types import GenerationId, Mode, Origin, Outcome, Rollout
 
 RUN = "/api/runs/mine"
 
@@ -107,6 +114,8 @@ def test_pages_follow_each_other_without_gaps(client: httpx.Client, order: str) 
         "step=x",
         "after=zzz",
         "after=1,nan",
+        "after=1,e",
+        "after=1,--1",
         "min_reward=nan",
         "unknown=1",
         "order=sideways",
@@ -349,3 +358,63 @@ def test_every_token_has_its_text_and_a_character_of_several_tokens_one() -> Non
 
     assert split_text(range(6), decode) == ["a", "", "é", "", "", "日"]
     assert "".join(split_text(range(5), decode)) == "aé\ufffd"
+
+
+async def evaluate_once(folder: RunFolder, run: str, when: str) -> None:
+    async with SQLiteStore(folder.store, run=run) as store:
+        await store.enqueue(
+            [Rollout(id=f"{when}-greedy-00000", group=when, task="a task", mode=Mode.VAL)]
+        )
+        attempt = await store.claim("w", lease_s=MINUTE, wait_s=0)
+        assert attempt is not None
+        await store.finish(attempt.id, Outcome(reward=1.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sides", "page"),
+    [
+        ("train", {"before": "default", "after": "default"}, "{}-greedy-00000"),
+        ("eval", {"tiny": "tiny", "mine": "mine"}, None),
+    ],
+)
+def test_the_rollouts_of_an_evaluation_are_named_where_they_have_a_page(
+    kind: str, sides: dict[str, str], page: str | None, tmp_path: Path
+) -> None:
+    folder = RunFolder.create(resolve({"dir": str(tmp_path), "name": "mine"}), kind)
+    for side, run in sides.items():
+        anyio.run(evaluate_once, folder, run, side if kind == "train" else "eval")
+
+    async def read_sides() -> Any:
+        catalog = FolderCatalog(tmp_path)
+        try:
+            return await read_evaluations(await catalog.open("mine"))
+        finally:
+            await catalog.close()
+
+    [task] = anyio.run(read_sides)["tasks"]
+    for side in sides:
+        [shown] = task["sides"][side]["greedy"]
+        assert shown["rollout"] == (page and page.format(side))
+
+
+@pytest.mark.anyio
+async def test_the_tokens_of_each_policy_are_read_by_its_own_tokenizer(
+    tmp_path: Path, model: Path
+) -> None:
+    policies: dict[str, JsonValue] = {"a": {}, "b": {"model": str(model)}}
+    values: dict[str, JsonValue] = {"dir": str(tmp_path), "name": "two", "policies": policies}
+    folder = RunFolder.create(resolve(values), "train")
+    async with SQLiteStore(folder.store) as store:
+        await store.enqueue([Rollout(id="r", group="g", task="a task")])
+        attempt = await store.claim("w", lease_s=MINUTE, wait_s=0)
+        assert attempt is not None
+        for policy in policies:
+            made = call(attempt.id, policy, tokens=(270, 280))
+            await store.append(made.model_copy(update={"origin": Origin(policy=policy)}))
+        catalog = FolderCatalog(tmp_path)
+        shown: Any = await AttemptPages().read_attempt(await catalog.open("two"), attempt.id)
+        await catalog.close()
+    found = [each["generations"][0]["texts"] for each in shown["calls"]]
+    templates = [ChatTemplate(TINY), ChatTemplate(model)]
+    assert found == [[t.decode_all([270]), t.decode_all([280])] for t in templates]
+    assert found[0] != found[1]

@@ -27,6 +27,9 @@ FORK_CAUSES = {
 }
 """Explanation of each cause of a fork."""
 
+Templates = dict[str, ChatTemplate | None]
+"""By policy; None for one whose tokenizer is not on this machine."""
+
 
 class AttemptPages:
     """Reads rollouts and attempts of runs, and keeps the tokenizers it has loaded."""
@@ -50,16 +53,22 @@ class AttemptPages:
         record = next(record for record in records if record.id == id)
         calls = await run.store.calls(record.id)
         spans = await run.store.spans(record.id)
-        template = await to_thread.run_sync(self.vocabularies.find, read_config(run).model)
-        shown = await to_thread.run_sync(_format_calls, calls, template)
+        config = read_config(run)
+        models = {name: own.model or config.model for name, own in config.policies.items()}
+        templates: Templates = {}
+        for policy in {call.origin.policy for call in calls}:
+            model = models.get(policy, config.model)
+            templates[policy] = await to_thread.run_sync(self.vocabularies.find, model)
+        found = [template for template in templates.values() if template is not None]
+        shown = await to_thread.run_sync(_format_calls, calls, templates)
         return {
             "attempt": _format_attempt(record),
             "rollout": rollout,
             "calls": shown,
-            "special": sorted(template.special_tokens) if template else [],
+            "special": sorted({id for template in found for id in template.special_tokens}),
             "rewards": [r.model_dump(mode="json") for r in await run.store.rewards(record.id)],
             "spans": _format_spans(spans, calls),
-            "texts": template is not None,
+            "texts": bool(found),
         }
 
     async def read_credit(self, run: OpenedRun, id: str) -> dict[str, object]:
@@ -119,12 +128,13 @@ def _format_attempt(record: AttemptRecord) -> dict[str, object]:
     return record.model_dump(mode="json")
 
 
-def _format_calls(calls: Sequence[Call], template: ChatTemplate | None) -> list[dict[str, object]]:
+def _format_calls(calls: Sequence[Call], templates: Templates) -> list[dict[str, object]]:
     """Return the calls in order, each with the texts of its tokens."""
     endings: dict[str, tuple[int, ...]] = {}
     """The last tokens of each generation, which may begin a character."""
     shown: list[dict[str, object]] = []
     for call in calls:
+        template = templates[call.origin.policy]
         before = endings.get(call.parent or "", ())
         texts = _split_texts(call.prompt_suffix, before, template)
         generations: list[dict[str, object]] = []

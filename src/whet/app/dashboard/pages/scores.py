@@ -47,7 +47,7 @@ async def read_evaluations(run: OpenedRun) -> dict[str, object]:
                 sides.setdefault(side, []).append(counted)
     return {
         "sides": [_format_side(name, rows) for name, rows in sides.items()],
-        "tasks": _format_tasks(sides),
+        "tasks": _format_tasks(sides, has_pages=not is_comparison),
     }
 
 
@@ -60,7 +60,10 @@ def _format_side(name: str, rows: Sequence[browse.EvaluatedRow]) -> dict[str, ob
     return {"name": name, "rollouts": len(rows), "failed": failed, **means}
 
 
-def _format_tasks(sides: dict[str, list[browse.EvaluatedRow]]) -> list[dict[str, object]]:
+def _format_tasks(
+    sides: dict[str, list[browse.EvaluatedRow]], *, has_pages: bool
+) -> list[dict[str, object]]:
+    """Return each task with its rollouts, named if they have pages: those of this run."""
     tasks: dict[int, dict[str, object]] = {}
     tries: defaultdict[int, dict[str, dict[str, list[object]]]] = defaultdict(dict)
     for name, rows in sides.items():
@@ -70,9 +73,8 @@ def _format_tasks(sides: dict[str, list[browse.EvaluatedRow]]) -> list[dict[str,
             number = int(found["task"])
             tasks.setdefault(number, {"task": number, "text": describe_task(row.task, EXCERPT)})
             ways = tries[number].setdefault(name, {"greedy": [], "sampled": []})
-            ways[found["way"]].append(
-                {"rollout": row.id, "reward": row.reward, "status": row.status}
-            )
+            id = row.id if has_pages else None
+            ways[found["way"]].append({"rollout": id, "reward": row.reward, "status": row.status})
     return [task | {"sides": tries[number]} for number, task in sorted(tasks.items())]
 
 
