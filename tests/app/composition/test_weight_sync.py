@@ -13,6 +13,7 @@ from whet.app.composition.distributed import explain_unread
 from whet.app.composition.samplers import LocalWeights
 from whet.app.composition.weight_sync import (
     PolicyFollower,
+    Publication,
     PublishedPolicy,
     PublishingTrainer,
     TrainerLease,
@@ -50,10 +51,8 @@ class Side:
             LocalTrainer(self.policy),
             self.policy,
             config,
-            model=model,
-            resources=store,
-            folder=folder,
-            epoch=epoch,
+            model,
+            Publication(store, folder, epoch),
         )
 
     async def step(self) -> None:

@@ -23,6 +23,7 @@ from whet.app.composition.trainers import check_served, open_algorithm, open_loc
 from whet.app.composition.weight_sync import (
     PolicyFollower,
     Publication,
+    PublishingTrainer,
     name_policy_resource,
     read_policy,
 )
@@ -112,7 +113,7 @@ async def _publish(
     if trainer is None:
         await publication.publish_base(config, folder, name)
         return None
-    return publication.wrap(trainer, weights, config, folder, name)
+    return PublishingTrainer(trainer, weights, config, folder, publication, name)
 
 
 def _check_one_base(config: RunConfig, folders: dict[str, Path]) -> None:

@@ -43,6 +43,7 @@ from whet.app.composition.standalone import serve_judge
 from whet.app.composition.trainers import open_algorithm, open_trainer
 from whet.app.composition.weight_sync import (
     Publication,
+    PublishingTrainer,
     TrainerLease,
     name_policy_resource,
 )
@@ -187,7 +188,7 @@ async def _open_training_parts(
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     trainer, policy = await stack.enter_async_context(open_trainer(config, model))
     if publication is not None:
-        trainer = publication.wrap(trainer, policy, config, model)
+        trainer = PublishingTrainer(trainer, policy, config, model, publication)
     return _TrainingParts(policy, algorithm, trainer)
 
 

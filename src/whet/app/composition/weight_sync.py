@@ -202,6 +202,25 @@ class TrainerWeights(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """The place of published weights of a run, for engines that load a copy."""
+
+    resources: Resources
+    folder: Path
+    epoch: int | None = None
+    """Of the trainer's lease, where other trainers share the store."""
+
+    async def publish_base(self, config: RunConfig, model: Path, name: str) -> None:
+        """Publish a policy that is the model itself, unless it is published."""
+        value = describe_policy(config, model, 0, "").model_dump(mode="json")
+        resource = name_policy_resource(name)
+        with suppress(NotFound):
+            if (await self.resources.latest(resource)).value == value:
+                return
+        await self.resources.publish(resource, value, epoch=self.epoch)
+
+
 class PublishingTrainer(TrainingBackend):
     """Trainer for engines with their own copy of the weights: publishes them through the store."""
 
@@ -210,25 +229,19 @@ class PublishingTrainer(TrainingBackend):
         trainer: TrainingBackend,
         policy: TrainerWeights,
         config: RunConfig,
-        *,
         model: Path,
-        resources: Resources,
-        folder: Path,
-        epoch: int | None = None,
+        publication: Publication,
         name: str = "",
     ) -> None:
-        """`epoch` is that of the trainer's lease, where other trainers share the store.
-
-        `name` is that of the policy, if it is one of several.
-        """
+        """`name` is that of the policy, if it is one of several."""
         self._trainer = trainer
         self._policy = policy
         self._config = config
         self._model = model
-        self._resources = resources
+        self._resources = publication.resources
         self._resource = name_policy_resource(name)
-        self._folder = folder.absolute() / name
-        self._epoch = epoch
+        self._folder = publication.folder.absolute() / name
+        self._epoch = publication.epoch
         self._published: int | None = None
         """Revision of the weights published last."""
 
@@ -290,45 +303,6 @@ class PublishingTrainer(TrainingBackend):
 
     async def export(self, folder: Path) -> None:
         await self._trainer.export(folder)
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """The place of published weights of a run, for engines that load a copy."""
-
-    resources: Resources
-    folder: Path
-    epoch: int | None
-    """Of the trainer's lease, where other trainers share the store."""
-
-    def wrap(
-        self,
-        trainer: TrainingBackend,
-        policy: TrainerWeights,
-        config: RunConfig,
-        model: Path,
-        name: str = "",
-    ) -> PublishingTrainer:
-        """The trainer of a policy, by its name if it is one of several, that publishes here."""
-        return PublishingTrainer(
-            trainer,
-            policy,
-            config,
-            model=model,
-            resources=self.resources,
-            folder=self.folder,
-            epoch=self.epoch,
-            name=name,
-        )
-
-    async def publish_base(self, config: RunConfig, model: Path, name: str) -> None:
-        """Publish a policy that is the model itself, unless it is published."""
-        value = describe_policy(config, model, 0, "").model_dump(mode="json")
-        resource = name_policy_resource(name)
-        with suppress(NotFound):
-            if (await self.resources.latest(resource)).value == value:
-                return
-        await self.resources.publish(resource, value, epoch=self.epoch)
 
 
 class EngineWeights(Protocol):
