@@ -12,11 +12,9 @@ from typing import Any
 
 from whet.app.composition.distributed import StoreAddress
 from whet.app.composition.gateway_server import advertise, serve_gateway
-from whet.app.composition.samplers import Sampler, build_renderer
-from whet.app.composition.weight_sync import EngineWeights, PublishedPolicy
+from whet.app.composition.samplers import TextEngine, build_renderer
 from whet.config import RunConfig
 from whet.engines.verl import TokenClient, VerlEngine
-from whet.errors import EngineError
 from whet.protocols import Store
 from whet.store import open_store
 from whet.store.http import token
@@ -100,7 +98,7 @@ async def open_host(config: Any, client: TokenClient) -> AsyncGenerator[RolloutH
             rollout.get("max_model_len") or rollout.prompt_length + rollout.response_length
         ),
     )
-    sampler = Sampler(engine, engine.context_length, renderer, ServedByVerl(engine))
+    sampler = TextEngine(engine, engine.context_length, renderer)
     async with (
         open_store(address.url, run=address.run, token=address.token) as store,
         serve_gateway(
@@ -114,17 +112,3 @@ async def open_host(config: Any, client: TokenClient) -> AsyncGenerator[RolloutH
         advertise(store, ours.get("url") or gateway.url),
     ):
         yield RolloutHost(store, engine, run_config, rollout)
-
-
-class ServedByVerl(EngineWeights):
-    """Weights that verl itself gives to its servers."""
-
-    def __init__(self, engine: VerlEngine) -> None:
-        self._engine = engine
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    async def load(self, published: PublishedPolicy) -> None:
-        raise EngineError("verl gives its servers their weights")
