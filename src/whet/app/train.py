@@ -161,10 +161,9 @@ def prepare_run(
     """
     if store is not None:
         values = {"name": DEFAULT_RUN} | values
+    progress = partial(console.print, highlight=False)
+    values = resolve_starts(values, resolve(values), progress)
     config = resolve(values)
-    if config.policies or ("model" in values and config.model != RunConfig().model):
-        values = resolve_starts(values, config, partial(console.print, highlight=False))
-        config = resolve(values)
     folder = _find_resumed_folder(
         config, kind, resume=resume, continues=continues or store is not None
     )
@@ -174,7 +173,7 @@ def prepare_run(
         agent, config, algorithm=algorithm, agent_inputs=agent_inputs, runs_agent=store is None
     )
     for each in (config, *(config.for_policy(name) for name in config.policies)):
-        resolve_model(each.model, progress=partial(console.print, highlight=False))
+        resolve_model(each.model, progress=progress)
     if folder is None:
         return RunFolder.create(config, kind)
     if inputs is not None:

@@ -211,7 +211,7 @@ def test_traffic_that_is_not_json_is_an_error_with_its_line(tmp_path: Path) -> N
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run"):
+    with pytest.raises(ConfigError, match="there is no run"):
         run_doctor(args_of(run=str(tmp_path)))
 
 

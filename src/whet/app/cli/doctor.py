@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 from pydantic import JsonValue
 
-from whet.app.cli.flags import CommandParser
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.inspection.exactness import build_exactness_report
 from whet.app.inspection.template_report import build_template_report, describe_template
@@ -23,7 +23,6 @@ from whet.errors import ConfigError, boundary
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.models.catalog import resolve_model
-from whet.store.http.token import FOLDER
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -76,7 +75,9 @@ def run_doctor(args: argparse.Namespace) -> int:
     if args.store and not args.run_folder:
         raise ConfigError("--store is only for --run: name the run with --run")
     if args.run_folder:
-        found = anyio.run(_check_run, _open_run_folder(args.run_folder), args.store)
+        found = anyio.run(
+            _check_run, RunFolder.find(args.run_folder, Path(DEFAULT_DIR)), args.store
+        )
         text = describe_counts(found)
     elif args.traffic:
         found = build_traffic_report(Path(args.traffic), ChatTemplate(_find_model_folder(args)))
@@ -88,12 +89,6 @@ def run_doctor(args: argparse.Namespace) -> int:
         text = describe_template(found)
     sys.stdout.write((json.dumps(found, ensure_ascii=False) if args.json else text) + "\n")
     return 0
-
-
-def _open_run_folder(name: str) -> RunFolder:
-    """Open a run by its name in the default folder, or by its own folder."""
-    by_name = RunFolder(FOLDER / "runs" / name)
-    return by_name if by_name.config_file.exists() else RunFolder(Path(name))
 
 
 async def _check_run(folder: RunFolder, store: str | None) -> dict[str, JsonValue]:

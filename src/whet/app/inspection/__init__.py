@@ -1,1 +1,1 @@
-"""Show what happened in attempts: dev runs, trees, exactness reports."""
+"""Show what runs recorded and what templates allow: lists, trees, reports; dev runs and chat."""

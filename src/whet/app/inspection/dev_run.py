@@ -11,14 +11,13 @@ from rich.console import Console
 from whet.app.composition.run import open_run
 from whet.app.inputs import NO_INPUTS, AgentInputs, Tasks, load_tasks, plan_rollouts
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt, read_attempt
+from whet.app.inspection.run_list import DEV_KIND
 from whet.app.run_folder import RunFolder
 from whet.app.train import prepare_run
 from whet.errors import ConfigError
 from whet.io.threads import run_async
 from whet.runners.agent import Agent
 from whet.types import Rollout
-
-KIND = "dev"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ def dev_run(
     chosen = load_tasks(tasks)[:samples]
     # A dev run takes no name: the run that is named comes after it.
     unnamed = {key: value for key, value in settings.items() if key != "name"}
-    folder = prepare_run(agent, unnamed, KIND, console, agent_inputs=agent_inputs)
+    folder = prepare_run(agent, unnamed, DEV_KIND, console, agent_inputs=agent_inputs)
     attempts = run_async(_run, agent, chosen, folder, agent_inputs, console)
     for view in attempts:
         console.print(draw_attempt(view))

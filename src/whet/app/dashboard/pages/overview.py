@@ -11,7 +11,7 @@ from anyio import to_thread
 from whet.app.dashboard.pages.alarms import find_alarms
 from whet.app.dashboard.pages.payload import hide_secrets
 from whet.app.dashboard.run_catalog import Catalog, OpenedRun
-from whet.app.inspection.run_list import RunSummary, summarize_folder
+from whet.app.inspection.run_list import EVALUATION_KIND, RunSummary, summarize_folder
 from whet.app.run_folder import RunFolder, read_object
 from whet.errors import NotFound, StoreError
 from whet.io.files import stat_files
@@ -32,7 +32,7 @@ async def list_run_cards(catalog: Catalog) -> dict[str, object]:
     """Return all runs with their reward curves."""
     cards: list[dict[str, object]] = []
     for run in await catalog.list_summaries():
-        if not run.rewards and run.kind != "eval":
+        if not run.rewards and run.kind != EVALUATION_KIND:
             run = await _read_progress(catalog, run)
         card = dataclasses.asdict(run)
         card["rewards"] = list(run.rewards[-MAX_CURVE_POINTS:])

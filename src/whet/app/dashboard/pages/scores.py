@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 from whet.app.dashboard.pages.payload import describe_task
 from whet.app.dashboard.run_catalog import OpenedRun
 from whet.app.evaluation.statistics import AGENT_FAILURES, correlate
+from whet.app.inspection.run_list import EVALUATION_KIND
 from whet.store.queries import browse
 from whet.types import JUDGE
 
@@ -33,7 +34,7 @@ async def read_evaluations(run: OpenedRun) -> dict[str, object]:
     A run of `whet eval` compares models, each of which is a run of the same database.
     """
     sides: dict[str, list[browse.EvaluatedRow]] = {}
-    is_comparison = run.folder is not None and run.folder.read_kind() == "eval"
+    is_comparison = run.folder is not None and run.folder.read_kind() == EVALUATION_KIND
     names = await run.store.browse(browse.read_run_names) if is_comparison else [run.store.run]
     for name in names:
         store = run.store.for_run(name)
