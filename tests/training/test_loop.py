@@ -265,6 +265,23 @@ async def test_a_step_without_a_checkpoint_is_made_up_for_from_its_rollouts(
         assert trainer.trained == trained_by(await store.steps())
 
 
+async def test_the_best_step_has_a_checkpoint_also_if_a_kill_came_before_it(tmp_path: Path) -> None:
+    async def evaluate(steps: int) -> dict[str, float]:
+        return {"eval/greedy": float(steps == 2)}
+
+    async with SQLiteStore(tmp_path / "store.db") as store:
+        for steps in (2, 4):
+            config = changed(
+                {"steps": steps, "evaluation": {"every": 1}, "checkpoints": {"keep": 1}}
+            )
+            await run(tmp_path, store, FakeTrainer(), config=config, evaluate=evaluate)
+            if steps == 2:
+                shutil.rmtree(tmp_path / "checkpoints" / "step-000001")
+        best = FakeTrainer()
+        await best.restore(tmp_path / "checkpoints" / "step-000001")
+        assert best.trained == trained_by((await store.steps())[:2])
+
+
 async def test_updates_between_checkpoints_are_repeated_from_their_rollouts(tmp_path: Path) -> None:
     sparse = changed({"steps": 3, "checkpoints": {"every": 2}})
     async with SQLiteStore(tmp_path / "store.db") as store:

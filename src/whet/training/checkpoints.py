@@ -150,14 +150,15 @@ async def restore_steps(
 ) -> int:
     """Restore the weights after the last step; returns the number of updates that were repeated.
 
-    They are those since the newest checkpoint, and are computed from the stored rollouts.
+    They are those since the newest checkpoint, and are computed from the stored rollouts. If one of
+    them is the best step, its checkpoint is written: no later step would.
 
     Raises:
         StoreError: the rollouts of such an update are no longer in the store.
     """
     done = await log.steps()
     complete = [r.step + 1 for r in done if (checkpoints / r.checkpoint).is_dir()]
-    first = max(complete, default=0)
+    first, best = max(complete, default=0), find_best_step(done)
     if first:
         await trainer.restore(checkpoints / done[first - 1].checkpoint)
     for record in done[first:]:
@@ -170,6 +171,8 @@ async def restore_steps(
         same = tuple(rollout.id for rollout in batch.rollouts) == record.consumed
         if not same or metrics["calls"] != record.metrics["calls"]:
             raise _build_changed_error(record)
+        if record is best:
+            await trainer.save(checkpoints / record.checkpoint)
     return len(done) - first
 
 
