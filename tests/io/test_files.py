@@ -80,6 +80,14 @@ def test_a_file_is_the_old_one_until_it_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
+def test_a_folder_is_not_replaced_by_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IsADirectoryError), atomic_file(Path()) as partial:
+        partial.write_text("whole")
+
+
 def test_appended_lines_are_read_back(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "below" / "x.jsonl")
     lines.append({"a": 1}, {"b": "ü"})

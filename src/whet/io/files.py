@@ -32,6 +32,7 @@ MEMORY = Path("/dev/shm")
 @contextmanager
 def atomic_file(file: Path) -> Generator[Path]:
     """Yield a path to write to, which is renamed to the file at the end of the block."""
+    file = file.absolute()  # '.' has no name
     partial = file.with_name(PARTIAL.format(file.name))
     partial.unlink(missing_ok=True)
     yield partial
