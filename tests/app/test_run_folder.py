@@ -111,6 +111,12 @@ def test_a_resumed_run_keeps_what_it_learns(tmp_path: Path) -> None:
     assert folder.read_config() == config(tmp_path, steps=9, seed=7)
 
 
+def test_a_run_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
+    RunFolder.create(config(tmp_path), "train")
+    with pytest.raises(ConfigError, match="'a' is of the kind 'train', expected 'eval'"):
+        RunFolder.to_resume(config(tmp_path), "eval")
+
+
 def test_a_resumed_run_may_take_another_port_or_device(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path, gateway={"port": 8000}), "demo")
     folder.resume({"gateway": {"port": "8001"}, "engine": {"device": "cpu"}})

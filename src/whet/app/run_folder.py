@@ -144,10 +144,10 @@ class RunFolder:
 
     @classmethod
     def to_resume(cls, config: RunConfig, kind: str) -> "RunFolder":
-        """The run that a config names, or the newest of a kind.
+        """The run of a kind that a config names, or the newest.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is none, or it is of another kind.
             StoreError: another version of whet wrote it.
         """
         folder = (
@@ -158,6 +158,11 @@ class RunFolder:
         if folder.store.exists():
             check_file(folder.store)
         folder.read_config()
+        if (found := folder.read_kind()) != kind:
+            raise ConfigError(
+                f"the run {folder.path.name!r} is of the kind {found!r}, expected {kind!r}: "
+                "continue it with the command that began it"
+            )
         return folder
 
     @classmethod
