@@ -62,12 +62,20 @@ class Source:
     min_margin: float = 0.0
 
     def check(self) -> None:
-        """Raise ConfigError unless there is one source."""
+        """Raise ConfigError unless there is one source, and what is chosen of it can be."""
         if (self.data is None) == (self.from_run is None):
             raise ConfigError.phrase(
                 python="give dialogues or from_run, and not both",
                 command="give a file of dialogues or --from RUN, and not both",
             )
+        chooses = self.min_reward is not None or self.best is not None or self.min_margin
+        if self.from_run is None and chooses:
+            raise ConfigError.phrase(
+                python="min_reward, best and min_margin are for from_run: leave them out",
+                command="--min-reward, --best and --min-margin are for --from: leave them out",
+            )
+        if self.best is not None and self.best < 1:
+            raise ConfigError(f"expected the best 1 or more of a group, found {self.best}")
 
     def describe(self) -> str:
         """Return the origin of the examples."""
