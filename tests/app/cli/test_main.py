@@ -122,6 +122,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ),
         ("serve mine", "whet serve: unrecognized arguments: mine, did you mean --model mine? see"),
         ("show mine", "there is no run 'mine': expected a folder of a run"),
+        ("up agent.py:solve", "no tasks: name a file with --tasks"),
         (
             "train agent.py:solve --tasks tasks.jsonl --trainer verl --judge j.py:f",
             "leave out --prom",

@@ -68,6 +68,8 @@ def _plan_processes(
 ) -> dict[str, list[str]]:
     """The command line of each process. The last one is the one that trains."""
     agent = format_agent_arguments(args)
+    if args.tasks is None and args.env is None:
+        raise ConfigError("no tasks: name a file with --tasks")
     make_token(config.dir)
     port, run, host = find_free_port(), config.name or DEFAULT_RUN, socket.gethostname()
     store = ["--store", f"http://127.0.0.1:{port}"]
@@ -79,7 +81,7 @@ def _plan_processes(
     execution = [f"--concurrency={concurrency}", f"--lease={config.runner.lease_s}"]
     execution += [f"--processes={config.runner.processes or 0}"]
     execution += [f"--tracer={config.runner.tracer}"] if config.runner.tracer else []
-    tasks = agent if args.tasks is None and args.env else ["--tasks", args.tasks or ""]
+    tasks = agent if args.tasks is None else ["--tasks", args.tasks]
     held_out = ["--held-out", args.held_out] if args.held_out else []
     engine = config.engine
     after = ["--", *engine.flags] if engine.kind == "vllm" and engine.flags else []
