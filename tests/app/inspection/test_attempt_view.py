@@ -76,6 +76,8 @@ def test_show_counts_the_forks_of_rollouts_and_names_them_in_one(
     header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert header[4] == "forks"
     assert {row[4] for row in rows if row[0].startswith("train-")} == {"1"}
+    assert main(["show", "mine", "--worst", "--limit", "-1"]) == 2
+    assert "invalid limit -1: expected at least 1" in capsys.readouterr().err
     assert main(["show", "mine", "--rollout", "train-000000-000"]) == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert shown.count("fork: edited_history") == 1

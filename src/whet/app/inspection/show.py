@@ -190,6 +190,8 @@ class SelectedAttempts:
 async def _read(
     folder: RunFolder, selection: RolloutSelection, address: str | None
 ) -> SelectedAttempts:
+    if selection.limit < 1:
+        raise ConfigError(f"invalid limit {selection.limit}: expected at least 1")
     async with folder.open_records(address) as store:
         steps = await store.steps()
         if selection.rollout:
