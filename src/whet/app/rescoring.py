@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.app.cli.display import open_console
-from whet.app.cli.flags import CommandParser, add_runs_flag
+from whet.app.cli.flags import CommandParser, add_dir_flag
 from whet.app.evaluation.statistics import correlate
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, WhetError, boundary
@@ -71,7 +71,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="N",
         help="rollouts to score at once (default 16)",
     )
-    add_runs_flag(group)
+    add_dir_flag(group)
     group.add_argument("--store", metavar="URL", help="store of a run of several processes")
     output = parser.group("output")
     output.add_argument(

@@ -392,7 +392,7 @@ def add_store_flags(parser: CommandParser) -> None:
         f"else {DEFAULT_STORE})",
     )
     add_run_flag(parser)
-    add_dir_flag(parser)
+    add_dir_flag(group, has_token=True)
 
 
 def add_run_flag(parser: CommandParser, *, required: bool = False) -> None:
@@ -407,21 +407,14 @@ def add_run_flag(parser: CommandParser, *, required: bool = False) -> None:
     )
 
 
-def add_dir_flag(parser: CommandParser) -> None:
-    """Add `--dir`, the folder of runs, which also has the store's token."""
-    parser.group("store").add_argument(
+def add_dir_flag(group: ArgumentGroup, *, has_token: bool = False) -> None:
+    """Add `--dir`, the folder of runs, which for some commands has the store's token as well."""
+    token = ", and of the store's token unless $WHET_STORE_TOKEN is set" if has_token else ""
+    group.add_argument(
         "--dir",
         default=DEFAULT_DIR,
         metavar="DIR",
-        help=f"folder of runs, and of the store's token unless $WHET_STORE_TOKEN is set "
-        f"(default {DEFAULT_DIR})",
-    )
-
-
-def add_runs_flag(group: ArgumentGroup) -> None:
-    """Add `--dir`, the folder of runs, where no token of a store is needed."""
-    group.add_argument(
-        "--dir", default=DEFAULT_DIR, metavar="DIR", help=f"folder of runs (default {DEFAULT_DIR})"
+        help=f"folder of runs{token} (default {DEFAULT_DIR})",
     )
 
 

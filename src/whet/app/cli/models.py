@@ -6,7 +6,7 @@ from pathlib import Path
 
 import anyio
 
-from whet.app.cli.flags import CommandParser, add_runs_flag
+from whet.app.cli.flags import CommandParser, add_dir_flag
 from whet.errors import ConfigError, boundary, requires_extra
 from whet.io.files import atomic_folder
 from whet.models.catalog import list_models, resolve_model
@@ -33,7 +33,7 @@ def add_arguments(parser: CommandParser) -> None:
     merge = actions.add_parser("merge", help=about, description=f"{about.capitalize()}.")
     merge.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a PEFT adapter")
     merge.add_argument("out", metavar="OUT", help="folder to write; it must not exist")
-    add_runs_flag(merge)
+    add_dir_flag(merge)
     merge.set_defaults(run=_merge)
     parser.set_defaults(run=_list)
 

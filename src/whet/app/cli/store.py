@@ -55,7 +55,7 @@ def add_arguments(parser: CommandParser) -> None:
         help="SQLite file, or postgresql://... (default store.db in --dir)",
     )
     add_listen_flags(group, PORT)
-    add_dir_flag(parser)
+    add_dir_flag(group, has_token=True)
     parser.set_defaults(run=run_store)
     for action, about in HELP.items():
         below = actions.add_parser(action, help=about, description=f"{about.capitalize()}.")
@@ -73,7 +73,7 @@ def _add_action_flags(parser: CommandParser, action: str) -> None:
     group.add_argument("--db", metavar="DB", help="SQLite file (default store.db in --dir)")
     group.add_argument("--store", metavar="URL", help="a running `whet store` instead of --db")
     add_run_flag(parser, required=action in ("drop", "export", "import"))
-    add_dir_flag(parser)
+    add_dir_flag(group, has_token=True)
     parser.set_defaults(run=run_action, action=action)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from whet.app.cli.display import open_console
-from whet.app.cli.flags import CommandParser, add_runs_flag
+from whet.app.cli.flags import CommandParser, add_dir_flag
 from whet.app.dashboard.pages.overview import read_run
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
@@ -74,7 +74,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--limit", type=int, default=20, metavar="N", help="rollouts to list (default 20)"
     )
-    add_runs_flag(group)
+    add_dir_flag(group)
     group.add_argument("--store", metavar="URL", help="ask a running `whet store` instead")
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON array instead of a table"

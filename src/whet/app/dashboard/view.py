@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from whet.app.cli.display import open_console
-from whet.app.cli.flags import CommandParser, add_listen_flags, add_runs_flag
+from whet.app.cli.flags import CommandParser, add_dir_flag, add_listen_flags
 from whet.app.composition.distributed import print_line
 from whet.app.dashboard.pages.payload import to_browser_json
 from whet.app.dashboard.run_catalog import FolderCatalog
@@ -32,7 +32,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="RUN",
         help="a run, by name or folder (default: all; for --tui, --html and --json the newest)",
     )
-    add_runs_flag(group)
+    add_dir_flag(group)
     group.add_argument(
         "--store", metavar="URL", help="print a new link to the dashboard of a running `whet store`"
     )

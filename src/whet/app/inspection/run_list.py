@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from whet.app.cli.display import open_console
-from whet.app.cli.flags import CommandParser, add_runs_flag
+from whet.app.cli.flags import CommandParser, add_dir_flag
 from whet.app.run_folder import RunFolder, read_object
 from whet.errors import ConfigError
 from whet.io.files import stat_files
@@ -119,7 +119,7 @@ def add_arguments(parser: CommandParser) -> None:
     is_clean = parser.prog.endswith("clean")
     parser.usage = "whet clean [RUN ...] [options]" if is_clean else "whet runs [options]"
     group = parser.group("runs")
-    add_runs_flag(group)
+    add_dir_flag(group)
     if is_clean:
         group.add_argument(
             "runs",

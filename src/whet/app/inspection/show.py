@@ -12,7 +12,7 @@ from statistics import fmean
 from rich.console import Console
 
 from whet.app.cli.display import find_checkpoints, format_checkpoints, open_console
-from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_runs_flag
+from whet.app.cli.flags import DEFAULT_DIR, CommandParser, add_dir_flag
 from whet.app.inspection.attempt_view import (
     Advantages,
     AttemptView,
@@ -60,7 +60,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--limit", type=int, default=3, metavar="N", help="rollouts to show (default 3)"
     )
-    add_runs_flag(group)
+    add_dir_flag(group)
     group.add_argument("--store", metavar="URL", help="store of a run of several processes")
     parser.group("output").add_argument(
         "--json", action="store_true", help="print one JSON object instead"
