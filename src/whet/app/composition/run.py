@@ -144,7 +144,7 @@ async def open_run(
         await run.trainer.publish()
         if agent is not None:
             shared = parts.policy if publication is None else None
-            secret = _get_address(folder, "").secret if config.runner.ray else folder.read_secret()
+            secret = _get_address(folder).secret if config.runner.ray else folder.read_secret()
             serving = _serve_policy(shared, model, folder, store, secret, judge, progress)
             gateway, endpoints = await stack.enter_async_context(serving)
             running = _run_agent(
@@ -375,7 +375,7 @@ async def _run_on_ray(
 ) -> AsyncGenerator[None]:
     """Serve the run's own store to runners on a Ray cluster, and run the agent there."""
     assert isinstance(store, SQLStore)
-    config, address = folder.read_config(), _get_address(folder, "")
+    config, address = folder.read_config(), _get_address(folder)
     server = StoreServer(store, token=address.token, host=config.gateway.host)
     try:
         async with run_agents_on_ray(
@@ -391,6 +391,6 @@ async def _run_on_ray(
         await to_thread.run_sync(server.close)
 
 
-def _get_address(folder: RunFolder, url: str) -> StoreAddress:
-    """The run in its own store as other processes see it; runners derive their keys from this."""
-    return StoreAddress(url, DEFAULT_RUN, folder.read_secret().hex())
+def _get_address(folder: RunFolder) -> StoreAddress:
+    """The run in its own store, without a URL; runners derive their keys from its token."""
+    return StoreAddress("", DEFAULT_RUN, folder.read_secret().hex())
