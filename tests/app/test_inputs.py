@@ -80,6 +80,12 @@ def test_a_task_that_contains_itself_is_refused() -> None:
         load_tasks(cast(Any, [task]))
 
 
+def test_a_mapping_is_not_taken_for_the_list_of_its_keys() -> None:
+    splits: Any = {"train": ["a"], "test": ["b"]}
+    with pytest.raises(ConfigError, match="tasks is a mapping with the keys 'train', 'test'"):
+        load_tasks(splits)
+
+
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"cannot read the tasks 'no\.jsonl'"):
         load_tasks("no.jsonl")

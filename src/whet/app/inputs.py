@@ -92,6 +92,9 @@ def load_tasks(source: Tasks, name: str = "tasks") -> list[JsonValue]:
         return _load_mix(source)
     if isinstance(source, (str, Path)):
         tasks: list[Any] = TaskFile((t for _, t in read_jsonl(Path(source), "tasks")), str(source))
+    elif isinstance(source, Mapping):  # such as the splits of a dataset: a list has its keys
+        keys = ", ".join(map(repr, list(source)[:3]))
+        raise ConfigError(f"{name} is a mapping with the keys {keys}: expected a list of tasks")
     else:
         tasks = list(source)
     if not tasks:
