@@ -345,10 +345,12 @@ class RunFolder:
             return rewards
         for line in self.metrics.read_bytes().splitlines():
             with suppress(ValueError):  # a last line that is being written
-                metrics = json.loads(line)
-                if metrics.get("kind") == "step":
-                    rewards += [None] * (metrics["step"] - len(rewards))
-                    rewards[metrics["step"] - 1] = metrics.get("reward")
+                match json.loads(line):
+                    case {"kind": "step", "step": int(step), **metrics}:
+                        rewards += [None] * (step - len(rewards))
+                        rewards[step - 1] = metrics.get("reward")
+                    case _:
+                        pass
         return rewards
 
     def write_report(self, report: dict[str, object]) -> None:

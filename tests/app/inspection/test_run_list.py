@@ -48,6 +48,8 @@ def test_the_steps_of_a_run_without_a_report_are_those_of_its_metrics(tmp_path: 
         {"kind": "step", "step": 1, "reward": 0.25},
         {"kind": "step", "step": 2},  # all failed
         {"kind": "step", "step": 3, "reward": 0.75},
+        {"kind": "step"},  # of another program
+        5,
     ]
     written = "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "st'
     folder.metrics.write_text(written)
