@@ -48,6 +48,8 @@ def test_bash_completes_commands_flags_values_runs_and_files(
     assert {"--steps", "--adam.lr"} <= complete(folder, "whet", "--log", "info", "train", "--")
     assert "--steps" not in complete(folder, "whet", "runs", "--")
     assert complete(folder, "whet", "train", "--engine", "v") == {"vllm"}
+    assert complete(folder, "whet", "rescore", "x", "--mode", "a") == {"all"}
+    assert complete(folder, "whet", "rollouts", "--mode", "a") == set(), "which has no such mode"
     assert complete(folder, "whet", "show", "f") == {"first"}
     assert "first" in complete(folder, "whet", "eval", "a.py:f", "--model", "")
     assert complete(folder, "whet", "train", "--tasks", "ta") == {"tasks.jsonl"}

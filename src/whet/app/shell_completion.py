@@ -35,8 +35,10 @@ _whet() {{
         if [[ $word != -* && $before != --log ]]; then command=$word; break; fi
         before=$word
     done
-    case "$prev" in
+    case "$command $prev" in
 {values}
+    esac
+    case "$prev" in
         {run_flags}) values="$(command ls {runs} 2>/dev/null)" ;;
     esac
     case "$command" in
@@ -136,21 +138,30 @@ def _list_values(flag: argparse.Action) -> list[str]:
 def write_bash(commands: Sequence[Command]) -> str:
     """Write the function that bash calls, and zsh by its `bashcompinit`."""
     root, *below = commands
-    values = {
-        "|".join(_list_long_names([flag])): " ".join(found)
-        for command in commands
-        for flag in command.flags
-        if (found := _list_values(flag))
-    }
     words = {c.name: " ".join([*c.actions, *sorted(set(_list_long_names(c.flags)))]) for c in below}
     return BASH.format(
-        values=_format_cases(values, "values"),
+        values=_format_cases(_list_value_cases(commands), "values"),
         words=_format_cases(words, "words"),
         commands=" ".join([*(c.name for c in below), *_list_long_names(root.flags)]),
         run_commands="|".join(c.name for c in below if c.takes_run),
         run_flags="|".join(sorted(RUN_FLAGS)),
         runs=f"{DEFAULT_DIR}/runs",
     )
+
+
+def _list_value_cases(commands: Sequence[Command]) -> dict[str, str]:
+    """The values of each flag by a pattern of `COMMAND FLAG`, for any command if all have them."""
+    by_flag: dict[str, dict[str, str]] = {}
+    for command in commands:
+        for flag in command.flags:
+            for name in _list_long_names([flag]):
+                by_flag.setdefault(name, {})[command.name] = " ".join(_list_values(flag))
+    cases: dict[str, str] = {}
+    for name, values in by_flag.items():
+        differ = len(set(values.values())) > 1
+        every = values if differ else {"*": next(iter(values.values()))}
+        cases |= {f"{command}\\ {name}": text for command, text in every.items() if text}
+    return cases
 
 
 def _format_cases(values: dict[str, str], variable: str) -> str:
