@@ -1,11 +1,11 @@
-"""Stop strings of a request in progress."""
+"""Chunks and stop strings of a request in progress."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from whet.engines.request import SampledTokens, SampleRequest
-from whet.types import Sampling
+from whet.types import Sampling, TokenChunk
 
 
 def decode_run(ids: Sequence[int]) -> str:
@@ -25,3 +25,11 @@ def test_a_stop_string_after_characters_of_several_bytes_is_found(before: str, s
     sampled = [*(before + stop).encode()]
     chunks = [request.append(SampledTokens([id], [0.0]), 0, decode_run) for id in sampled]
     assert [chunk is not None for chunk in chunks] == [False] * (len(sampled) - 1) + [True]
+
+
+def test_a_stop_reason_that_comes_alone_is_a_chunk_without_tokens() -> None:
+    request = SampleRequest(tokens=[1, 2], sampling=Sampling(), limit=99, stream=True, seed=0)
+    first = request.append(SampledTokens([3], [-0.5]), 7, decode_run)
+    last = request.append(SampledTokens([], [], stop="stop"), 7, decode_run)
+    assert first == TokenChunk((3,), (-0.5,), (7,))
+    assert last == TokenChunk((), (), (), stop="stop")

@@ -100,8 +100,9 @@ class SampleRequest:
         if not stop and not (self.stream and sampled.tokens):
             return None
         begin, self.delivered = self.delivered, len(self.logprobs)
+        prompt = len(self.tokens) - len(self.logprobs)
         return TokenChunk(
-            tokens=tuple(self.tokens[begin - len(self.logprobs) :]),
+            tokens=tuple(self.tokens[prompt + begin :]),
             logprobs=tuple(self.logprobs[begin:]),
             versions=tuple(self.versions[begin:]),
             top=tuple(self.tops[begin:]),
