@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from support.tiny_llama import load, row_of
 from whet.app.composition.trainers import check_served
-from whet.config import LossConfig, resolve
+from whet.config import AdamStep, LossConfig, resolve
 from whet.engines.local.forward import CudaGraphForward, agrees_with_model, check_sampling
 from whet.errors import ConfigError
 from whet.models.huggingface import LocalPolicy
@@ -63,6 +63,12 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "decoder_sparse_step": 1,
+}
+
+GPT2_MODULES = {
+    "attention": ("c_attn", "c_proj"),
+    "mlp": ("c_fc", "c_proj"),
+    "head": ("lm_head",),
 }
 
 Make = Callable[..., Path]
@@ -226,6 +232,39 @@ def test_adapters_of_experts_are_made_for_every_choice_and_none_for_the_router(
             check_served(policy, served)
     else:
         check_served(policy, served)
+
+
+@pytest.mark.parametrize(
+    "layers", [("attention", "mlp"), ("mlp",), ("attention", "mlp", "head"), ("attention",)]
+)
+def test_layers_that_are_not_of_torch_get_the_adapters_that_are_asked_for(
+    make: Make, layers: tuple[str, ...]
+) -> None:
+    policy = load(make("gpt2"), lora_layers=layers)
+    found = {name.split(".")[-4] for name in policy.get_trainable()}
+    assert found == {
+        module for layer, modules in GPT2_MODULES.items() for module in modules if layer in layers
+    }
+    assert logprob_gap(policy, rows_of(policy)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_checkpointed_layers_have_the_same_gradients_wherever_a_model_has_them(
+    make: Make, kind: str
+) -> None:
+    folder, norms = make(kind), list[float]()
+    for checkpointed in (False, True):
+        policy = load(folder, weights="full", gradient_checkpointing=checkpointed)
+        trainer = LocalTrainer(policy, threads=1)
+        anyio.run(trainer.forward_backward, rows_of(policy), LossConfig())
+        norms.append(anyio.run(trainer.optim_step, AdamStep())["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_a_model_whose_layers_cannot_be_checkpointed_is_refused_in_one_line(make: Make) -> None:
+    with pytest.raises(ConfigError, match="do not support OpenAIGPTModel") as error:
+        load(make("openai-gpt"), gradient_checkpointing=True)
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import disable_progress_bar
 
 from whet.config import LocalTrainerConfig
@@ -318,7 +320,12 @@ def _with_lora(model: PreTrainedModel, config: LocalTrainerConfig, seed: int) ->
         target_parameters=experts if "mlp" in config.lora_layers else None,
         task_type="CAUSAL_LM",
     )
-    with _GLOBAL_STATE, torch.random.fork_rng(devices=[]), _silence_tied_head_warning():
+    with (
+        _GLOBAL_STATE,
+        boundary(ConfigError, f"trainer.lora_layers {config.lora_layers} do not fit the model"),
+        torch.random.fork_rng(devices=[]),
+        _silence_peft(),
+    ):
         torch.manual_seed(seed)
         return get_peft_model(model, lora, autocast_adapter_dtype=False)
 
@@ -336,8 +343,8 @@ def _choose_modules(
         return "all-linear"
     head = cast(nn.Module, model.get_output_embeddings())
     modules = cast(Iterable[tuple[str, nn.Module]], model.named_modules())
-    kinds = {name: _name_kind(name, m is head) for name, m in modules if isinstance(m, nn.Linear)}
-    return [name for name, kind in kinds.items() if kind in layers]
+    linear = [(name, m is head) for name, m in modules if isinstance(m, nn.Linear | Conv1D)]
+    return [name for name, is_head in linear if _name_kind(name, is_head) in layers]
 
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -352,12 +359,25 @@ def _name_kind(name: str, is_head: bool) -> str:
     return "attention" if "attn" in name or "attention" in name else "mlp"
 
 
+def find_layers(module: nn.Module) -> list[nn.Module]:
+    """The transformer blocks inside a module, whatever it calls them."""
+    if isinstance(module, GradientCheckpointingLayer):
+        return [module]
+    return [layer for child in module.children() for layer in find_layers(child)]
+
+
 def _wrap_layers_for_training(body: nn.Module, config: LocalTrainerConfig) -> None:
     """Compile or checkpoint each layer in passes with a gradient.
 
     Not by transformers' own switches: they need training mode and disable the sampler's KV cache.
     """
-    for layer in cast(nn.ModuleList, body.layers):
+    layers = find_layers(body)
+    if not layers:
+        raise ConfigError(
+            "trainer.gradient_checkpointing and trainer.compile do not support "
+            f"{type(body).__name__}, whose layers transformers does not mark: leave them out"
+        )
+    for layer in layers:
         plain = trained = cast(Callable[..., Tensor], layer.forward)
         if config.compile:
             trained = torch.compile(trained, dynamic=True)
@@ -390,16 +410,19 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> PeftModel:
     with (
         _GLOBAL_STATE,
         boundary(ConfigError, f"the adapter {str(adapter)!r} does not fit the model"),
-        _silence_tied_head_warning(),
+        _silence_peft(),
     ):
         return PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
 
 
 @contextmanager
-def _silence_tied_head_warning() -> Generator[None]:
-    """Silence PEFT: the adapter is on the head only; the embedding it may be tied to stays."""
+def _silence_peft() -> Generator[None]:
+    """Silence warnings of PEFT about what is intended."""
     with warnings.catch_warnings():
+        # An adapter is on the head only; the embedding it may be tied to stays.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        # PEFT finds out by itself which way round the weights of GPT-2's layers are.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         yield
 
 

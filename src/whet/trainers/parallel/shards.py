@@ -4,7 +4,7 @@ A layer's parameters are gathered for its passes and freed after them; gradients
 shards. The optimizer works on this rank's part of every tensor, which is a plain tensor.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from whet.models.huggingface import LocalPolicy
+from whet.models.huggingface import LocalPolicy, find_layers
 from whet.trainers.master_weights import WEIGHTS, MasterWeights, open_tensors
 from whet.trainers.parallel.ranks import RankAddress
 
@@ -40,8 +40,7 @@ def shard_policy(policy: LocalPolicy, size: int) -> ShardedPass:
     Trainable ones are kept in fp32 and rounded to the policy's precision when they are gathered.
     """
     mesh = init_device_mesh(policy.device.type, (size,))
-    layers = cast(Iterable[nn.Module], getattr(policy.body, "layers", ()))
-    for layer in layers:
+    for layer in find_layers(policy.body):
         _shard(layer, policy, mesh)
     root = ShardedPass(policy.model).eval()
     _shard(root, policy, mesh)
