@@ -449,6 +449,32 @@ async def test_a_request_that_runs_out_of_memory_gets_an_error(tiny_folder: Path
         await engine.close()
 
 
+class Lost(Cramped):
+    """A cache on a GPU that fails, and from then on does nothing."""
+
+    def clear(self) -> None:
+        raise RuntimeError("the GPU is lost")
+
+
+def lost(policy: LocalPolicy, positions: int) -> Forward:
+    forward = EagerForward(policy)
+    forward.cache = Lost()
+    return forward
+
+
+async def test_an_engine_that_cannot_go_on_fails_its_requests_and_later_ones(
+    tiny_folder: Path,
+) -> None:
+    engine = LocalEngine(load(tiny_folder), LocalEngineConfig(), decode, threads=1, forward=lost)
+    with anyio.fail_after(30):
+        with pytest.raises(EngineError, match="out of memory"):
+            await ask(engine, prompt_of(20), max_tokens=2)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="the engine (stopped|is closed)"):
+                await ask(engine, prompt_of(20), max_tokens=2)
+        await engine.close()
+
+
 async def test_weights_that_were_no_numbers_leave_nothing_behind(policy: LocalPolicy) -> None:
     prompt = prompt_of(30)
     async with started(policy) as engine:

@@ -201,20 +201,36 @@ class LocalEngine(Engine):
     def _run(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._waiting or len(self._batch) or self._closed)
-                if self._closed:
-                    break
-            try:
-                with boundary(EngineError, "sampling failed"):
-                    self._run_pass()
-            except EngineError as error:
-                logger.error("sampling failed requests=%d error=%s", len(self._batch), error)
-                self._fail_all(error)
-        self._fail_all(EngineError("the engine was closed"))
+        reason = EngineError("the engine was closed")
+        try:
+            with boundary(EngineError, "the engine stopped"):
+                while self._wait_for_requests():
+                    self._try_pass()
+        except EngineError as error:  # not even the cache can be cleared, as on a lost GPU
+            logger.error("%s", error)
+            reason = error
+        with self._wake:
+            self._closed = True
+        self._fail_all(reason)
+
+    def _wait_for_requests(self) -> bool:
+        """Wait until there is something to sample; returns False once the engine is closed."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._waiting or len(self._batch) or self._closed)
+            return not self._closed
 
     @torch.inference_mode()
+    def _try_pass(self) -> None:
+        """Run a pass; if it fails, so do all requests."""
+        try:
+            with boundary(EngineError, "sampling failed"):
+                self._run_pass()
+        except EngineError as error:
+            logger.error("sampling failed requests=%d error=%s", len(self._batch), error)
+            self._fail_all(error)
+            self._cache.active = 0
+            self._cache.clear()
+
     def _run_pass(self) -> None:
         with self._policy.lock:
             if self._revision != self._policy.revision:
@@ -409,12 +425,9 @@ class LocalEngine(Engine):
             self._waiting.appendleft(self._batch.requests[row])
         self._remove([index == row for index in range(len(self._batch))])
 
-    @torch.inference_mode()
     def _fail_all(self, error: EngineError) -> None:
         with self._wake:
             failed = [*self._batch.requests, *self._waiting]
             self._waiting.clear()
         self._batch = RunningBatch()
-        self._cache.active = 0
-        self._cache.clear()
         _ChunkQueue.put_all((request.chunks, error) for request in failed)
