@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 MIN_SHARED_PREFIX = 16
 """Tokens that a request must share with one that is prefilled to wait and copy its KV cache."""
 
+MIN_PROMPTS = 8
+"""Admitted prompts that there is room for at first, to compare others with; doubled as needed."""
+
 MIN_ROW_CAPACITY = 64
 """Positions of the smallest KV cache row; larger ones are powers of two, so growing is rare."""
 
@@ -260,18 +263,19 @@ class LocalEngine(Engine):
     def _admit_fitting(self, deferred: list[_PendingRequest]) -> None:
         """Admit the requests that fit; the others, and one that fails, are left in `deferred`."""
         with self._wake:
-            longest = max((len(request.tokens) for request in self._waiting), default=0)
-            fresh = np.full((len(self._waiting), longest), NO_TOKEN, np.int32)
+            width = max((len(request.tokens) for request in self._waiting), default=0)
+        # The prompts admitted here: one with the same beginning waits for their prefill.
+        prompts_NL = np.full((MIN_PROMPTS, width), NO_TOKEN, np.int32)
         admitted = 0
         placed: dict[bytes, tuple[int, int]] = {}
         waiting: set[bytes] = set()  # prompts that wait for another one's prefill
         longest = self._batch.longest
-        while admitted < len(fresh) and (request := self._pop_waiting()):
+        while request := self._pop_waiting():
             deferred.append(request)
             tokens = np.asarray(request.tokens, np.int32)
             longest = max(longest, len(tokens))
-            # A longer prompt than counted above arrived in the meantime.
-            if len(tokens) > fresh.shape[1] or not self._fits(len(self._batch) + 1, longest):
+            # A prompt longer than `width` arrived in the meantime.
+            if len(tokens) > width or not self._fits(len(self._batch) + 1, longest):
                 break
             self._make_room(len(self._batch) + 1, longest)
             # Equal prompts of a group share the search of the first.
@@ -283,7 +287,7 @@ class LocalEngine(Engine):
             else:
                 source, shared = self._cache.find_longest_prefix(tokens)
                 can_gain = shared + MIN_SHARED_PREFIX <= len(tokens)  # by waiting for a prefill
-                coming = find_longest_prefix(fresh[:admitted], tokens)[1] if can_gain else 0
+                coming = find_longest_prefix(prompts_NL[:admitted], tokens)[1] if can_gain else 0
             if coming >= shared + MIN_SHARED_PREFIX:
                 waiting.add(key)
                 continue
@@ -291,7 +295,9 @@ class LocalEngine(Engine):
             self._activate(request, source, shared)
             deferred.pop()
             placed.setdefault(key, (len(self._batch) - 1, shared))
-            fresh[admitted, : len(tokens)] = tokens
+            if admitted == len(prompts_NL):
+                prompts_NL = np.concatenate([prompts_NL, np.full_like(prompts_NL, NO_TOKEN)])
+            prompts_NL[admitted, : len(tokens)] = tokens
             admitted += 1
 
     def _pop_waiting(self) -> _PendingRequest | None:
