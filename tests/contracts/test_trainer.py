@@ -125,6 +125,21 @@ async def test_a_checkpoint_is_restored(build: Build, tmp_path: Path) -> None:
     assert names(tmp_path / "deep") == ["one"]
 
 
+async def test_a_snapshot_is_of_its_moment_whenever_it_is_written(
+    build: Build, tmp_path: Path
+) -> None:
+    trainer, other = await build(), await build()
+    first = await trainer.snapshot()
+    before = await trainer.forward_backward(rows(), LOSS)
+    second = await trainer.snapshot()
+    await trainer.optim_step(ADAM)
+    for name, write in {"second": second, "first": first}.items():
+        write(tmp_path / name)
+        await other.restore(tmp_path / name)
+        assert await other.publish() == 0
+        assert await other.forward_backward(rows(), LOSS) == pytest.approx(before)
+
+
 async def test_a_folder_is_saved_over(build: Build, tmp_path: Path) -> None:
     trainer, other = await build(), await build()
     (tmp_path / "one").mkdir()

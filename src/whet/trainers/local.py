@@ -85,6 +85,7 @@ class LocalTrainer(TrainingBackend):
         return self._policy.version
 
     async def snapshot(self) -> Callable[[Path], None]:
+        await self._run_in_thread(self._complete_snapshot)
         self._snapshot = Snapshot(self._weights.list_tensors(), self._policy.version)
         return self._snapshot.write
 
@@ -222,6 +223,7 @@ class LocalTrainer(TrainingBackend):
         return {**dict(zip(sums, fetched, strict=True)), "trained_tokens": float(len(logp_N))}
 
     def _start_from(self, folder: Path) -> None:
+        self._complete_snapshot()
         self._weights.start_from(folder)
 
     def _restore(self, folder: Path) -> None:
