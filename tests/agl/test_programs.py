@@ -1,6 +1,7 @@
 """Programs that call the store get the answers of Agent Lightning 0.3.0, from every store."""
 
 import json
+import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -145,6 +146,63 @@ def test_a_file_keeps_the_queue_its_spans_and_their_order(tmp_path: Path) -> Non
         "next": 8,
         "attempts": 2,
     }
+
+
+def test_what_a_call_has_changed_is_on_disk_even_if_another_thread_wrote_it(
+    tmp_path: Path,
+) -> None:
+    class LateStore(agl.SqliteLightningStore):
+        """One whose first call is overtaken by the second, as among threads."""
+
+        overtaken: anyio.Event | None = None
+
+        async def _flush(self) -> None:
+            event, self.overtaken = self.overtaken, None
+            if event is not None:
+                await event.wait()
+            await super()._flush()
+
+    async def run() -> list[str]:
+        store = LateStore(tmp_path / "store.db")
+        reader = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+        reader.execute("BEGIN IMMEDIATE")  # nothing can be written
+        store.overtaken = overtaken = anyio.Event()
+        before, ended = list[str](), list[str]()
+
+        async def enqueue(task: str) -> None:
+            await store.enqueue_rollout(task)
+            ended.append(task)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(enqueue, "first")
+            group.start_soon(enqueue, "second")
+            await anyio.wait_all_tasks_blocked()
+            overtaken.set()
+            await anyio.wait_all_tasks_blocked()
+            before += ended
+            reader.execute("COMMIT")
+        assert sorted(ended) == ["first", "second"]
+        reader.close()
+        await store.close()
+        return before
+
+    assert anyio.run(run) == []
+
+
+def test_a_client_waits_longer_than_one_request_may_take() -> None:
+    async def run() -> list[str]:
+        inner = agl.InMemoryLightningStore(scan_debounce_seconds=0)
+        server = agl.LightningStoreServer(inner, port=0, token="secret")
+        await server.start()
+        client = agl.LightningStoreClient(server.endpoint, token="secret", request_timeout=1.5)
+        config = agl.RolloutConfig(timeout_seconds=2.0)
+        rollout = await inner.start_rollout(1, config=config)
+        ended = await client.wait_for_rollouts([rollout.rollout_id])
+        await client.close()
+        await server.stop()
+        return [each.status for each in ended]
+
+    assert anyio.run(run) == ["failed"]
 
 
 def test_a_client_needs_the_token_and_a_server(tmp_path: Path) -> None:

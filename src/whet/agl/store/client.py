@@ -69,13 +69,18 @@ class LightningStoreClient(LightningStore):
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            turn = self._timeout / 2  # the server must reply before the request times out
             found = await self._call(
-                "wait_for_rollouts", {"rollout_ids": list(rollout_ids), "timeout": left}
+                "wait_for_rollouts",
+                {
+                    "rollout_ids": list(rollout_ids),
+                    "timeout": turn if left is None else min(left, turn),
+                },
             )
-            if left == 0.0 or len(found) == len(set(rollout_ids)):
+            if left == 0.0 or len(found) == len(rollout_ids):
                 return found
             known = await self.query_rollouts(rollout_id_in=list(rollout_ids))
-            if len(found) >= len(known):
+            if len({each.rollout_id for each in found}) == len(known):
                 return found
 
     async def _call(self, name: str, arguments: dict[str, object]) -> Any:

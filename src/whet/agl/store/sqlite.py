@@ -93,8 +93,7 @@ class SqliteLightningStore(InMemoryLightningStore):
             if self._closed:
                 raise StoreClosed("the store is closed")
             changes, self._pending = self._pending, []
-            if not changes:
-                return
+            # Queued even if it is empty: another thread may have queued the changes of this one.
             done = asyncio.get_running_loop().create_future()
             self._batches.put(_Batch(changes, done))
         await done
