@@ -1,12 +1,13 @@
 """Agent Lightning agents as whet agents, for `VERL` and `APO`, which whet trains itself."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from whet.agl.emitter import find_final_reward
 from whet.agl.litagent import LitAgent
-from whet.agl.runner import call_agent, record_result
+from whet.agl.runner import call_agent, call_hooks, record_result
 from whet.agl.spans import NANOSECONDS
 from whet.agl.spans import Span as LightningSpan
 from whet.agl.tracer import Tracer
@@ -37,18 +38,23 @@ def build_agent(
     ) -> float | None:
         attempted = _convert_rollout(rollout, task)
         named = _convert_resources(initial, resources, llm, rollout)
-        async with tracer.trace_context(rollout.id) as trace:
-            await _call_hooks(hooks, "on_rollout_start", agent, attempted)
-            await _call_hooks(hooks, "on_trace_start", agent, attempted, tracer=tracer)
-            result = await call_agent(agent, attempted, named)
-            await _call_hooks(hooks, "on_trace_end", agent, attempted, tracer=tracer)
-            record_result(trace, result)
-        await _call_hooks(hooks, "on_rollout_end", agent, attempted, spans=trace.spans)
-        context = active_attempt.get()
-        if context is not None:
-            for span in trace.spans:
-                context.add_span(_convert_span(span, context.trace_id))
-        return find_final_reward(trace.spans)
+        call = partial(call_hooks, hooks, agent=agent, runner=None, rollout=attempted)
+        spans: list[LightningSpan] = []
+        try:
+            async with tracer.trace_context(rollout.id) as trace:
+                spans = trace.spans
+                await call("on_rollout_start")
+                await call("on_trace_start", tracer=tracer)
+                result = await call_agent(agent, attempted, named)
+                await call("on_trace_end", tracer=tracer)
+                record_result(trace, result)
+        finally:  # also where the agent failed
+            await call("on_rollout_end", spans=spans)
+            context = active_attempt.get()
+            if context is not None:
+                for span in spans:
+                    context.add_span(_convert_span(span, context.trace_id))
+        return find_final_reward(spans)
 
     run_agent.__name__ = getattr(agent, "__name__", type(agent).__name__)
     return run_agent
@@ -58,13 +64,6 @@ def embed_key(endpoint: Endpoint) -> str:
     """Return the base URL with its key in the path, since agents of `agl` may send any key."""
     scheme, host, path, *_ = urlsplit(endpoint.base_url)
     return urlunsplit((scheme, host, f"/key/{endpoint.api_key}{path}", "", ""))
-
-
-async def _call_hooks(
-    hooks: tuple[Hook, ...], name: str, agent: LitAgent, rollout: AttemptedRollout, **more: Any
-) -> None:
-    for hook in hooks:
-        await getattr(hook, name)(agent=agent, runner=None, rollout=rollout, **more)
 
 
 def _convert_rollout(rollout: WhetRollout, task: Any) -> AttemptedRollout:

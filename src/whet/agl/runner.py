@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from whet.agl.emitter import emit_reward
@@ -104,8 +104,11 @@ class LitAgentRunner(ParallelWorkerBase):
                 rollout = await self._dequeue(store, event)
                 if rollout is None:
                     return
-                with suppress(Exception):
+                try:
                     await self._run(rollout)
+                except Exception:
+                    attempt = rollout.attempt.attempt_id
+                    logger.exception("rollout=%s attempt=%s failed", rollout.rollout_id, attempt)
                 done += 1
         finally:
             heartbeats.cancel()
@@ -143,7 +146,10 @@ class LitAgentRunner(ParallelWorkerBase):
 
     async def _send_heartbeats(self, store: LightningStore) -> None:
         while True:
-            await store.update_worker(self.get_worker_id(), {})
+            try:
+                await store.update_worker(self.get_worker_id(), {})
+            except Exception:
+                logger.exception("a heartbeat failed")
             await asyncio.sleep(self._heartbeat_interval)
 
     async def _run(self, rollout: AttemptedRollout) -> None:
@@ -168,9 +174,6 @@ class LitAgentRunner(ParallelWorkerBase):
                 record_result(trace, result)
             spans = trace.spans
             status = "succeeded"
-        except Exception:
-            logger.exception("rollout=%s attempt=%s failed", *ids)
-            raise
         finally:  # also when canceled, where the status is still "failed"
             await self._call_hooks("on_rollout_end", agent=agent, rollout=rollout, spans=spans)
             await store.update_attempt(*ids, status=status)
@@ -187,11 +190,16 @@ class LitAgentRunner(ParallelWorkerBase):
         return update.resources if update else {}
 
     async def _call_hooks(self, name: str, **arguments: Any) -> None:
-        for hook in self._hooks:
-            try:
-                await getattr(hook, name)(runner=self, **arguments)
-            except Exception:
-                logger.exception("the hook %s failed", name)
+        await call_hooks(self._hooks, name, runner=self, **arguments)
+
+
+async def call_hooks(hooks: Sequence[Hook], name: str, **arguments: Any) -> None:
+    """Call one of the callbacks of each hook; an exception in one is logged."""
+    for hook in hooks:
+        try:
+            await getattr(hook, name)(**arguments)
+        except Exception:
+            logger.exception("the hook %s failed", name)
 
 
 async def call_agent(
