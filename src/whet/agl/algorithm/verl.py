@@ -17,7 +17,6 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "roll
 
 MAPPED: dict[str, Setting] = {
     f"{MODEL}.path": ("model",),
-    f"{MODEL}.lora_rank": ("trainer", "lora_rank"),
     f"{MODEL}.lora_alpha": ("trainer", "lora_alpha"),
     f"{MODEL}.enable_gradient_checkpointing": ("trainer", "gradient_checkpointing"),
     f"{ROLLOUT}.n": ("group_size",),
@@ -46,6 +45,7 @@ MAPPED: dict[str, Setting] = {
 """Keys with a counterpart in whet's config, which gets their value as it is."""
 
 COMPUTED = (
+    f"{MODEL}.lora_rank",
     f"{ACTOR}.clip_ratio",
     f"{ACTOR}.use_kl_loss",
     f"{ACTOR}.kl_loss_coef",
@@ -58,6 +58,9 @@ COMPUTED = (
     "trainer.total_training_steps",
 )
 """Keys that `_convert_computed` and `_count_steps` convert."""
+
+OFF = ("algorithm.use_kl_in_reward",)
+"""Keys without a counterpart that many configs set to False."""
 
 PLACEMENT = (
     f"{ACTOR}.fsdp_config",
@@ -147,7 +150,7 @@ def _convert(keys: Mapping[str, Any]) -> dict[str, Any]:
         if key in MAPPED:
             if value is not None and not (key.endswith("_freq") and value <= 0):
                 _set_path(settings, MAPPED[key], value)
-        elif key in COMPUTED:
+        elif key in COMPUTED or (key in OFF and not value):
             pass
         elif any(key == p or key.startswith((f"{p}.", f"{p}_")) for p in PLACEMENT):
             ignored.append(key)
@@ -165,6 +168,9 @@ def _convert(keys: Mapping[str, Any]) -> dict[str, Any]:
 def _convert_computed(keys: Mapping[str, Any], settings: dict[str, Any]) -> None:
     """Convert the keys of `COMPUTED`, of which several may make one setting."""
     settings.setdefault("runner", {}).setdefault("temperature", 1.0)  # verl's default
+    rank = keys.get(f"{MODEL}.lora_rank")
+    # Without a rank verl trains all weights, and the learning rate is meant for them.
+    settings.setdefault("trainer", {}).update({"lora_rank": rank} if rank else {"weights": "full"})
     estimator = keys.get("algorithm.adv_estimator", "grpo")
     if estimator not in ESTIMATORS:
         raise ConfigError(
