@@ -161,6 +161,15 @@ def test_a_rollout_is_one_sample_and_weighs_one(baseline: Any, first: float) -> 
     assert returns[0].tolist() == [1, 1, 0, 1]
 
 
+@pytest.mark.parametrize("baseline", [grpo, rloo, reinforce_plus_plus])
+def test_rows_that_only_pad_a_batch_have_no_advantage(baseline: Any) -> None:
+    estimate = build_estimator(baseline)
+    config = {"norm_adv_by_std_in_grpo": True}
+    advantages, returns = estimate(REWARDS, torch.zeros_like(MASK), config=config, index=INDEX)
+    assert not advantages.any()
+    assert not returns.any()
+
+
 def test_equal_rewards_give_no_advantage_even_divided_by_their_deviation() -> None:
     config = {"norm_adv_by_std_in_grpo": True}
     same = torch.ones(2)

@@ -35,6 +35,8 @@ def build_estimator(compute_advantages: AdvantageFunction) -> Estimator:
             sums, tokens = token_level_rewards.sum(dim=-1), mask.sum(dim=-1)
             # Rows that pad a batch have no sampled tokens: they are of no rollout.
             real = [row for row in range(len(index)) if tokens[row] > 0]
+            if not real:
+                return torch.zeros_like(mask), torch.zeros_like(mask)
             names = list(dict.fromkeys(str(index[row]) for row in real))
             positions = {name: position for position, name in enumerate(names)}
             rewards, lengths = torch.zeros(len(names)), torch.zeros(len(names))
@@ -92,8 +94,6 @@ def _find_positions(prompts: Sequence[str]) -> list[list[int]]:
 
 
 def _group_means(rewards: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
-    if not prompts:
-        return torch.zeros_like(rewards)
     return torch.stack([rewards[positions].mean() for positions in _find_positions(prompts)])
 
 
