@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -14,8 +15,11 @@ from whet.models.catalog import TINY
 
 
 @pytest.fixture(scope="module")
-def hub() -> Generator[HubServer]:
-    with serve_hub({"org/tiny": TINY}, gated="org/gated") as server:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Generator[HubServer]:
+    repository = tmp_path_factory.mktemp("hub") / "tiny"
+    shutil.copytree(TINY, repository)
+    shutil.copy(TINY / "model.safetensors", repository / "consolidated.safetensors")
+    with serve_hub({"org/tiny": repository}, gated="org/gated") as server:
         yield server
 
 
@@ -43,7 +47,8 @@ def test_a_model_is_downloaded_once_with_progress_and_then_used_offline(
     assert "100%" in first.stderr  # its progress bars
     folder = Path(first.stdout.split("is ready: ")[1].strip())
     assert (folder / "model.safetensors").read_bytes() == (TINY / "model.safetensors").read_bytes()
-    assert "README.md" not in os.listdir(folder)  # nothing that is not needed
+    unneeded = {"README.md", "consolidated.safetensors"}
+    assert not unneeded & {*os.listdir(folder)}
 
     hub.downloads.clear()
     again = get("org/tiny", tmp_path, hub.url)

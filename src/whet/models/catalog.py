@@ -31,7 +31,9 @@ EXPECTED = (
 )
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
-"""Files of a repository that are downloaded: no second copy of the weights in another format."""
+"""Files of a repository that are downloaded."""
+HUB_COPIES = "*consolidated*.safetensors"
+"""A second copy of the weights, for Mistral's own library."""
 
 
 class ModelInfo(NamedTuple):
@@ -205,7 +207,8 @@ def _download(name: str, progress: Callable[[str], None]) -> Path:
     ):
         download = cast(Callable[..., str], huggingface_hub.snapshot_download)
         try:
-            folder = Path(download(name, allow_patterns=list(HUB_FILES)))
+            files = {"allow_patterns": list(HUB_FILES), "ignore_patterns": HUB_COPIES}
+            folder = Path(download(name, **files))
         except huggingface_hub.errors.GatedRepoError as error:
             raise ConfigError(
                 f"{name!r} asks for your agreement: accept its terms at "
