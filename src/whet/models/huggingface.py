@@ -260,7 +260,7 @@ class LocalPolicy:
             return
         model = cast(PreTrainedModel, self.model)
         with self.lock, boundary(ConfigError, f"cannot run the model in {str(self.folder)!r}"):
-            probe = attention.RowProbe(model, self.body, self.vocabulary, self.device, self.dtype)
+            probe = attention.RowProbe(model, self.body, self.vocabulary)
             exact = self.dtype == torch.float32
             tolerance = 1e-3 if exact else max(0.1, 3 * probe.measure_rounding_gap())
             self.packs_rows = not self.partial_layers and probe.measure_tree_gap() < tolerance

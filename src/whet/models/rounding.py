@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 DEVIATION = 0.29
 """Standard deviation of a rounding error, in units of the last place."""
+DISTURBED_RUNS = 4
+"""Passes by which the effect of rounding is measured."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.integrations import sdpa_attention
 
-from whet.models.rounding import simulate_rounding_errors
+from whet.models.rounding import DISTURBED_RUNS, simulate_rounding_errors
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -169,6 +169,11 @@ def can_run_flash(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def list_probe_ids(count: int, vocabulary: int) -> NDArray[np.int64]:
+    """Token ids of a tiny row, of which few are special ones."""
+    return (7 * np.arange(count) + 3) % min(vocabulary, 256)
+
+
 class RowProbe:
     """Comparison of a model's passes over tiny rows: packed, alone, and in a longer context.
 
@@ -178,20 +183,12 @@ class RowProbe:
 
     PREFIX, BRANCH = 6, 5
     """Tokens that both rows share, and tokens that each has of its own."""
-    DISTURBED_RUNS = 4
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        body: nn.Module,
-        vocabulary: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._body, self._device, self._dtype = body, device, dtype
-        self._flash = can_run_flash(device, dtype)
+    def __init__(self, model: PreTrainedModel, body: nn.Module, vocabulary: int) -> None:
+        self._body, self._device = body, model.device
+        self._flash = can_run_flash(model.device, model.dtype)
         size = self.PREFIX + 2 * self.BRANCH
-        self._ids_L = (7 * torch.arange(size, device=device) + 3) % min(vocabulary, 256)
+        self._ids_L = torch.from_numpy(list_probe_ids(size, vocabulary)).to(model.device)
         shared, nodes = np.arange(self.PREFIX), np.arange(self.PREFIX, size)
         self._rows = [np.concatenate([shared, own]) for own in np.split(nodes, 2)]
         model.set_attn_implementation("eager")
@@ -200,13 +197,13 @@ class RowProbe:
 
     def measure_tree_gap(self) -> float:
         """Gap of two rows in one tree to the rows alone."""
-        own = slice(self.PREFIX, None)
         node_L = torch.arange(len(self._ids_L), device=self._device)
-        depth_L = torch.where(node_L < len(self._rows[0]), node_L, node_L - self.BRANCH)
-        # The second branch does not see the first.
-        first_L = (node_L >= self.PREFIX) & (node_L < len(self._rows[0]))
+        in_second_L = node_L >= self.PREFIX + self.BRANCH
+        in_first_L = (node_L >= self.PREFIX) & ~in_second_L
+        depth_L = torch.where(in_second_L, node_L - self.BRANCH, node_L)
+        # Queries (dim 0) see the keys before them, but the second branch does not see the first.
         mask_LL = (node_L[None, :] <= node_L[:, None]) & ~(
-            first_L[None, :] & ~first_L[:, None] & (node_L[:, None] >= self.PREFIX)
+            in_second_L[:, None] & in_first_L[None, :]
         )
         settings: dict[str, object] = {"attention_mask": mask_LL[None, None]}
         if self._flash:
@@ -219,6 +216,7 @@ class RowProbe:
             hidden_LD = self._run(self._ids_L, depth_L, **settings)
         except (ValueError, RuntimeError):  # layers that take no such mask
             return math.inf
+        own = slice(self.PREFIX, None)
         return max(
             _measure_gap(hidden_LD[torch.from_numpy(row).to(self._device)][own], plain_TD[own])
             for row, plain_TD in zip(self._rows, self._plain, strict=True)
@@ -237,13 +235,12 @@ class RowProbe:
         position_T = torch.arange(len(row), device=self._device)
         position_T[-1] = length - 1
         hidden_TD = self._run(self._ids_L[row], position_T)
-        alone_TD = self._run(self._ids_L[row], torch.arange(len(row), device=self._device))
-        return _measure_gap(hidden_TD[:-1], alone_TD[:-1])
+        return _measure_gap(hidden_TD[:-1], self._run(self._ids_L[row])[:-1])
 
     def measure_rounding_gap(self) -> float:
         """Largest of some gaps of a row to itself with rounding errors."""
         with simulate_rounding_errors(self._body):
-            runs = [self._run(self._ids_L[self._rows[0]]) for _ in range(self.DISTURBED_RUNS)]
+            runs = [self._run(self._ids_L[self._rows[0]]) for _ in range(DISTURBED_RUNS)]
         return max(_measure_gap(run_TD, self._plain[0]) for run_TD in runs)
 
     @torch.inference_mode()

@@ -22,8 +22,9 @@ from whet.engines.local import pool_attention as attention
 from whet.engines.local.batch import KVCache
 from whet.errors import ConfigError, EngineError, boundary
 from whet.models.huggingface import LocalPolicy
-from whet.models.rounding import simulate_rounding_errors
+from whet.models.rounding import DISTURBED_RUNS, simulate_rounding_errors
 from whet.models.transfer import copy_to_device
+from whet.models.tree_attention import list_probe_ids
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ MAX_LOGIT_GAP = 0.5
 models, see `_measure_max_gap`."""
 MAX_LOGIT_GAP_FP32 = 0.01
 """The same in fp32, where rounding moves no model far."""
-DISTURBED_RUNS = 4
-"""Passes by which the effect of rounding is measured."""
+PROBE_TOKENS = 8
+"""Tokens of the row by which implementations are compared."""
 COMPARED_LOGITS = 100
 """Number of the highest logits that are compared."""
 CAPTURE_LOCK = threading.Lock()
@@ -289,7 +290,7 @@ def agrees_with_model(graphs: CudaGraphForward, policy: LocalPolicy) -> bool:
 @torch.inference_mode()
 def _measure_sampling_gap(forward: Forward, policy: LocalPolicy, positions: int) -> float:
     """Mean difference of the highest logits after a prefill and a step to those of a plain pass."""
-    ids = _probe_ids(policy)
+    ids = list_probe_ids(PROBE_TOKENS, policy.vocabulary)
     cache = forward.cache
     with policy.lock:
         plain = _compute_plain_logits(policy)
@@ -317,14 +318,9 @@ def _measure_max_gap(policy: LocalPolicy) -> float:
     return max(MAX_LOGIT_GAP, 3 * max(moved))
 
 
-def _probe_ids(policy: LocalPolicy) -> Ids:
-    """Eight tokens of which few are special ones."""
-    return (7 * np.arange(8) + 3) % min(policy.vocabulary, 256)
-
-
 def _compute_plain_logits(policy: LocalPolicy) -> Tensor:
-    ids_1T = torch.tensor(_probe_ids(policy)[None], device=policy.device)
-    return policy.model(input_ids=ids_1T).logits[0, -1]
+    ids_T = torch.from_numpy(list_probe_ids(PROBE_TOKENS, policy.vocabulary)).to(policy.device)
+    return policy.model(input_ids=ids_T[None]).logits[0, -1]
 
 
 def _measure_logit_gap(found_V: Tensor, expected_V: Tensor) -> float:
