@@ -17,6 +17,8 @@ from whet.models.catalog import resolve_model
 NAME_AND_SOURCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)", re.DOTALL)
 WEIGHTS = (".safetensors", ".bin")
 ADAPTER_KEYS = ("weights", "lora_rank", "lora_alpha", "lora_layers")
+UNTRAINED_KEYS = ("use_rslora", "use_dora", "alpha_pattern")
+"""Settings of PEFT by which an adapter is another than its rank and alpha say."""
 PARTS, PART_BYTES = 64, 1 << 16
 
 
@@ -266,6 +268,12 @@ def _read_shape(start: Path, trainer: LocalTrainerConfig | None) -> dict[str, Js
         keys = ("weights",) if trainer.weights == "full" else ADAPTER_KEYS
         return {key: trainer.model_dump(mode="json")[key] for key in keys}
     settings = json.loads((start / "adapter_config.json").read_text())
+    for key in UNTRAINED_KEYS:
+        if settings.get(key):
+            raise ConfigError(
+                f"the adapter {str(start)!r} has {key}, which is not trained here: merge it into "
+                "its base model and start from that folder"
+            )
     return {"lora_rank": settings["r"], "lora_alpha": settings["lora_alpha"]}
 
 
