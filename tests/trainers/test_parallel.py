@@ -80,7 +80,7 @@ class Opened:
             return clone(trainer._part._shards)
         if isinstance(trainer, DataParallelTrainer):
             weights, command = trainer._weights, RankCommand(name="reduce_gradient")
-            await trainer._run_in_thread(
+            await trainer.run_in_thread(
                 lambda: trainer._ranks.run_everywhere(
                     command, lambda: reduce_gradient(weights, rank=0)
                 )

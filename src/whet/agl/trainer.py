@@ -8,7 +8,13 @@ from typing import Any, TypeVar, cast
 
 from whet.agl.adapter import TraceAdapter, TracerTraceToTriplet
 from whet.agl.algorithm.apo import APO
-from whet.agl.algorithm.base import Algorithm, Baseline, FastAlgorithm, FunctionalAlgorithm
+from whet.agl.algorithm.base import (
+    Algorithm,
+    Baseline,
+    FastAlgorithm,
+    FunctionalAlgorithm,
+    list_tasks,
+)
 from whet.agl.algorithm.verl import VERL
 from whet.agl.execution import (
     ClientServerExecutionStrategy,
@@ -137,7 +143,7 @@ class Trainer:
             )
         agent.set_trainer(self)
         if isinstance(algorithm, (VERL, APO)):
-            return self._train(algorithm, agent, _as_list(train), _as_list(val))
+            return self._train(algorithm, agent, list_tasks(train), list_tasks(val))
         algorithm.set_trainer(self)
         algorithm.set_adapter(self.adapter)
         if self.initial_resources is not None:
@@ -232,7 +238,3 @@ def _import_component(path: str, name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"cannot import the {name} {path!r}: {error}") from error
-
-
-def _as_list(dataset: Dataset[Any] | None) -> list[Any]:
-    return [dataset[number] for number in range(len(dataset))] if dataset is not None else []

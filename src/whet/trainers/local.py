@@ -68,13 +68,13 @@ class LocalTrainer(TrainingBackend):
         self._log_ratios: dict[GenerationId, list[float]] = {}
 
     async def forward_backward(self, rows: Sequence[Row], loss: LossConfig) -> Metrics:
-        return await self._run_in_thread(lambda: self._forward_backward(rows, loss))
+        return await self.run_in_thread(lambda: self._forward_backward(rows, loss))
 
     async def recompute_logprobs(self, rows: Sequence[Row]) -> list[Row]:
-        return await self._run_in_thread(lambda: self._recompute_logprobs(rows))
+        return await self.run_in_thread(lambda: self._recompute_logprobs(rows))
 
     async def optim_step(self, adam: AdamStep) -> Metrics:
-        return await self._run_in_thread(lambda: self._optim_step(adam))
+        return await self.run_in_thread(lambda: self._optim_step(adam))
 
     def take_log_ratios(self) -> Mapping[GenerationId, Sequence[float]]:
         taken, self._log_ratios = self._log_ratios, {}
@@ -85,16 +85,16 @@ class LocalTrainer(TrainingBackend):
         return self._policy.version
 
     async def snapshot(self) -> Callable[[Path], None]:
-        await self._run_in_thread(self._complete_snapshot)
+        await self.run_in_thread(self._complete_snapshot)
         self._snapshot = Snapshot(self._weights.list_tensors(), self._policy.version)
         return self._snapshot.write
 
     async def save(self, folder: Path) -> None:
         write = await self.snapshot()
-        await self._run_in_thread(lambda: write(folder))
+        await self.run_in_thread(lambda: write(folder))
 
     async def restore(self, folder: Path) -> None:
-        await self._run_in_thread(lambda: self._restore(folder))
+        await self.run_in_thread(lambda: self._restore(folder))
 
     async def start_from(self, folder: Path) -> None:
         """Load the weights of a checkpoint or a PEFT adapter as those before training.
@@ -102,7 +102,7 @@ class LocalTrainer(TrainingBackend):
         Raises:
             TrainerError: they do not fit the model; nothing was changed.
         """
-        await self._run_in_thread(lambda: self._start_from(folder))
+        await self.run_in_thread(lambda: self._start_from(folder))
 
     async def keep_reference(self) -> None:
         """Keep the weights as they are now as those before training, for `loss.kl`."""
@@ -113,9 +113,10 @@ class LocalTrainer(TrainingBackend):
             with atomic_folder(folder) as to:
                 self._policy.write_model(to)
 
-        await self._run_in_thread(write)
+        await self.run_in_thread(write)
 
-    async def _run_in_thread(self, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Run long work in a worker thread, on this trainer's share of the CPU cores."""
         return await self._micro_batches.run_in_thread(work)
 
     # ----------------------------------------------------------------- in a worker thread

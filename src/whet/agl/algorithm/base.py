@@ -121,6 +121,11 @@ def algo(func: Callable[..., Any]) -> FunctionalAlgorithm:
     return FunctionalAlgorithm(func)
 
 
+def list_tasks(dataset: Dataset[Any] | None) -> list[Any]:
+    """Return the tasks of a dataset, which may have no iterator; without a dataset, none."""
+    return [dataset[number] for number in range(len(dataset))] if dataset is not None else []
+
+
 class FastAlgorithm(Algorithm):
     """Marks algorithms that `Trainer.dev` may run."""
 
@@ -154,11 +159,7 @@ class Baseline(FastAlgorithm):
     async def _run_tasks(
         self, store: LightningStore, tasks: Dataset[Any] | None, mode: RolloutMode, epoch: int
     ) -> None:
-        requests = [
-            EnqueueRolloutRequest(input=tasks[n], mode=mode)
-            for n in range(len(tasks) if tasks else 0)
-            if tasks
-        ]
+        requests = [EnqueueRolloutRequest(input=task, mode=mode) for task in list_tasks(tasks)]
         added = await store.enqueue_many_rollouts(requests)
         ids = [rollout.rollout_id for rollout in added]
         for rollout in await store.wait_for_rollouts(ids):

@@ -263,9 +263,8 @@ class RolloutLifecycle(LightningStore):
         attempts.append(attempt)
         self._record_change(attempt)
         self._set_status(rollout, "preparing")
-        if (
-            worker_id is not None and not is_dequeue
-        ):  # dequeuing sets the worker's status once, for the last rollout
+        # Dequeuing sets the worker's status once, for the last rollout.
+        if worker_id is not None and not is_dequeue:
             self._update_worker_status(attempt)
         return attempt
 

@@ -20,7 +20,6 @@ from whet.engines.local.grammar import Grammars, Matcher
 from whet.engines.local.sampler import draw_uniform_numbers, sample_tokens
 from whet.engines.request import (
     Decode,
-    SampledTokens,
     SampleRequest,
     TopLogprobs,
     compute_remaining_context,
@@ -49,15 +48,6 @@ class _PendingRequest(SampleRequest):
 
     chunks: "_ChunkQueue" = field(kw_only=True)
     is_canceled: bool = False
-
-    def try_append(
-        self, sampled: SampledTokens, version: int, decode: Decode
-    ) -> TokenChunk | Exception | None:
-        """Append tokens; returns the chunk or the error to deliver."""
-        try:
-            return self.append(sampled, version, decode)
-        except RequestError as error:  # of this request only: the others continue
-            return error
 
 
 class _ChunkQueue:
@@ -407,7 +397,10 @@ class LocalEngine(Engine):
         request, sampled = self._batch.requests[row], self._batch.flush_row(row)
         if request.sampling.top_logprobs and sampled.tokens:
             sampled = sampled._replace(tops=[top])
-        return request.try_append(sampled, self._version, self._decode)
+        try:
+            return request.append(sampled, self._version, self._decode)
+        except RequestError as error:  # of this request only: the others continue
+            return error
 
     def _remove(self, removed: Sequence[bool]) -> None:
         """Remove rows from the batch; their KV cache rows become idle and keep what they hold."""

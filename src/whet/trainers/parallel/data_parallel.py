@@ -41,10 +41,10 @@ class DataParallelTrainer(LocalTrainer):
             self._ranks.connect(self._policy.device, lambda: None, shard=False)
             self._share_weights()
 
-        await self._run_in_thread(connect)
+        await self.run_in_thread(connect)
 
     async def keep_reference(self) -> None:
-        await self._run_in_thread(self._keep_reference)
+        await self.run_in_thread(self._keep_reference)
 
     # ----------------------------------------------------------------- in a worker thread
 

@@ -188,10 +188,6 @@ class ModelShard(LocalTrainer):
         self._non_finite: list[NonFiniteUpdate] = []
         self._gathered: Mapping[str, Mapping[str, Tensor]] = {}
 
-    async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run long work in a worker thread, on this rank's share of the CPU cores."""
-        return await self._run_in_thread(work)
-
     def check(self, folder: Path) -> None:
         """Check that weights fit the model. Raises TrainerError, or what reading them raises."""
         self._shards.check(folder)
