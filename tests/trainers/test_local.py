@@ -40,6 +40,7 @@ from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.models.tree_attention import Branches
 from whet.trainers.local import LocalTrainer
+from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import pack
 from whet.training.rows import build_rows, normalize
 from whet.types import Row, Sampling
@@ -616,6 +617,26 @@ async def test_when_memory_runs_out_passes_get_smaller_and_nothing_is_lost() -> 
     narrow.passes.clear()
     await trainer.forward_backward(rows, PPO)
     assert max(narrow.passes) <= 100, "it remembers"
+
+
+class TooLarge(Tensor):
+    """A gradient for which there is no memory in fp32."""
+
+    def float(self, *args: object, **settings: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.")
+
+
+def test_a_gradient_is_accumulated_wholly_or_not_at_all(tiny_folder: Path) -> None:
+    policy = load(tiny_folder, precision="bf16")
+    weights = MasterWeights(policy)
+    gradient = [torch.ones_like(weight) for weight in policy.get_trainable().values()]
+    with pytest.raises(torch.OutOfMemoryError):
+        weights.accumulate([*gradient[:-1], gradient[-1].as_subclass(TooLarge)])
+    assert weights.get_accumulated() == [None] * len(gradient)
+    weights.accumulate([None, *gradient[1:]])
+    weights.accumulate(gradient)
+    sums = [0.0 if grad is None else grad.mean().item() for grad in weights.get_accumulated()]
+    assert sums == [1.0] + [2.0] * (len(gradient) - 1)
 
 
 async def test_a_row_that_does_not_fit_at_all_is_one_line_and_changes_nothing() -> None:

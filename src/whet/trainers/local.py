@@ -154,8 +154,8 @@ class LocalTrainer(TrainingBackend):
             finite = bool(scores.logp_N.isfinite().all())
             cause = "advantages are too large" if finite else "the model's logits are not finite"
             raise NonFiniteUpdate(f"the loss is {sums['loss']}: {cause}")
-        self._weights.accumulate(gradient)
         self._keep_log_ratios(tree, scores.logp_N.detach() - batch.sampled_N)
+        self._weights.accumulate(gradient)  # last: a pass that fails is repeated
         return {**sums, "computed_tokens": float(tree.size)}
 
     def _keep_log_ratios(self, tree: PrefixTree[Row], log_ratio_N: Tensor) -> None:

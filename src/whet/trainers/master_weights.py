@@ -41,13 +41,17 @@ class MasterWeights:
         return torch.autograd.grad(loss, list(self._model.values()), allow_unused=True)
 
     def accumulate(self, gradient: Sequence[Tensor | None]) -> None:
-        """Add a gradient to the accumulated one."""
-        for weight, grad in zip(self._master.values(), gradient, strict=True):
-            if grad is None:
-                continue
+        """Add a gradient to the accumulated one, all of it or nothing."""
+        weights = self._master.values()
+        # A first gradient takes memory, which may run out: before any is added.
+        converted = [
+            grad.float() if grad is not None and weight.grad is None else grad
+            for weight, grad in zip(weights, gradient, strict=True)
+        ]
+        for weight, grad in zip(weights, converted, strict=True):
             if weight.grad is None:
-                weight.grad = grad.float()
-            else:
+                weight.grad = grad
+            elif grad is not None:
                 weight.grad += grad
 
     def get_accumulated(self) -> list[Tensor | None]:

@@ -133,13 +133,12 @@ class DatumTrainer:
             if bool(logp_N.isfinite().all()):
                 raise RequestError(f"the loss is {loss}: weights or advantages are too large")
             raise TrainerError(f"the loss is {loss}: the model's logits are not finite")
-        if not forward_only:
-            self._micro_batches.weights.accumulate(
-                self._micro_batches.weights.compute_gradient(value)
-            )
         flat = cast(Floats, logp_N.detach().float().cpu().numpy())
         ends = np.cumsum([datum.targets.size for datum, _ in tree.rows])
         parts = np.split(flat, ends[:-1])
+        if not forward_only:
+            weights = self._micro_batches.weights
+            weights.accumulate(weights.compute_gradient(value))
         return _Part(
             {
                 id(datum): part.reshape(datum.targets.shape)
