@@ -15,6 +15,7 @@ from whet.config import AdamStep
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, boundary
 from whet.models.export import convert_parameter_name
 from whet.models.huggingface import LocalPolicy
+from whet.trainers.snapshot import write_safetensors
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -103,14 +104,13 @@ class MasterWeights:
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state."""
         for name, tensors in self.list_tensors().items():
-            safetensors.save_file(tensors, folder / name)
+            write_safetensors({key: value.cpu() for key, value in tensors.items()}, folder / name)
 
     def list_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and optimizer state by file; not copied."""
         weights = {name: weight.detach() for name, weight in self._master.items()}
         moments = {
-            # Cloned: the quantization maps of 8-bit moments are shared.
-            f"{name}/{moment}": torch.as_tensor(value).clone()
+            f"{name}/{moment}": torch.as_tensor(value)
             for name, weight in self._master.items()
             for moment, value in self._adam.state.get(weight, {}).items()
         }
