@@ -210,9 +210,10 @@ async def _probe(http: HttpClient, url: str) -> VLLM:
     # With top_k 1 the token has probability 1, unless log-probabilities are those before top_k.
     sampling = Sampling(top_k=1, max_tokens=1)
     request = SampleRequest(tokens=[0, 1], sampling=sampling, limit=1, stream=False, seed=0)
-    for found.path in (TOKENS_PATH, COMPLETIONS_PATH):
+    for path in (TOKENS_PATH, COMPLETIONS_PATH):
+        found.path = path
         body = found.request_body(request, WeightsSpec(0), stream=False)
-        status, reply = await probe(http, url + found.path, body)
+        status, reply = await probe(http, url + path, body)
         if status == 200:
             break
     else:
