@@ -162,8 +162,10 @@ def prepare_run(
     if store is not None:
         values = {"name": DEFAULT_RUN} | values
     progress = partial(console.print, highlight=False)
-    values = resolve_starts(values, resolve(values), progress)
     config = resolve(values)
+    if config.policies or "model" in values:  # others start from the default model
+        values = resolve_starts(values, config, progress)
+        config = resolve(values)
     folder = _find_resumed_folder(
         config, kind, resume=resume, continues=continues or store is not None
     )

@@ -350,6 +350,11 @@ class CurriculumConfig(Section):
     unsolved_reward: float = 0.0
     """Maximum mean reward of an unsolved task."""
 
+    @property
+    def is_active(self) -> bool:
+        """Whether some tasks are drawn less often than others."""
+        return self.solved_weight < 1 or self.unsolved_weight < 1
+
     def weigh(self, reward: float | None) -> float:
         """Return the probability of drawing a task whose last group had this mean reward."""
         if reward is not None and reward >= self.solved_reward:
