@@ -296,6 +296,12 @@ def test_no_text_makes_a_parser_raise() -> None:
             parser.parse(text)
 
 
+def test_many_quotes_that_never_close_are_parsed_quickly() -> None:
+    start = time.perf_counter()
+    assert BY_NAME["pythonic"].parse("[" + '\\"' * 49_000) is None
+    assert time.perf_counter() - start < 5
+
+
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.format.name)
 def test_long_hostile_text_is_parsed_quickly(parser: ToolParser) -> None:
     openings = [*parser.format.markers, *parser.format.starts, *parser.format.special_tokens, ""]

@@ -9,7 +9,9 @@ from pydantic import JsonValue
 MAX_LENGTH = 100_000
 """Characters; Python's parser is not made for hostile text."""
 JSON_NAMES: dict[str, JsonValue] = {"true": True, "false": False, "null": None}
-STRING = re.compile(r"('(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\")", re.DOTALL)
+STRING = re.compile(r"('(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z))", re.DOTALL)
+"""A string, or the rest of the text where one does not end: searching it for another start at each
+quote would take quadratic time."""
 RAW_CHARACTERS = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 """Characters that models write as they are in strings, which is not Python."""
 LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=[0-9])")
