@@ -152,7 +152,7 @@ class ResponsesRequest(SamplingFields):
         if self.previous_response_id is not None:
             previous = find_response(graph, self.previous_response_id)
             instructed = bool(previous.origin.shown.get("instructions"))
-            *earlier, turn = graph.collect_messages(previous.id)
+            *earlier, turn = graph.collect_messages(previous)
             messages += [*earlier, turn._replace(call=previous.id)][instructed:]
         if isinstance(self.input, list):
             messages += read_items(self.input, graph)
@@ -254,7 +254,7 @@ def show_response(graph: Graph, id: str, query: QueryParams, template: ChatTempl
 def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
     """Return the input items of a response in one page, newest first unless `order` is `asc`."""
     call = find_response(graph, id)
-    messages = graph.collect_messages(call.id)[bool(call.origin.shown.get("instructions")) : -1]
+    messages = graph.collect_messages(call)[bool(call.origin.shown.get("instructions")) : -1]
     items = build_input_items(call.id, messages)
     if query.get("order", "desc") == "desc":
         items.reverse()
