@@ -38,7 +38,7 @@ from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.constraint import Constraint, Schema, build_constraint
 
 BILLING = "x-anthropic-billing-header"
-"""Prefix of a system block that Claude Code changes with every request, not meant for a model."""
+"""Start of a line that Claude Code changes with every request, not meant for a model."""
 
 CONTEXT_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens.*?(\d+) tokens")
 HOSTED_TOOLS = ("web_search_", "web_fetch_", "tool_search_")
@@ -246,15 +246,8 @@ class AnthropicDialect(Dialect):
 
 
 def _read_system(system: str | list[JsonValue]) -> str:
-    if isinstance(system, str):
-        return "" if system.startswith(BILLING) else system
-    kept = [block for block in system if not _is_billing(block)]
-    return read_text(kept, "system", ("text",))
-
-
-def _is_billing(block: JsonValue) -> bool:
-    text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(BILLING)
+    lines = read_text(system, "system", ("text",)).split("\n")
+    return "\n".join(line for line in lines if not line.startswith(BILLING))
 
 
 class _Block(Lenient):
