@@ -25,11 +25,7 @@ from support.scripted_gateway import (
 )
 from whet.errors import NotFound, RequestError
 from whet.gateway import http
-from whet.gateway.dialects.anthropic import AnthropicDialect
-from whet.gateway.dialects.chat import ChatDialect
-from whet.gateway.dialects.completions import CompletionsDialect
-from whet.gateway.dialects.dialect import Dialect
-from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.app import DIALECTS
 from whet.gateway.graph import Graph
 from whet.io.server import AppServer
 
@@ -124,12 +120,6 @@ BODIES: dict[str, Json] = {
 BODIES["/v1/messages/count_tokens"] = {
     name: BODIES["/v1/messages"][name] for name in ("model", "messages", "system", "tools")
 }
-DIALECTS: list[Dialect] = [
-    ChatDialect(),
-    CompletionsDialect(),
-    ResponsesDialect(),
-    AnthropicDialect(),
-]
 
 
 def error_of(response: httpx.Response) -> str:

@@ -19,7 +19,7 @@ from whet.errors import ConfigError, EngineError, RequestError
 from whet.gateway.auth import identify_caller, require_attempt
 from whet.gateway.http import GatewayRequest, HttpEndpoint, build_route, build_router
 from whet.gateway.pipeline import Log
-from whet.gateway.telemetry import OtlpErrors, Telemetry
+from whet.gateway.telemetry import Telemetry
 from whet.io.http_client import HttpClient, TransportError
 from whet.types import AttemptId
 
@@ -68,7 +68,7 @@ class UpstreamProxy:
         models = build_route("/models", GET=self._proxy)
         telemetry = Telemetry(log, self._find_attempt)
         rewards = build_route("/rewards", POST=telemetry.post_reward, GET=telemetry.list_rewards)
-        traces = build_route("/traces", OtlpErrors(), POST=telemetry.ingest_traces)
+        traces = build_route("/traces", POST=telemetry.ingest_traces)
         self.app = build_router([rewards, traces, models, *proxies])
 
     async def close(self) -> None:

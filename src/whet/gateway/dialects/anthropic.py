@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -10,8 +11,8 @@ from whet.errors import RequestError
 from whet.gateway.dialects.anthropic_reply import SIGNATURE, AnthropicReply
 from whet.gateway.dialects.dialect import (
     Dialect,
+    ErrorFormat,
     Json,
-    ParsedRequest,
     Reply,
     ThreadUnsupported,
     WireError,
@@ -222,27 +223,27 @@ class AnthropicRequest(Conversation, SamplingFields):
         )
 
 
-class AnthropicDialect(Dialect):
-    """`/v1/messages`."""
+def _format_error(error: WireError) -> Json:
+    message = error.message
+    if overflow := CONTEXT_OVERFLOW.search(message):  # the words at which Claude Code compacts
+        message = f"prompt is too long: {overflow[2]} tokens > {overflow[1]} maximum"
+    wire: Json = {"type": ERROR_KINDS.get(error.status, "api_error"), "message": message}
+    if error.code == "thread_unsupported_request":
+        # The official client then sends the whole history.
+        wire["details"] = {"error_code": error.code, "unsupported": ["thread"]}
+    return {"type": "error", "error": wire}
 
-    name = "messages"
-    path = "/messages"
 
-    def parse(self, body: bytes) -> ParsedRequest:
-        return parse_body(AnthropicRequest, body)
+def _format_error_event(error: WireError) -> bytes:
+    return format_event(_format_error(error), "error")
 
-    def build_error(self, error: WireError) -> Json:
-        message = error.message
-        if overflow := CONTEXT_OVERFLOW.search(message):  # the words at which Claude Code compacts
-            message = f"prompt is too long: {overflow[2]} tokens > {overflow[1]} maximum"
-        wire: Json = {"type": ERROR_KINDS.get(error.status, "api_error"), "message": message}
-        if error.code == "thread_unsupported_request":
-            # The official client then sends the whole history.
-            wire["details"] = {"error_code": error.code, "unsupported": ["thread"]}
-        return {"type": "error", "error": wire}
 
-    def build_error_event(self, error: WireError) -> bytes:
-        return format_event(self.build_error(error), "error")
+ANTHROPIC = Dialect(
+    "messages",
+    "/messages",
+    partial(parse_body, AnthropicRequest),
+    ErrorFormat(_format_error, _format_error_event),
+)
 
 
 def _read_system(system: str | list[JsonValue]) -> str:

@@ -1,20 +1,21 @@
 """OpenAI Chat Completions, with the fields vLLM adds."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal, Required
 
 from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
-from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply
+from whet.gateway.dialects.dialect import Dialect, Json, Reply
 from whet.gateway.dialects.wire import (
     DONE,
     MAX_TOOLS,
+    OPENAI_ERRORS,
     AnyJson,
     Count,
     Lenient,
     One,
-    OpenAIDialect,
     SamplingFields,
     StopStrings,
     TopsByToken,
@@ -373,11 +374,4 @@ def _finish_reason(generation: Generation, message: Message) -> str:
     return "tool_calls" if message.tool_calls else generation.stop
 
 
-class ChatDialect(OpenAIDialect):
-    """`/v1/chat/completions`."""
-
-    name = "chat"
-    path = "/chat/completions"
-
-    def parse(self, body: bytes) -> ParsedRequest:
-        return parse_body(ChatRequest, body)
+CHAT = Dialect("chat", "/chat/completions", partial(parse_body, ChatRequest), OPENAI_ERRORS)

@@ -1,13 +1,14 @@
 """OpenAI Responses: items, and state kept by the server."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 from starlette.datastructures import QueryParams
 
 from whet.errors import RequestError
-from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply, WireError
+from whet.gateway.dialects.dialect import Dialect, ErrorFormat, Json, Reply, WireError
 from whet.gateway.dialects.responses_items import (
     build_input_items,
     build_output_items,
@@ -20,10 +21,10 @@ from whet.gateway.dialects.wire import (
     AnyJson,
     Count,
     Lenient,
-    OpenAIDialect,
     SamplingFields,
     Wire,
     build_tool,
+    format_error,
     format_event,
     omit_tool,
     parse_body,
@@ -269,15 +270,14 @@ def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
     }
 
 
-class ResponsesDialect(OpenAIDialect):
-    """`/v1/responses`."""
+def _format_error_event(error: WireError) -> bytes:
+    event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}
+    return format_event(event | {"sequence_number": 0}, "error")
 
-    name = "responses"
-    path = "/responses"
 
-    def parse(self, body: bytes) -> ParsedRequest:
-        return parse_body(ResponsesRequest, body)
-
-    def build_error_event(self, error: WireError) -> bytes:
-        event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}
-        return format_event(event | {"sequence_number": 0}, "error")
+RESPONSES = Dialect(
+    "responses",
+    "/responses",
+    partial(parse_body, ResponsesRequest),
+    ErrorFormat(format_error, _format_error_event),
+)
