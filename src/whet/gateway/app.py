@@ -286,7 +286,7 @@ def _build_source(
         dialect=dialect,
         model=model,
         agent=caller.agent,
-        request=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
+        digest=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
         is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
         size=len(body),
     )

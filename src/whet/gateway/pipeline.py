@@ -147,7 +147,7 @@ class CallPipeline:
                 policy=self._policy,
                 agent=source.agent,
                 tools=tuple(map(_read_tool_name, request.tools)),
-                request=source.request,
+                request=source.digest,
                 fork=match.fork,
                 lossy=match.lossy or any(OMITTED_IMAGE in m.content for m in match.messages),
                 omitted=find_omissions(self.renderer.omissions, match.messages, request.messages),
@@ -188,7 +188,7 @@ class CallPipeline:
             answers = [Message.from_json(g.message) for g in call.recorded.generations]
             return CompletedCall(call.recorded, answers, tops)
         answers = [self._decode_message(call, choice) for choice in choices]
-        if not call.request.several_calls:
+        if not call.request.parallel_calls:
             call, answers = _hide_calls(call, answers)
         completed = CompletedCall(_build_call(call, choices, answers), answers, tops)
         if call.attempt is not None:
@@ -248,7 +248,7 @@ class CallPipeline:
         """Return the recorded call of a retry; waits for one that is in flight."""
         if source.attempt is None:
             return None
-        key = (source.attempt.id, source.request)
+        key = (source.attempt.id, source.digest)
         while True:
             if (undelivered := self._retries.pop_undelivered(key)) is not None:
                 return (await self._sessions.load_graph(source.attempt.id)).calls[undelivered]
@@ -258,7 +258,7 @@ class CallPipeline:
                 break
             await done.wait()
         graph = await self._sessions.load_graph(source.attempt.id)
-        equal = [call for call in graph.calls.values() if call.origin.request == source.request]
+        equal = [call for call in graph.calls.values() if call.origin.request == source.digest]
         return equal[-1] if equal else None
 
     def _check_length(self, request: ModelRequest) -> None:
@@ -377,8 +377,8 @@ class CallPipeline:
             self.renderer,
             choice.tokens,
             call.sampling,
-            tools=call.request.calls_tools,
-            schemas=call.request.tools,
+            parse_calls=call.request.parse_calls,
+            tools=call.request.tools,
             prompt=call.tokens,
             as_text=call.request.raw is not None,
         )

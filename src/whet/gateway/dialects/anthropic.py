@@ -197,8 +197,8 @@ class AnthropicRequest(Conversation, SamplingFields):
             tools=tools,
             sampling=self.to_sampling(max_tokens=self.max_tokens, stop=self.stop_sequences),
             stream=self.stream,
-            calls_tools=bool(tools) and self.tool_choice.type != "none",
-            several_calls=not self.tool_choice.disable_parallel_tool_use,
+            parse_calls=bool(tools) and self.tool_choice.type != "none",
+            parallel_calls=not self.tool_choice.disable_parallel_tool_use,
             constraint=self._build_constraint(tools),
         )
 

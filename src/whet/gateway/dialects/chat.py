@@ -216,8 +216,8 @@ class ChatRequest(SamplingFields):
             ),
             n=self.n,
             stream=self.stream,
-            calls_tools=bool(tools) and self.tool_choice != "none",
-            several_calls=self.parallel_tool_calls,
+            parse_calls=bool(tools) and self.tool_choice != "none",
+            parallel_calls=self.parallel_tool_calls,
             constraint=self._build_constraint(tools),
         )
 

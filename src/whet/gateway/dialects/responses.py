@@ -136,8 +136,8 @@ class ResponsesRequest(SamplingFields):
                 max_tokens=self.max_output_tokens, top_logprobs=self.top_logprobs
             ),
             stream=self.stream,
-            calls_tools=bool(tools) and self.tool_choice != "none",
-            several_calls=self.parallel_tool_calls,
+            parse_calls=bool(tools) and self.tool_choice != "none",
+            parallel_calls=self.parallel_tool_calls,
             constraint=self._build_constraint(tools),
             shown=self._collect_shown_fields(graph),
         )
