@@ -267,14 +267,7 @@ class _Block(Lenient):
     is_error: bool | None = None
 
     def require_field(self, name: Literal["text", "thinking", "id", "name", "tool_use_id"]) -> str:
-        values = {
-            "text": self.text,
-            "thinking": self.thinking,
-            "id": self.id,
-            "name": self.name,
-            "tool_use_id": self.tool_use_id,
-        }
-        value = values[name]
+        value: str | None = getattr(self, name)
         if value is None:
             raise RequestError(f"{self.where}.{name}: expected text")
         return value

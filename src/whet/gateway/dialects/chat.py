@@ -124,15 +124,21 @@ class StreamOptions(Wire):
     include_obfuscation: AnyJson = None
 
 
-class _TextFormat(Wire):
+class TextFormat(Wire):
+    """A response of any text."""
+
     type: Literal["text"]
 
 
-class _ObjectFormat(Wire):
+class ObjectFormat(Wire):
+    """A response of any JSON object."""
+
     type: Literal["json_object"]
 
 
-class _Schema(Wire):
+class NamedSchema(Wire):
+    """The JSON schema of a response."""
+
     name: str
     description: str | None = None
     definition: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
@@ -141,7 +147,7 @@ class _Schema(Wire):
 
 class _SchemaFormat(Wire):
     type: Literal["json_schema"]
-    json_schema: _Schema
+    json_schema: NamedSchema
 
 
 class _Named(Wire):
@@ -172,7 +178,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     return_token_ids: bool = False
     response_format: Annotated[
-        _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
+        TextFormat | ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
     # Accepted only with values that change nothing.
     frequency_penalty: Zero | None = None
@@ -227,7 +233,7 @@ class ChatRequest(SamplingFields):
         if self.response_format is None and self.tool_choice != "required":
             return None  # the common case
         schema: Schema | None = None
-        if isinstance(self.response_format, _ObjectFormat):
+        if isinstance(self.response_format, ObjectFormat):
             schema = ANY_OBJECT
         elif isinstance(self.response_format, _SchemaFormat):
             schema = self.response_format.json_schema.definition or ANY_OBJECT

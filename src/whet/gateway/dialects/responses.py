@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue
 from starlette.datastructures import QueryParams
 
 from whet.errors import RequestError
+from whet.gateway.dialects.chat import NamedSchema, ObjectFormat, TextFormat
 from whet.gateway.dialects.dialect import Dialect, ErrorFormat, Json, Reply, WireError
 from whet.gateway.dialects.responses_items import (
     build_input_items,
@@ -63,25 +64,13 @@ class _NamedChoice(Wire):
     name: str
 
 
-class _TextFormat(Wire):
-    type: Literal["text"]
-
-
-class _ObjectFormat(Wire):
-    type: Literal["json_object"]
-
-
-class _SchemaFormat(Wire):
+class _SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
-    name: str
-    description: str | None = None
-    definition: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class _Text(Wire):
     format: Annotated[
-        _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
+        TextFormat | ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
     # A hint, ignored: the model has no such setting.
     verbosity: AnyJson = None
@@ -165,7 +154,7 @@ class ResponsesRequest(SamplingFields):
 
     def _build_constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
         schema: Schema | None = None
-        if isinstance(self.text.format, _ObjectFormat):
+        if isinstance(self.text.format, ObjectFormat):
             schema = ANY_OBJECT
         elif isinstance(self.text.format, _SchemaFormat):
             schema = self.text.format.definition or ANY_OBJECT
