@@ -27,14 +27,8 @@ logger = logging.getLogger(__name__)
 
 SPEC = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)@(https?://.+)")
 """`NAME=MODEL@URL`"""
-FORWARDED = (
-    "/chat/completions",
-    "/completions",
-    "/responses",
-    "/messages",
-    "/messages/count_tokens",
-    "/embeddings",
-)
+SAMPLED = ("/chat/completions", "/completions", "/responses", "/messages")
+FORWARDED = (*SAMPLED, "/messages/count_tokens", "/embeddings")
 """Paths of an endpoint that agents may post to: its key can do more there than call models."""
 KEPT_HEADERS = ("content-type", "retry-after", "x-request-id")
 """Headers of an endpoint's response that are passed on."""
@@ -121,7 +115,7 @@ class UpstreamProxy:
         if not isinstance(value, dict):
             raise RequestError("the body is not a JSON object")
         forced: dict[str, Any] = {}
-        if self._forces_sampling:
+        if self._forces_sampling and request.scope["path"] in SAMPLED:
             forced = attempt.rollout.sampling.model_dump(exclude_none=True)
         fields = cast(dict[str, Any], value)
         return json.dumps({**fields, "model": self._model, **forced}).encode()
