@@ -160,6 +160,15 @@ async def test_a_body_that_is_no_request_is_refused(
     assert await gateway.calls() == []
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1E+0400", "1" * 250 + "e99", "1" * 400 + ".5"])
+async def test_a_number_that_no_float_holds_is_refused(gateway: Gateway, number: str) -> None:
+    messages = '[{"role":"user","content":"a"}]'
+    body = f'{{"model":"policy","metadata":{{"a":{number}}},"messages":{messages}}}'
+    response = await gateway.send("POST", "/v1/chat/completions", body.encode())
+    assert response.status_code == 400
+    assert "a number is too large" in error_of(response)
+
+
 async def test_the_body_may_be_large_but_not_larger_than_the_limit(gateway: Gateway) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "a b " * 3 * 2**20}]}
     response = await gateway.send("POST", "/v1/chat/completions", body)
