@@ -47,7 +47,15 @@ async def one_call(
     pipeline: CallPipeline, attempt: Attempt, messages: tuple[Message, ...], turn: int
 ) -> Message:
     request = ModelRequest(messages=messages, sampling=Sampling(max_tokens=16))
-    source = RequestSource(attempt, "bench", pipeline.models[0], "", f"{attempt.id}/{turn}", False)
+    source = RequestSource(
+        attempt=attempt,
+        dialect="bench",
+        model=pipeline.models[0],
+        agent="",
+        digest=f"{attempt.id}/{turn}",
+        is_retry=False,
+        size=0,
+    )
     _, graph = await pipeline.find(attempt.id)
     call = await pipeline.render(source, request, graph)
     completed = await pipeline.record(call, await pipeline.sample(call))

@@ -70,17 +70,14 @@ async def test_results_are_messages_of_their_own_and_text_after_them_the_users(
     assert [m["content"] for m in call.messages] == ["5", "Error: too hard", "go on"]
 
 
-async def test_system_blocks_are_joined_without_claude_codes_billing_line(
+async def test_a_system_prompt_is_shown_without_claude_codes_billing_line(
     gateway: Gateway,
 ) -> None:
-    system = [
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc"},
-        {"type": "text", "text": "be brief"},
-        {"type": "text", "text": "be kind"},
-    ]
-    await gateway.post(PATH, ask(system=system))
-    [call] = await gateway.calls()
-    assert call.messages[0]["content"] == "be brief\nbe kind"
+    texts = ["x-anthropic-billing-header: cc_version=1; cch=abc", "be brief", "be kind"]
+    await gateway.post(PATH, ask(system=[{"type": "text", "text": text} for text in texts]))
+    await gateway.post(PATH, ask(system="\n".join(texts)))  # as proxies send it
+    blocks, text = await gateway.calls()
+    assert blocks.messages[0]["content"] == text.messages[0]["content"] == "be brief\nbe kind"
 
 
 async def test_thinking_comes_back_with_its_signature(gateway: Gateway) -> None:

@@ -25,11 +25,7 @@ from support.scripted_gateway import (
 )
 from whet.errors import NotFound, RequestError
 from whet.gateway import http
-from whet.gateway.dialects.anthropic import AnthropicDialect
-from whet.gateway.dialects.chat import ChatDialect
-from whet.gateway.dialects.completions import CompletionsDialect
-from whet.gateway.dialects.dialect import Dialect
-from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.app import DIALECTS
 from whet.gateway.graph import Graph
 from whet.io.server import AppServer
 
@@ -124,12 +120,6 @@ BODIES: dict[str, Json] = {
 BODIES["/v1/messages/count_tokens"] = {
     name: BODIES["/v1/messages"][name] for name in ("model", "messages", "system", "tools")
 }
-DIALECTS: list[Dialect] = [
-    ChatDialect(),
-    CompletionsDialect(),
-    ResponsesDialect(),
-    AnthropicDialect(),
-]
 
 
 def error_of(response: httpx.Response) -> str:
@@ -168,6 +158,15 @@ async def test_a_body_that_is_no_request_is_refused(
     assert response.status_code == 400
     assert error_of(response)
     assert await gateway.calls() == []
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1E+0400", "1" * 250 + "e99", "1" * 400 + ".5"])
+async def test_a_number_that_no_float_holds_is_refused(gateway: Gateway, number: str) -> None:
+    messages = '[{"role":"user","content":"a"}]'
+    body = f'{{"model":"policy","metadata":{{"a":{number}}},"messages":{messages}}}'
+    response = await gateway.send("POST", "/v1/chat/completions", body.encode())
+    assert response.status_code == 400
+    assert "a number is too large" in error_of(response)
 
 
 async def test_the_body_may_be_large_but_not_larger_than_the_limit(gateway: Gateway) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from support.scripted_gateway import Gateway, Json, NewGateway
+from support.scripted_gateway import SECRET, Gateway, Json, NewGateway
+from whet.gateway.app import build_app
+from whet.gateway.pipeline import CallPipeline
 from whet.types import Fork
 
 pytestmark = pytest.mark.anyio
@@ -85,6 +87,39 @@ async def test_ids_go_on_from_a_turn_of_any_format(gateway: Gateway) -> None:
     [_, raw] = await gateway.calls()
     assert raw.parent == chat.generation_id(0)
     assert raw.prompt_suffix == (40, 41)
+
+
+async def test_ids_do_not_go_on_from_what_another_policy_sampled(gateway: Gateway) -> None:
+    def build(policy: str, shares_with: CallPipeline | None = None) -> CallPipeline:
+        return CallPipeline(
+            engine=gateway.engine,
+            log=gateway.store,
+            renderer=gateway.renderer,
+            models=(policy,),
+            policy=policy,
+            shares_with=shares_with,
+        )
+
+    one = build("one")
+    two = build("two", shares_with=one)
+    gateway.serve(build_app(one, SECRET, gateway.config, others=[two]))
+    await gateway.post(PATH, ask([40, 41]) | {"model": "one"})
+    [first] = await gateway.calls()
+    ids = [40, 41, *first.generations[0].tokens]
+    for model in ("one", "two"):
+        await gateway.post(PATH, ask([*ids, 42]) | {"model": model})
+    _, same, other = await gateway.calls()
+    assert (same.parent, same.prompt_suffix) == (first.generation_id(0), (42,))
+    assert (other.parent, other.prompt_suffix) == (None, (*ids, 42))
+
+
+async def test_a_text_goes_on_after_a_call_that_sampled_nothing(new_gateway: NewGateway) -> None:
+    gateway = await new_gateway([], "hello")
+    await gateway.post(PATH, ask("Q:"))
+    await gateway.post(PATH, ask("Q: and"))
+    one, two = await gateway.calls()
+    assert one.generations[0].tokens == ()
+    assert two.parent == one.generation_id(0)
 
 
 async def test_a_chat_does_not_go_on_from_a_raw_prompt(gateway: Gateway) -> None:

@@ -16,21 +16,11 @@ from typing import Any
 import pytest
 
 from whet.errors import WhetError
-from whet.gateway.dialects.anthropic import AnthropicDialect
-from whet.gateway.dialects.chat import ChatDialect
-from whet.gateway.dialects.completions import CompletionsDialect
-from whet.gateway.dialects.dialect import Dialect
-from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.app import DIALECTS
 from whet.gateway.graph import Graph
 from whet.gateway.parsers.formats import PARSERS
 
 RECORDINGS = Path(__file__).parent.parent / "recordings"
-DIALECTS: tuple[Dialect, ...] = (
-    ChatDialect(),
-    CompletionsDialect(),
-    ResponsesDialect(),
-    AnthropicDialect(),
-)
 CASES = 2_000
 MANY_CASES = 110_000
 

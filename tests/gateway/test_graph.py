@@ -43,7 +43,7 @@ def call(number: int, root: str, parent: str | None, new: Sequence[Message], say
 
 def deepest(graph: Graph, root: str, messages: Sequence[Message]) -> int:
     """Messages of the longest stored conversation that these continue, by looking at each."""
-    known = (graph.collect_messages(id) for id, call in graph.calls.items() if call.root == root)
+    known = (graph.collect_messages(call) for call in graph.calls.values() if call.root == root)
     return max(
         (len(each) for each in known if is_echo(each, messages[: len(each)])),
         default=0,
@@ -59,7 +59,7 @@ def test_a_request_continues_the_deepest_turn_that_it_repeats(
     graph = Graph()
     for number in range(data.draw(st.integers(1, 8))):
         root = data.draw(st.sampled_from(ROOTS))
-        conversations = [m for id in graph.calls for m in [graph.collect_messages(id)]]
+        conversations = [graph.collect_messages(call) for call in graph.calls.values()]
         history = data.draw(st.sampled_from([[], *conversations]))
         request = (*history, *data.draw(st.lists(st.sampled_from(USERS), min_size=1, max_size=2)))
         found = graph.find(root, request)
@@ -67,7 +67,7 @@ def test_a_request_continues_the_deepest_turn_that_it_repeats(
         assert depth == deepest(graph, root, request)
         assert not found.lossy
         if found.turn is not None:
-            assert tuple(graph.collect_messages(found.turn.call.id)) == request[:depth]
+            assert tuple(graph.collect_messages(found.turn.call)) == request[:depth]
         parent = found.turn.id if found.turn else None
         new = call(number, root, parent, found.rest, data.draw(st.sampled_from(TURNS)))
         graph.add(new, None if reread else found.rest)

@@ -27,17 +27,23 @@ async def test_a_marked_retry_is_answered_with_the_recorded_call(gateway: Gatewa
     assert len(await gateway.calls()) == 1
 
 
-async def test_so_it_is_after_a_restart_and_in_a_stream(gateway: Gateway) -> None:
-    for body in (BODY, BODY | {"stream": True, "return_token_ids": True}):
-        first = await gateway.send("POST", PATH, body)
+async def test_a_marked_retry_after_a_restart_is_answered_so_too_and_in_a_stream(
+    gateway: Gateway,
+) -> None:
+    first = await gateway.post(PATH, BODY)
+    gateway.restart()
+    assert await gateway.post(PATH, BODY, **RETRY) == first
+    wanted = BODY | {"stream": True, "return_token_ids": True}
+    streams: list[list[int]] = []
+    for headers in ({}, RETRY):
+        events = await gateway.events(PATH, wanted, **headers)
+        choices = [choice for event in events for choice in event["choices"]]
+        streams.append([id for choice in choices for id in choice.get("token_ids", [])])
         gateway.restart()
-        again = await gateway.send("POST", PATH, body, **RETRY)
-        assert first.status_code == again.status_code == 200
-        count = len(await gateway.calls())
-        if body is BODY:
-            assert again.json() == first.json()
-        assert count == len(gateway.engine.prompts)
-    assert len(await gateway.calls()) == 2
+    [one, two] = await gateway.calls()
+    assert streams == [[*two.generations[0].tokens]] * 2
+    assert len(gateway.engine.prompts) == 2
+    assert one.id != two.id
 
 
 async def test_a_retry_of_a_request_never_seen_is_sampled(gateway: Gateway) -> None:

@@ -46,6 +46,8 @@ class Upstream:
 
     async def other(self, request: Request) -> Response:
         self.other_paths.append(request.url.path)
+        if request.method == "POST":
+            self.requests.append(await request.json())
         return JSONResponse({})
 
     def refuses(self, request: Request) -> bool:
@@ -229,6 +231,21 @@ def test_an_attempts_key_reaches_no_other_path_of_the_endpoint(
     assert scores_of(curious, "a", upstream, tmp_path).greedy == (1.0,)
     assert statuses == dict.fromkeys(statuses, 404)
     assert not upstream.other_paths
+
+
+def test_sampling_is_forced_on_no_request_that_samples_nothing(
+    tmp_path: Path, upstream: Upstream
+) -> None:
+    async def count(task: str, llm: whet.Endpoint) -> float:
+        right = {"authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(verify=False) as client:
+            for path in ("messages/count_tokens", "embeddings"):
+                url = f"{llm.base_url}/{path}"
+                await client.post(url, headers=right, json={"model": llm.model, "input": "a"})
+        return 1.0
+
+    assert scores_of(count, "a", upstream, tmp_path).greedy == (1.0,)
+    assert upstream.requests == [{"model": "big", "input": "a"}] * 2
 
 
 def test_posted_rewards_do_not_reach_the_endpoint(tmp_path: Path, upstream: Upstream) -> None:

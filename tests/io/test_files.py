@@ -1,5 +1,6 @@
 """Files that are written whole or not at all."""
 
+import resource
 import signal
 import subprocess
 import sys
@@ -107,6 +108,20 @@ def test_a_line_without_its_end_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     lines = JsonLines(file)
     lines.append({"d": 4})
     assert list(lines.read()) == [{"a": 1}, {"b": 2}, {"d": 4}]
+
+
+def test_lines_for_which_the_disk_has_no_room_leave_nothing(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "x")
+    lines.append({"a": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (lines.path.stat().st_size + 4, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            lines.append({"b": 2}, {"c": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lines.append({"d": 4})
+    assert list(lines.read()) == [{"a": 1}, {"d": 4}]
 
 
 def test_two_writers_do_not_write_into_each_others_lines(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from whet.io.threads import run_async
 
 
 def test_pauses_double_up_to_a_limit_and_deaths_in_a_row_give_up() -> None:
-    backoff = RestartBackoff(first_pause_s=1, longest_pause_s=3, healthy_s=60, max_deaths=5)
-    assert [backoff.count_death(lived_s=1) for _ in range(5)] == [1, 2, 3, 3, None]
+    backoff = RestartBackoff(first_pause_s=5, healthy_s=60)
+    assert [backoff.count_death(lived_s=1) for _ in range(6)] == [5, 10, 20, 30, 30, None]
 
 
 def test_a_healthy_process_resets_the_count() -> None:
-    backoff = RestartBackoff(first_pause_s=1, healthy_s=60, max_deaths=3)
+    backoff = RestartBackoff(first_pause_s=1, healthy_s=60)
     assert [backoff.count_death(lived_s=1) for _ in range(2)] == [1, 2]
     assert backoff.count_death(lived_s=61) == 1
     assert backoff.deaths == 1

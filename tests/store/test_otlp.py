@@ -28,7 +28,7 @@ from support.served_store import TOKEN
 from whet.errors import RequestError
 from whet.gateway import auth
 from whet.io.otlp import ATTEMPT, Encoding, parse_export
-from whet.io.otlp_protobuf import MESSAGES, read_message
+from whet.io.otlp_protobuf import MAX_MESSAGES, MESSAGES, read_message, write_bytes
 from whet.store.http.server import StoreServer
 from whet.store.sqlite import SQLiteStore
 from whet.types import AttemptId, Outcome, Rollout
@@ -419,6 +419,19 @@ def test_messages_inside_each_other_without_end_are_refused() -> None:
         message = field + length + message
     with pytest.raises(RequestError, match="deep"):
         read_message("AnyValue", message)
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"),
+    [
+        (write_bytes(1, write_bytes(1, b"\x0a\x00" * MAX_MESSAGES)), Encoding.PROTOBUF),
+        (b'{"resourceSpans": [' + b"{}," * MAX_MESSAGES, Encoding.JSON),
+    ],
+    ids=["protobuf", "json"],
+)
+def test_a_small_export_of_very_many_messages_is_refused(body: bytes, encoding: Encoding) -> None:
+    with pytest.raises(RequestError, match="more than 1,000,000 attributes"):
+        parse_export(body, encoding)
 
 
 def test_the_table_of_fields_is_that_of_opentelemetry() -> None:

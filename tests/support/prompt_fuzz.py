@@ -126,7 +126,7 @@ class PromptFuzz:
         for _ in range(rng.randint(2, 7)):
             try:
                 call = await self._pipeline.render(
-                    RequestSource(None, "chat", "m", "", "", is_retry=False),
+                    RequestSource(None, "chat", "m", "", "", is_retry=False, size=0),
                     ModelRequest(tuple(messages), tools=tools),
                     graph,
                 )

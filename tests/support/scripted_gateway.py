@@ -13,6 +13,7 @@ import anyio
 import httpx
 import pytest
 from anyio.lowlevel import checkpoint
+from starlette.types import ASGIApp
 
 import whet
 from whet.config import GatewayConfig
@@ -152,7 +153,11 @@ class Gateway:
             models=(MODEL, "claude-stub"),
             context_length=CONTEXT,
         )
-        self.app = build_app(pipeline, SECRET, self.config)
+        self.serve(build_app(pipeline, SECRET, self.config))
+
+    def serve(self, app: ASGIApp) -> None:
+        """Send the requests to this app from now on."""
+        self.app = app
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False),
             base_url="http://gateway",

@@ -15,17 +15,16 @@ from starlette.types import ASGIApp
 from whet.config import GatewayConfig
 from whet.errors import NotFound, RequestError, WhetError
 from whet.gateway.auth import Caller, Unauthorized, identify_caller
-from whet.gateway.dialects.anthropic import AnthropicDialect, CountRequest
-from whet.gateway.dialects.chat import ChatDialect
-from whet.gateway.dialects.completions import CompletionsDialect
+from whet.gateway.dialects.anthropic import ANTHROPIC, CountRequest
+from whet.gateway.dialects.chat import CHAT
+from whet.gateway.dialects.completions import COMPLETIONS
 from whet.gateway.dialects.dialect import Dialect, Json
-from whet.gateway.dialects.responses import ResponsesDialect, list_input, show_response
+from whet.gateway.dialects.responses import RESPONSES, list_input, show_response
 from whet.gateway.dialects.responses_items import find_response
 from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from whet.gateway.dialects.wire import parse_body
 from whet.gateway.graph import Graph
 from whet.gateway.http import (
-    ErrorFormat,
     GatewayRequest,
     Handler,
     JsonResponse,
@@ -35,12 +34,14 @@ from whet.gateway.http import (
 from whet.gateway.pipeline import CallPipeline
 from whet.gateway.requests import RequestSource
 from whet.gateway.streaming import EventStream
-from whet.gateway.telemetry import OtlpErrors, Telemetry, accept_reward
+from whet.gateway.telemetry import Telemetry, accept_reward
 from whet.io.attempt_url import is_attempt_id
 from whet.io.genai_spans import build_refusal
 from whet.types import JUDGE_MODEL, Attempt, AttemptId, Reward
 
 logger = logging.getLogger(__name__)
+
+DIALECTS = (CHAT, ANTHROPIC, RESPONSES, COMPLETIONS)
 
 RETRY_HEADER = "x-stainless-retry-count"
 
@@ -84,14 +85,11 @@ class _Gateway:
         """Attempts that calls with a wrong key have named."""
 
     def build_routes(self, check_reward: Callable[[Reward], None]) -> list[Route]:
-        anthropic = AnthropicDialect()
-        dialects = (ChatDialect(), anthropic, ResponsesDialect(), CompletionsDialect())
-        anthropic_errors = ErrorFormat(anthropic.build_error, anthropic.build_error_event)
         show = self._look_up(self._show_response)
         telemetry = Telemetry(self._pipeline.log, self._find_attempt, check_reward)
         return [
-            *(self._build_call_route(dialect) for dialect in dialects),
-            build_route("/messages/count_tokens", anthropic_errors, POST=self._count_tokens),
+            *(self._build_call_route(dialect) for dialect in DIALECTS),
+            build_route("/messages/count_tokens", ANTHROPIC.errors, POST=self._count_tokens),
             build_route("/responses/{id}/input_items", GET=self._look_up(list_input)),
             build_route("/responses/{id}", GET=show, DELETE=self._delete_response),
             build_route("/models", GET=self._list_models),
@@ -100,7 +98,7 @@ class _Gateway:
             build_route("/detokenize", POST=self._detokenize),
             build_route("/health", GET=self._report_health),
             build_route("/rewards", POST=telemetry.post_reward, GET=telemetry.list_rewards),
-            build_route("/traces", OtlpErrors(), POST=telemetry.ingest_traces),
+            build_route("/traces", POST=telemetry.ingest_traces),
         ]
 
     def _build_call_route(self, dialect: Dialect) -> Route:
@@ -115,8 +113,7 @@ class _Gateway:
                 await self._record_unauthorized(request, error)
                 raise
 
-        errors = ErrorFormat(dialect.build_error, dialect.build_error_event)
-        return build_route(dialect.path, errors, POST=handle)
+        return build_route(dialect.path, dialect.errors, POST=handle)
 
     async def refuse_path(self, request: GatewayRequest) -> None:
         """Refuse a request at an unknown path, which may be a model call of a running attempt."""
@@ -289,7 +286,7 @@ def _build_source(
         dialect=dialect,
         model=model,
         agent=caller.agent,
-        request=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
+        digest=hashlib.blake2b(dialect.encode() + body, digest_size=16).hexdigest(),
         is_retry=request.headers.get(RETRY_HEADER, "0") != "0",
         size=len(body),
     )

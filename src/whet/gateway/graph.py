@@ -33,7 +33,7 @@ class Turn(NamedTuple):
     def is_open(self) -> bool:
         """Whether no token ended the turn, but a stop string or a limit: text may follow in it."""
         tokens = self.generation.tokens
-        return bool(tokens) and tokens[-1] not in self.generation.sampling.stop_ids
+        return not tokens or tokens[-1] not in self.generation.sampling.stop_ids
 
 
 class Found(NamedTuple):
@@ -138,8 +138,8 @@ class Graph:
             open_ends += [(t, after, misnamed, lossy) for t in self._index.begin(turn.id, after)]
         return best
 
-    def find_tokens(self, ids: Sequence[int]) -> Turn | None:
-        """Find the longest stored sequence that raw prompt ids continue."""
+    def find_tokens(self, policy: str, ids: Sequence[int]) -> Turn | None:
+        """Find the longest stored sequence of a policy that raw prompt ids continue."""
         best, length = None, 0
         open_ends = [(turn, 0) for turn in self._after.get(None, [])]
         while open_ends:
@@ -147,7 +147,8 @@ class Graph:
             sampled = start + len(turn.call.prompt_suffix)
             end = sampled + len(turn.generation.tokens)
             if (
-                tuple(ids[start:sampled]) != turn.call.prompt_suffix
+                turn.call.origin.policy != policy
+                or tuple(ids[start:sampled]) != turn.call.prompt_suffix
                 or tuple(ids[sampled:end]) != turn.generation.tokens
             ):
                 continue
@@ -227,11 +228,9 @@ class Graph:
             ids += each.generation.tokens
         return ids
 
-    def collect_messages(self, call: CallId, choice: int = 0) -> list[Message]:
-        """Return the conversation through a choice of a call; empty if the call is unknown."""
-        if call not in self.calls:
-            return []
-        turn = self._turns[self.calls[call].generation_id(choice)]
+    def collect_messages(self, call: Call) -> list[Message]:
+        """Return the conversation through the first choice of a stored call."""
+        turn = self._turns[call.generation_id(0)]
         path = self.collect_path(turn)
         return join_extensions([m for t in path for m in (*t.context, t.message)])
 

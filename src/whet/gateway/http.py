@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 
 from starlette.requests import ClientDisconnect, Request
@@ -23,8 +22,8 @@ from whet.errors import (
     WhetError,
 )
 from whet.gateway.auth import Unauthorized
-from whet.gateway.dialects.dialect import Json, ThreadUnsupported, WireError
-from whet.gateway.dialects.wire import format_error, format_error_event
+from whet.gateway.dialects.dialect import ErrorFormat, Json, ThreadUnsupported, WireError
+from whet.gateway.dialects.wire import OPENAI_ERRORS
 from whet.gateway.messages import dump_json
 from whet.io.attempt_url import ATTEMPT_PREFIX
 
@@ -68,7 +67,7 @@ ERRORS: list[tuple[type[WhetError], int, str]] = [
 ]
 """Status and code of each error; the first class that fits counts."""
 
-HEADERS: dict[int, dict[str, str]] = {
+ERROR_HEADERS: dict[int, dict[str, str]] = {
     429: {"retry-after": str(RETRY_AFTER_S)},
     503: {"retry-after": str(RETRY_AFTER_S)},
     409: {"x-should-retry": "false"},  # which SDKs would retry otherwise
@@ -175,22 +174,6 @@ Handler = Callable[[GatewayRequest], Awaitable[Response | None]]
 """Returns a response, or None if it has sent one itself."""
 
 
-@dataclass(frozen=True)
-class ErrorFormat:
-    """The error bodies of a wire format."""
-
-    body: Callable[[WireError], Json] = format_error
-    event: Callable[[WireError], bytes] = format_error_event
-    """The last event of a stream that fails."""
-
-    def build_response(self, request: Request, error: WireError) -> Response:
-        """Return the response for an error."""
-        return JsonResponse(self.body(error), error.status)
-
-
-OPENAI_ERRORS = ErrorFormat()
-
-
 class HttpEndpoint:
     """The ASGI app of one path: calls the handler of a method and turns errors into responses."""
 
@@ -225,8 +208,8 @@ class HttpEndpoint:
         if request.response_started:
             await request.send({"type": "http.response.body", "body": self._errors.event(error)})
             return
-        response = self._errors.build_response(request, error)
-        response.headers.update(HEADERS.get(error.status, {}))
+        response = JsonResponse(self._errors.body(error), error.status)
+        response.headers.update(ERROR_HEADERS.get(error.status, {}))
         await request.respond(response)
 
 

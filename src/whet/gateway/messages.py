@@ -286,7 +286,8 @@ def _occurs(omission: Omission, messages: Sequence[Message], request: Sequence[M
 # reply or a record. Only finite numbers, valid UTF-8 and bounded nesting are accepted here.
 
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789E", b"000000000e")
-_LONG_NUMBER = b"0" * 300
+_LONG_NUMBER = b"0" * 200
+"""Digits without which a number is finite if its exponent has no more than two."""
 
 
 def parse_json(text: str | bytes) -> JsonValue:

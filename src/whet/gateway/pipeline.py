@@ -60,7 +60,8 @@ class _PrefixMatch(NamedTuple):
     messages: Sequence[Message] = ()
     fork: Fork | None = None
     lossy: bool = False
-    raw: str | Sequence[int] = ()
+    text: str | None = None
+    """Of a raw prompt that is text, what is new."""
 
 
 class Log(CallLog, RewardLog, SpanLog, Protocol):
@@ -128,10 +129,7 @@ class CallPipeline:
         match, prompt = await self._match_prefix(request, root, graph, created, size=source.size)
         suffix = tuple(prompt.ids)
         tokens = (*graph.collect_tokens(match.turn), *suffix)
-        fork = (
-            graph.classify_raw_fork(match.turn, suffix) if request.raw is not None else match.fork
-        )
-        text: dict[str, JsonValue] = {TEXT: match.raw} if isinstance(match.raw, str) else {}
+        text: dict[str, JsonValue] = {} if match.text is None else {TEXT: match.text}
         return PreparedCall(
             id=self._create_id(),
             attempt=source.attempt.id if source.attempt else None,
@@ -149,8 +147,8 @@ class CallPipeline:
                 policy=self._policy,
                 agent=source.agent,
                 tools=tuple(map(_read_tool_name, request.tools)),
-                request=source.request,
-                fork=fork,
+                request=source.digest,
+                fork=match.fork,
                 lossy=match.lossy or any(OMITTED_IMAGE in m.content for m in match.messages),
                 omitted=find_omissions(self.renderer.omissions, match.messages, request.messages),
                 shown={**request.shown, **text},
@@ -190,7 +188,7 @@ class CallPipeline:
             answers = [Message.from_json(g.message) for g in call.recorded.generations]
             return CompletedCall(call.recorded, answers, tops)
         answers = [self._decode_message(call, choice) for choice in choices]
-        if not call.request.several_calls:
+        if not call.request.parallel_calls:
             call, answers = _hide_calls(call, answers)
         completed = CompletedCall(_build_call(call, choices, answers), answers, tops)
         if call.attempt is not None:
@@ -250,7 +248,7 @@ class CallPipeline:
         """Return the recorded call of a retry; waits for one that is in flight."""
         if source.attempt is None:
             return None
-        key = (source.attempt.id, source.request)
+        key = (source.attempt.id, source.digest)
         while True:
             if (undelivered := self._retries.pop_undelivered(key)) is not None:
                 return (await self._sessions.load_graph(source.attempt.id)).calls[undelivered]
@@ -260,7 +258,7 @@ class CallPipeline:
                 break
             await done.wait()
         graph = await self._sessions.load_graph(source.attempt.id)
-        equal = [call for call in graph.calls.values() if call.origin.request == source.request]
+        equal = [call for call in graph.calls.values() if call.origin.request == source.digest]
         return equal[-1] if equal else None
 
     def _check_length(self, request: ModelRequest) -> None:
@@ -279,14 +277,8 @@ class CallPipeline:
         self, request: ModelRequest, root: str, graph: Graph, now: float, *, size: int
     ) -> tuple[_PrefixMatch, RenderedPrompt]:
         """Find the turn that a request continues, and render what follows it."""
-        if isinstance(request.raw, str):
-            text = graph.find_text(root, request.raw, self._decode_sampled)
-            ids = self.renderer.template.encode(text.rest)
-            return _PrefixMatch(text.turn, raw=text.rest), RenderedPrompt("", ids)
         if request.raw is not None:
-            turn = graph.find_tokens(request.raw)
-            ids = request.raw[len(graph.collect_tokens(turn)) :]
-            return _PrefixMatch(turn, raw=ids), RenderedPrompt("", ids)
+            return self._match_raw(request.raw, root, graph)
         messages = graph.restore_calls(request.messages, request.tools)
         request = request._replace(messages=messages)
         found = graph.find(root, request.messages)
@@ -304,6 +296,20 @@ class CallPipeline:
             self._prompts.put(key, prompt)
         return match, prompt
 
+    def _match_raw(
+        self, raw: str | Sequence[int], root: str, graph: Graph
+    ) -> tuple[_PrefixMatch, RenderedPrompt]:
+        """Find the turn that a raw prompt continues, and the ids after it."""
+        rest: str | None = None
+        if isinstance(raw, str):
+            turn, rest = graph.find_text(root, raw, self._decode_sampled)
+            ids: Sequence[int] = self.renderer.template.encode(rest)
+        else:
+            turn = graph.find_tokens(self._policy, raw)
+            ids = raw[len(graph.collect_tokens(turn)) :]
+        fork = graph.classify_raw_fork(turn, ids)
+        return _PrefixMatch(turn, fork=fork, text=rest), RenderedPrompt("", ids)
+
     def _render(
         self, match: _PrefixMatch, request: ModelRequest, graph: Graph, now: float
     ) -> tuple[_PrefixMatch, RenderedPrompt]:
@@ -319,9 +325,9 @@ class CallPipeline:
     def _decode_sampled(self, turn: Turn) -> str:
         """Return the text a turn sampled, as a client would append it to the prompt."""
         template, ids = self.renderer.template, turn.generation.tokens
-        if ids[-1] in self.renderer.stop_ids:
-            return template.decode(ids[:-1]) + template.get_token_text(ids[-1])
-        return template.decode(ids)
+        if turn.is_open:
+            return template.decode(ids)
+        return template.decode(ids[:-1]) + template.get_token_text(ids[-1])
 
     def _create_id(self) -> CallId:
         return CallId(f"{self._instance}{next(self._numbers):08x}")
@@ -371,8 +377,8 @@ class CallPipeline:
             self.renderer,
             choice.tokens,
             call.sampling,
-            tools=call.request.calls_tools,
-            schemas=call.request.tools,
+            parse_calls=call.request.parse_calls,
+            tools=call.request.tools,
             prompt=call.tokens,
             as_text=call.request.raw is not None,
         )

@@ -21,10 +21,10 @@ class ModelRequest(NamedTuple):
     sampling: Sampling = Sampling()
     n: int = 1
     stream: bool = False
-    calls_tools: bool = False
+    parse_calls: bool = False
     """Whether to parse tool calls in the output."""
-    several_calls: bool = True
-    """Whether a turn may have more than one tool call; otherwise only the first is shown."""
+    parallel_calls: bool = True
+    """Whether a turn may have several tool calls; otherwise only the first is shown."""
     constraint: Constraint | None = None
     """Constraint on the output, if any."""
     shown: Mapping[str, JsonValue] = MappingProxyType({})
@@ -39,11 +39,11 @@ class RequestSource(NamedTuple):
     dialect: str
     model: str
     agent: str
-    request: str
-    """Digest of the request."""
+    digest: str
+    """Digest of the request, which equal ones share."""
     is_retry: bool
     """Whether the client marks it as a retry."""
-    size: int = 0
+    size: int
     """Size of the body in bytes."""
 
 

@@ -88,7 +88,7 @@ def _build_decoder(renderer: Renderer, call: PreparedCall) -> StreamDecoder:
     return StreamDecoder(
         renderer,
         call.sampling,
-        tools=call.request.calls_tools,
+        parse_calls=call.request.parse_calls,
         prompt=call.tokens,
         as_text=call.request.raw is not None,
     )

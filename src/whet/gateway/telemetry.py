@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from whet.errors import RequestError
+from whet.errors import RequestError, WhetError
 from whet.gateway.auth import REWARDS, require_attempt
-from whet.gateway.dialects.dialect import WireError
 from whet.gateway.dialects.wire import parse_body
 from whet.gateway.http import (
     MAX_BODY_BYTES,
     BodyTooLarge,
-    ErrorFormat,
     GatewayRequest,
     JsonResponse,
     UnsupportedMediaType,
+    classify_error,
 )
 from whet.gateway.pipeline import Log
 from whet.io.otlp import (
@@ -65,29 +64,18 @@ class Telemetry:
 
     async def ingest_traces(self, request: GatewayRequest) -> Response:
         """Record the spans of an OTLP exporter whose endpoint is the attempt's base URL."""
-        encoding = _read_encoding(request)
-        attempt = self.find_attempt(request, "")
-        sender = Sender(attempt, is_bound=attempt is not None)
-        export = parse_export(_decompress(request, await request.read_body()), encoding)
-        result = await ingest(export, sender, self.log.record)
-        return _build_otlp_response(
-            encoding, build_response(encoding, result.rejected, result.reason)
-        )
-
-
-class OtlpErrors(ErrorFormat):
-    """Errors in the encoding of the request."""
-
-    def build_response(self, request: Request, error: WireError) -> Response:
+        encoding, status = Encoding.JSON, 200
         try:
             encoding = _read_encoding(request)
-        except UnsupportedMediaType:
-            encoding = Encoding.JSON
-        return _build_otlp_response(encoding, build_error(encoding, error.message), error.status)
-
-
-def _build_otlp_response(encoding: Encoding, body: bytes, status: int = 200) -> Response:
-    return Response(body, status, media_type=encoding)
+            attempt = self.find_attempt(request, "")
+            sender = Sender(attempt, is_bound=attempt is not None)
+            export = parse_export(_decompress(request, await request.read_body()), encoding)
+            result = await ingest(export, sender, self.log.record)
+            body = build_response(encoding, result.rejected, result.reason)
+        except WhetError as error:  # reported in the encoding of the request
+            status, _, message = classify_error(error)
+            body = build_error(encoding, message)
+        return Response(body, status, media_type=encoding)
 
 
 def _read_encoding(request: Request) -> Encoding:

@@ -19,7 +19,7 @@ from whet.errors import ConfigError, EngineError, RequestError
 from whet.gateway.auth import identify_caller, require_attempt
 from whet.gateway.http import GatewayRequest, HttpEndpoint, build_route, build_router
 from whet.gateway.pipeline import Log
-from whet.gateway.telemetry import OtlpErrors, Telemetry
+from whet.gateway.telemetry import Telemetry
 from whet.io.http_client import HttpClient, TransportError
 from whet.types import AttemptId
 
@@ -27,14 +27,8 @@ logger = logging.getLogger(__name__)
 
 SPEC = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)@(https?://.+)")
 """`NAME=MODEL@URL`"""
-FORWARDED = (
-    "/chat/completions",
-    "/completions",
-    "/responses",
-    "/messages",
-    "/messages/count_tokens",
-    "/embeddings",
-)
+SAMPLED = ("/chat/completions", "/completions", "/responses", "/messages")
+FORWARDED = (*SAMPLED, "/messages/count_tokens", "/embeddings")
 """Paths of an endpoint that agents may post to: its key can do more there than call models."""
 KEPT_HEADERS = ("content-type", "retry-after", "x-request-id")
 """Headers of an endpoint's response that are passed on."""
@@ -68,7 +62,7 @@ class UpstreamProxy:
         models = build_route("/models", GET=self._proxy)
         telemetry = Telemetry(log, self._find_attempt)
         rewards = build_route("/rewards", POST=telemetry.post_reward, GET=telemetry.list_rewards)
-        traces = build_route("/traces", OtlpErrors(), POST=telemetry.ingest_traces)
+        traces = build_route("/traces", POST=telemetry.ingest_traces)
         self.app = build_router([rewards, traces, models, *proxies])
 
     async def close(self) -> None:
@@ -121,7 +115,7 @@ class UpstreamProxy:
         if not isinstance(value, dict):
             raise RequestError("the body is not a JSON object")
         forced: dict[str, Any] = {}
-        if self._forces_sampling:
+        if self._forces_sampling and request.scope["path"] in SAMPLED:
             forced = attempt.rollout.sampling.model_dump(exclude_none=True)
         fields = cast(dict[str, Any], value)
         return json.dumps({**fields, "model": self._model, **forced}).encode()

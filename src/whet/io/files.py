@@ -135,10 +135,17 @@ class JsonLines:
                 yield value
 
     def append(self, *values: Mapping[str, object]) -> None:
-        """Append lines, all in one write."""
+        """Append lines: all of them, or none if the disk is full, which raises OSError."""
         text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        unwritten = memoryview(text.encode(errors="backslashreplace"))  # JSON's own escape
         with self._lock() as file:
-            file.write(text.encode(errors="backslashreplace"))  # JSON's own escape
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while unwritten:  # a nearly full disk takes a part
+                    unwritten = unwritten[file.write(unwritten) :]
+            except OSError:
+                file.truncate(end)
+                raise
 
     def _cut_torn_line(self) -> None:
         """Remove a last line without its end, which a kill or a full disk leaves."""

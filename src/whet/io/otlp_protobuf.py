@@ -13,6 +13,9 @@ from whet.errors import RequestError
 
 MAX_DEPTH = 64
 """Nested messages: attributes nest, but not so deep."""
+MAX_MESSAGES = 1_000_000
+"""Messages of one export, such as attributes, their values and events. An empty one has two bytes,
+but takes a kilobyte of memory."""
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
@@ -72,48 +75,66 @@ WIRE_TYPES = {"int": VARINT, "bool": VARINT, "fixed": FIXED64, "double": FIXED64
 """Wire types of fields that are not length-delimited."""
 
 
-def read_message(name: str, data: bytes, depth: int = 0) -> dict[str, JsonValue]:
+def read_message(name: str, data: bytes) -> dict[str, JsonValue]:
     """Decode a message of `MESSAGES` to its JSON. Raises RequestError if it is invalid."""
-    if depth > MAX_DEPTH:
-        raise RequestError(f"the export nests messages more than {MAX_DEPTH} deep")
-    fields, found = MESSAGES[name], dict[str, JsonValue]()
-    at = 0
-    while at < len(data):
-        key, at = _decode_varint(data, at)
-        wire, field = key & 7, fields.get(key >> 3)
-        raw, at = _read_field(data, at, wire)
-        if field is None or wire != WIRE_TYPES.get(field.kind, BYTES):
-            continue
-        value = _convert(field, raw, depth)
-        if field.many:
-            several = found.setdefault(field.name, [])
-            assert isinstance(several, list)
-            several.append(value)
-        else:
-            found[field.name] = value
-    return found
+    return _Reader().read(name, data)
 
 
-def _convert(field: Field, raw: int | bytes, depth: int) -> JsonValue:
-    match field.kind, raw:
-        case "int", int():
-            return raw - 2**64 if raw >= 2**63 else raw
-        case "bool", int():
-            return bool(raw)
-        case "fixed", bytes():
-            return int.from_bytes(raw, "little")
-        case "double", bytes():
-            return struct.unpack("<d", raw)[0]
-        case "hex", bytes():
-            return raw.hex()
-        case "base64", bytes():
-            return base64.b64encode(raw).decode()
-        case "text", bytes():
-            return raw.decode(errors="replace")
-        case message, bytes():
-            return read_message(message, raw, depth + 1)
-        case _:
-            raise AssertionError(field)
+def check_number(messages: int) -> None:
+    """Raise RequestError if an export has more messages than are read."""
+    if messages > MAX_MESSAGES:
+        raise RequestError(
+            f"the export has more than {MAX_MESSAGES:,} attributes, values and events: "
+            "send fewer spans at once"
+        )
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._messages = 0
+
+    def read(self, name: str, data: bytes, depth: int = 0) -> dict[str, JsonValue]:
+        self._messages += 1
+        check_number(self._messages)
+        if depth > MAX_DEPTH:
+            raise RequestError(f"the export nests messages more than {MAX_DEPTH} deep")
+        fields, found = MESSAGES[name], dict[str, JsonValue]()
+        at = 0
+        while at < len(data):
+            key, at = _decode_varint(data, at)
+            wire, field = key & 7, fields.get(key >> 3)
+            raw, at = _read_field(data, at, wire)
+            if field is None or wire != WIRE_TYPES.get(field.kind, BYTES):
+                continue
+            value = self._convert(field, raw, depth)
+            if field.many:
+                several = found.setdefault(field.name, [])
+                assert isinstance(several, list)
+                several.append(value)
+            else:
+                found[field.name] = value
+        return found
+
+    def _convert(self, field: Field, raw: int | bytes, depth: int) -> JsonValue:
+        match field.kind, raw:
+            case "int", int():
+                return raw - 2**64 if raw >= 2**63 else raw
+            case "bool", int():
+                return bool(raw)
+            case "fixed", bytes():
+                return int.from_bytes(raw, "little")
+            case "double", bytes():
+                return struct.unpack("<d", raw)[0]
+            case "hex", bytes():
+                return raw.hex()
+            case "base64", bytes():
+                return base64.b64encode(raw).decode()
+            case "text", bytes():
+                return raw.decode(errors="replace")
+            case message, bytes():
+                return self.read(message, raw, depth + 1)
+            case _:
+                raise AssertionError(field)
 
 
 def _read_field(data: bytes, at: int, wire: int) -> tuple[int | bytes, int]:

@@ -131,34 +131,27 @@ class MessageWriter:
             self._out.flush()
 
 
+LONGEST_PAUSE_S = 30.0
+MAX_DEATHS = 6
+"""Deaths in a row after which a process is not restarted again."""
+
+
 class RestartBackoff:
     """Pauses between the restarts of a process that dies, and when to give up."""
 
-    def __init__(
-        self,
-        *,
-        first_pause_s: float = 0.5,
-        longest_pause_s: float = 30.0,
-        healthy_s: float = 60.0,
-        max_deaths: int = 6,
-    ) -> None:
-        """`healthy_s`: a process that lived longer resets the count of deaths.
-
-        `max_deaths` in a row: it is not restarted again.
-        """
+    def __init__(self, *, first_pause_s: float = 0.5, healthy_s: float = 60.0) -> None:
+        """`healthy_s`: a process that lived longer resets the count of deaths."""
         self.deaths = 0
         """In a row, each after less than `healthy_s`."""
         self._first_pause_s = first_pause_s
-        self._longest_pause_s = longest_pause_s
         self._healthy_s = healthy_s
-        self._max_deaths = max_deaths
 
     def count_death(self, lived_s: float) -> float | None:
         """Count a death; returns the pause in seconds before the restart, or None to give up."""
         self.deaths = 1 if lived_s > self._healthy_s else self.deaths + 1
-        if self.deaths >= self._max_deaths:
+        if self.deaths >= MAX_DEATHS:
             return None
-        return min(self._first_pause_s * 2 ** (self.deaths - 1), self._longest_pause_s)
+        return min(self._first_pause_s * 2 ** (self.deaths - 1), LONGEST_PAUSE_S)
 
 
 def find_free_port() -> int:

@@ -6,6 +6,7 @@ import threading
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from whet.errors import ConfigError
 
@@ -15,8 +16,32 @@ KEEP_ALIVE_S = 120
 """Longer than clients keep an idle connection: if the server closed it first, a request that is on
 its way would be lost."""
 
+MAX_HEAD_BYTES = 2**20
+"""Limit for the request line and the headers of a request, which anyone may send without a key."""
 
 MAX_PORT = 65535
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, which has no limit for request heads, with one."""
+
+    _head_bytes: int | None = None
+    """Bytes of the head so far; None outside of one."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("The request line and headers are too large.")
 
 
 class AppServer:
@@ -45,7 +70,7 @@ class AppServer:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                http="httptools",
+                http=_Protocol,
                 ws="none",
                 # Nothing reads the client's address or the server's name.
                 proxy_headers=False,

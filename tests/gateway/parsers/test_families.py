@@ -529,6 +529,7 @@ def test_documented_variants_are_read(format: str, text: str, calls: list[Any]) 
         ("minimax_m3", 'M<tool_call>M<invoke name="f">xM<a>1M</a>M</invoke>M</tool_call>'),
         ("minicpm5", '<function name="f"><param>1</param></function>'),
         ("granite", '[{"name": "f", "arguments": {}}]'),
+        ("olmo3", "[f(a=1)]"),  # without its tags, so a stream sends it as text
     ],
 )
 def test_malformed_variants_are_content(format: str, text: str) -> None:

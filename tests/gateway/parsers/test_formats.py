@@ -296,6 +296,21 @@ def test_no_text_makes_a_parser_raise() -> None:
             parser.parse(text)
 
 
+@pytest.mark.parametrize("number", ["0x" + "f" * 4000, "1e999", "-1e999"])
+def test_a_number_that_no_json_holds_stays_text(number: str) -> None:
+    schema: JsonValue = {"type": "object", "properties": {"days": {"type": "array"}}}
+    tool: JsonValue = {"function": {"name": "weather", "parameters": schema}}
+    parsed = BY_NAME["glm"].parse(REWRITTEN["glm"].replace("3", f"[{number}]"), [tool])
+    assert parsed is not None
+    assert json.loads(parsed.calls[0].arguments)["days"] == f"[{number}]"
+
+
+def test_many_quotes_that_never_close_are_parsed_quickly() -> None:
+    start = time.perf_counter()
+    assert BY_NAME["pythonic"].parse("[" + '\\"' * 49_000) is None
+    assert time.perf_counter() - start < 5
+
+
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.format.name)
 def test_long_hostile_text_is_parsed_quickly(parser: ToolParser) -> None:
     openings = [*parser.format.markers, *parser.format.starts, *parser.format.special_tokens, ""]

@@ -28,7 +28,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 def decode(renderer: Renderer, text: str, *, tools: bool = True, stop: tuple[str, ...] = ()):
     ids = renderer.template.encode(text)
-    return decode_message(renderer, ids, Sampling(stop=stop), tools=tools)
+    return decode_message(renderer, ids, Sampling(stop=stop), parse_calls=tools)
 
 
 def test_thinking_is_separated_from_content() -> None:
@@ -50,9 +50,9 @@ def test_a_prompt_shows_whether_thinking_was_opened() -> None:
     renderer = real_renderer("qwen3_5_think")
     ids = renderer.template.encode("It is 5.")
     prompt = renderer.template.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    plain = decode_message(renderer, ids, Sampling(), tools=False, prompt=prompt)
+    plain = decode_message(renderer, ids, Sampling(), parse_calls=False, prompt=prompt)
     assert (plain.reasoning, plain.content) == ("", "It is 5.")
-    opened = decode_message(renderer, ids, Sampling(), tools=False, prompt=prompt[:-4])
+    opened = decode_message(renderer, ids, Sampling(), parse_calls=False, prompt=prompt[:-4])
     assert (opened.reasoning, opened.content) == ("It is 5.", "")
 
 
@@ -128,7 +128,7 @@ def test_harmony_channels_are_separated() -> None:
 def test_a_raw_request_gets_all_of_its_text() -> None:
     renderer = real_renderer("qwen3_5_think")
     ids = renderer.template.encode("2 + 3 = 5, since")
-    message = decode_message(renderer, ids, Sampling(), tools=False, as_text=True)
+    message = decode_message(renderer, ids, Sampling(), parse_calls=False, as_text=True)
     assert (message.content, message.reasoning) == ("2 + 3 = 5, since", "")
 
 
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_the_text() -> None:
 
 def test_a_stream_keeps_back_only_what_it_must() -> None:
     renderer = real_renderer("qwen3")
-    stream = StreamDecoder(renderer, Sampling(), tools=True)
+    stream = StreamDecoder(renderer, Sampling(), parse_calls=True)
 
     def sent(text: str) -> Delta:
         return stream.feed(renderer.template.encode(text))
@@ -200,8 +200,8 @@ def test_however_ids_are_cut_a_stream_adds_up_to_the_whole_message(
     ids = renderer.template.encode("".join(pieces))
     ids[len(ids) // 2 : len(ids) // 2] = raw
     sampling = Sampling(stop=stop)
-    whole = decode_message(renderer, ids, sampling, tools=tools, as_text=as_text)
-    stream = StreamDecoder(renderer, sampling, tools=tools, as_text=as_text)
+    whole = decode_message(renderer, ids, sampling, parse_calls=tools, as_text=as_text)
+    stream = StreamDecoder(renderer, sampling, parse_calls=tools, as_text=as_text)
     edges = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
     deltas = [stream.feed(ids[a:b]) for a, b in pairwise(edges)]
     deltas.append(stream.finish(whole))
@@ -293,10 +293,10 @@ def test_the_recipient_of_an_answer_is_not_part_of_it(tmp_path: Path, tools: boo
     message = decode(renderer, "all\nIt is all\n5.<|im_end|>", tools=tools)
     assert (message.content, message.tool_calls) == ("It is all\n5.", ())
     ids = renderer.template.encode('all\nLet me see.>>>f\n{"a": 1}<|im_end|>')
-    whole = decode_message(renderer, ids, Sampling(), tools=tools)
+    whole = decode_message(renderer, ids, Sampling(), parse_calls=tools)
     assert len(whole.tool_calls) == tools
     assert whole.content.startswith("Let me see.")
     for at in range(len(ids)):
-        stream = StreamDecoder(renderer, Sampling(), tools=tools)
+        stream = StreamDecoder(renderer, Sampling(), parse_calls=tools)
         deltas = [stream.feed(ids[:at]), stream.feed(ids[at:]), stream.finish(whole)]
         assert "".join(delta.content for delta in deltas) == whole.content

@@ -46,7 +46,7 @@ def _read_back(renderer: Renderer, turn: Message) -> bool | None:
     except RequestError:
         return None
     read = decode_message(
-        renderer, ids, Sampling(), tools=bool(tools), schemas=tools, prompt=prompt
+        renderer, ids, Sampling(), parse_calls=bool(tools), tools=tools, prompt=prompt
     )
     calls = [(call.name, call.parse_arguments()) for call in read.tool_calls]
     return (read.content.strip(), read.reasoning.strip(), calls) == (

@@ -15,7 +15,7 @@ from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
 from whet.app.inputs import read_jsonl
 from whet.errors import ConfigError, RequestError
-from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.dialects.chat import CHAT
 from whet.gateway.graph import Graph
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate
@@ -38,7 +38,7 @@ def build_traffic_report(file: Path, template: ChatTemplate) -> dict[str, JsonVa
             counts["skipped"] += 1
             continue
         try:
-            ask = ChatDialect().parse(json.dumps(body).encode()).to_model_request(Graph())
+            ask = CHAT.parse(json.dumps(body).encode()).to_model_request(Graph())
         except RequestError:
             counts["skipped"] += 1
             continue

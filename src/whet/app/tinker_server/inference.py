@@ -20,15 +20,10 @@ from whet.config import GatewayConfig
 from whet.errors import RequestError
 from whet.gateway.app import build_app
 from whet.gateway.auth import ANY_ATTEMPT, mint_key
-from whet.gateway.dialects.anthropic import AnthropicDialect
-from whet.gateway.http import (
-    OPENAI_ERRORS,
-    ErrorFormat,
-    GatewayRequest,
-    Handler,
-    HttpEndpoint,
-    JsonResponse,
-)
+from whet.gateway.dialects.anthropic import ANTHROPIC
+from whet.gateway.dialects.chat import CHAT
+from whet.gateway.dialects.dialect import ErrorFormat
+from whet.gateway.http import GatewayRequest, Handler, HttpEndpoint, JsonResponse
 from whet.gateway.pipeline import CallPipeline, Log
 from whet.protocols import Engine
 from whet.types import Sampling, TokenChunk
@@ -49,11 +44,9 @@ OWN_HEADERS = {
 def build_inference_mounts(state: ServerState, log: Log) -> list[Mount]:
     """Build the routes. The `log` of the gateway stays empty: nothing is recorded."""
     inference = _Inference(state, log)
-    anthropic = AnthropicDialect()
-    anthropic_errors = ErrorFormat(anthropic.build_error, anthropic.build_error_event)
     return [
-        inference.mount(OPENAI_PREFIX, OPENAI_ERRORS, "/chat/completions", "/completions"),
-        inference.mount(ANTHROPIC_PREFIX, anthropic_errors, "/messages", "/messages/count_tokens"),
+        inference.mount(OPENAI_PREFIX, CHAT.errors, "/chat/completions", "/completions"),
+        inference.mount(ANTHROPIC_PREFIX, ANTHROPIC.errors, "/messages", "/messages/count_tokens"),
     ]
 
 

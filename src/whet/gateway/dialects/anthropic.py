@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -10,8 +11,8 @@ from whet.errors import RequestError
 from whet.gateway.dialects.anthropic_reply import SIGNATURE, AnthropicReply
 from whet.gateway.dialects.dialect import (
     Dialect,
+    ErrorFormat,
     Json,
-    ParsedRequest,
     Reply,
     ThreadUnsupported,
     WireError,
@@ -38,7 +39,7 @@ from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.constraint import Constraint, Schema, build_constraint
 
 BILLING = "x-anthropic-billing-header"
-"""Prefix of a system block that Claude Code changes with every request, not meant for a model."""
+"""Start of a line that Claude Code changes with every request, not meant for a model."""
 
 CONTEXT_OVERFLOW = re.compile(r"maximum context length is (\d+) tokens.*?(\d+) tokens")
 HOSTED_TOOLS = ("web_search_", "web_fetch_", "tool_search_")
@@ -196,8 +197,8 @@ class AnthropicRequest(Conversation, SamplingFields):
             tools=tools,
             sampling=self.to_sampling(max_tokens=self.max_tokens, stop=self.stop_sequences),
             stream=self.stream,
-            calls_tools=bool(tools) and self.tool_choice.type != "none",
-            several_calls=not self.tool_choice.disable_parallel_tool_use,
+            parse_calls=bool(tools) and self.tool_choice.type != "none",
+            parallel_calls=not self.tool_choice.disable_parallel_tool_use,
             constraint=self._build_constraint(tools),
         )
 
@@ -222,39 +223,32 @@ class AnthropicRequest(Conversation, SamplingFields):
         )
 
 
-class AnthropicDialect(Dialect):
-    """`/v1/messages`."""
+def _format_error(error: WireError) -> Json:
+    message = error.message
+    if overflow := CONTEXT_OVERFLOW.search(message):  # the words at which Claude Code compacts
+        message = f"prompt is too long: {overflow[2]} tokens > {overflow[1]} maximum"
+    wire: Json = {"type": ERROR_KINDS.get(error.status, "api_error"), "message": message}
+    if error.code == "thread_unsupported_request":
+        # The official client then sends the whole history.
+        wire["details"] = {"error_code": error.code, "unsupported": ["thread"]}
+    return {"type": "error", "error": wire}
 
-    name = "messages"
-    path = "/messages"
 
-    def parse(self, body: bytes) -> ParsedRequest:
-        return parse_body(AnthropicRequest, body)
+def _format_error_event(error: WireError) -> bytes:
+    return format_event(_format_error(error), "error")
 
-    def build_error(self, error: WireError) -> Json:
-        message = error.message
-        if overflow := CONTEXT_OVERFLOW.search(message):  # the words at which Claude Code compacts
-            message = f"prompt is too long: {overflow[2]} tokens > {overflow[1]} maximum"
-        wire: Json = {"type": ERROR_KINDS.get(error.status, "api_error"), "message": message}
-        if error.code == "thread_unsupported_request":
-            # The official client then sends the whole history.
-            wire["details"] = {"error_code": error.code, "unsupported": ["thread"]}
-        return {"type": "error", "error": wire}
 
-    def build_error_event(self, error: WireError) -> bytes:
-        return format_event(self.build_error(error), "error")
+ANTHROPIC = Dialect(
+    "messages",
+    "/messages",
+    partial(parse_body, AnthropicRequest),
+    ErrorFormat(_format_error, _format_error_event),
+)
 
 
 def _read_system(system: str | list[JsonValue]) -> str:
-    if isinstance(system, str):
-        return "" if system.startswith(BILLING) else system
-    kept = [block for block in system if not _is_billing(block)]
-    return read_text(kept, "system", ("text",))
-
-
-def _is_billing(block: JsonValue) -> bool:
-    text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(BILLING)
+    lines = read_text(system, "system", ("text",)).split("\n")
+    return "\n".join(line for line in lines if not line.startswith(BILLING))
 
 
 class _Block(Lenient):
@@ -273,14 +267,7 @@ class _Block(Lenient):
     is_error: bool | None = None
 
     def require_field(self, name: Literal["text", "thinking", "id", "name", "tool_use_id"]) -> str:
-        values = {
-            "text": self.text,
-            "thinking": self.thinking,
-            "id": self.id,
-            "name": self.name,
-            "tool_use_id": self.tool_use_id,
-        }
-        value = values[name]
+        value: str | None = getattr(self, name)
         if value is None:
             raise RequestError(f"{self.where}.{name}: expected text")
         return value

@@ -1,20 +1,21 @@
 """OpenAI Chat Completions, with the fields vLLM adds."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal, Required
 
 from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
-from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply
+from whet.gateway.dialects.dialect import Dialect, Json, Reply
 from whet.gateway.dialects.wire import (
     DONE,
     MAX_TOOLS,
+    OPENAI_ERRORS,
     AnyJson,
     Count,
     Lenient,
     One,
-    OpenAIDialect,
     SamplingFields,
     StopStrings,
     TopsByToken,
@@ -123,15 +124,21 @@ class StreamOptions(Wire):
     include_obfuscation: AnyJson = None
 
 
-class _TextFormat(Wire):
+class TextFormat(Wire):
+    """A response of any text."""
+
     type: Literal["text"]
 
 
-class _ObjectFormat(Wire):
+class ObjectFormat(Wire):
+    """A response of any JSON object."""
+
     type: Literal["json_object"]
 
 
-class _Schema(Wire):
+class NamedSchema(Wire):
+    """The JSON schema of a response."""
+
     name: str
     description: str | None = None
     definition: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
@@ -140,7 +147,7 @@ class _Schema(Wire):
 
 class _SchemaFormat(Wire):
     type: Literal["json_schema"]
-    json_schema: _Schema
+    json_schema: NamedSchema
 
 
 class _Named(Wire):
@@ -171,7 +178,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     return_token_ids: bool = False
     response_format: Annotated[
-        _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
+        TextFormat | ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
     # Accepted only with values that change nothing.
     frequency_penalty: Zero | None = None
@@ -215,8 +222,8 @@ class ChatRequest(SamplingFields):
             ),
             n=self.n,
             stream=self.stream,
-            calls_tools=bool(tools) and self.tool_choice != "none",
-            several_calls=self.parallel_tool_calls,
+            parse_calls=bool(tools) and self.tool_choice != "none",
+            parallel_calls=self.parallel_tool_calls,
             constraint=self._build_constraint(tools),
         )
 
@@ -226,7 +233,7 @@ class ChatRequest(SamplingFields):
         if self.response_format is None and self.tool_choice != "required":
             return None  # the common case
         schema: Schema | None = None
-        if isinstance(self.response_format, _ObjectFormat):
+        if isinstance(self.response_format, ObjectFormat):
             schema = ANY_OBJECT
         elif isinstance(self.response_format, _SchemaFormat):
             schema = self.response_format.json_schema.definition or ANY_OBJECT
@@ -373,11 +380,4 @@ def _finish_reason(generation: Generation, message: Message) -> str:
     return "tool_calls" if message.tool_calls else generation.stop
 
 
-class ChatDialect(OpenAIDialect):
-    """`/v1/chat/completions`."""
-
-    name = "chat"
-    path = "/chat/completions"
-
-    def parse(self, body: bytes) -> ParsedRequest:
-        return parse_body(ChatRequest, body)
+CHAT = Dialect("chat", "/chat/completions", partial(parse_body, ChatRequest), OPENAI_ERRORS)

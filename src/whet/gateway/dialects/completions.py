@@ -1,19 +1,20 @@
 """OpenAI Completions: a raw prompt, text or ids, with the fields vLLM adds."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.dialects.chat import StreamOptions
-from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply
+from whet.gateway.dialects.dialect import Dialect, Json, Reply
 from whet.gateway.dialects.wire import (
     DONE,
     MIN_LOGPROB,
+    OPENAI_ERRORS,
     AnyJson,
     One,
-    OpenAIDialect,
     SamplingFields,
     StopStrings,
     TopsByToken,
@@ -206,11 +207,6 @@ class CompletionReply(Reply):
         }
 
 
-class CompletionsDialect(OpenAIDialect):
-    """`/v1/completions`."""
-
-    name = "completions"
-    path = "/completions"
-
-    def parse(self, body: bytes) -> ParsedRequest:
-        return parse_body(CompletionRequest, body)
+COMPLETIONS = Dialect(
+    "completions", "/completions", partial(parse_body, CompletionRequest), OPENAI_ERRORS
+)

@@ -1,6 +1,7 @@
-"""Protocols of a wire format: one class for each format, everything else is generic."""
+"""Parts of a wire format. Each format is a `Dialect`; everything else is generic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from pydantic import JsonValue
@@ -25,6 +26,15 @@ class WireError(NamedTuple):
     status: int
     code: str
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """Error bodies and events of a wire format."""
+
+    body: Callable[[WireError], Json]
+    event: Callable[[WireError], bytes]
+    """Formats the last event of a stream that fails."""
 
 
 class Reply(Protocol):
@@ -72,21 +82,13 @@ class ParsedRequest(Protocol):
         ...
 
 
-class Dialect(Protocol):
+@dataclass(frozen=True, slots=True)
+class Dialect:
     """A wire format."""
 
     name: str
     path: str
     """Path behind `/v1`."""
-
-    def parse(self, body: bytes) -> ParsedRequest:
-        """Parse a request. Raises RequestError that names the invalid field."""
-        ...
-
-    def build_error(self, error: WireError) -> Json:
-        """Build the body of an error response."""
-        ...
-
-    def build_error_event(self, error: WireError) -> bytes:
-        """Build the event that reports an error once a stream has begun."""
-        ...
+    parse: Callable[[bytes], ParsedRequest]
+    """Parses the body of a request. Raises RequestError that names the invalid field."""
+    errors: ErrorFormat

@@ -1,13 +1,15 @@
 """OpenAI Responses: items, and state kept by the server."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 from starlette.datastructures import QueryParams
 
 from whet.errors import RequestError
-from whet.gateway.dialects.dialect import Json, ParsedRequest, Reply, WireError
+from whet.gateway.dialects.chat import NamedSchema, ObjectFormat, TextFormat
+from whet.gateway.dialects.dialect import Dialect, ErrorFormat, Json, Reply, WireError
 from whet.gateway.dialects.responses_items import (
     build_input_items,
     build_output_items,
@@ -20,10 +22,10 @@ from whet.gateway.dialects.wire import (
     AnyJson,
     Count,
     Lenient,
-    OpenAIDialect,
     SamplingFields,
     Wire,
     build_tool,
+    format_error,
     format_event,
     omit_tool,
     parse_body,
@@ -62,25 +64,13 @@ class _NamedChoice(Wire):
     name: str
 
 
-class _TextFormat(Wire):
-    type: Literal["text"]
-
-
-class _ObjectFormat(Wire):
-    type: Literal["json_object"]
-
-
-class _SchemaFormat(Wire):
+class _SchemaFormat(NamedSchema):
     type: Literal["json_schema"]
-    name: str
-    description: str | None = None
-    definition: Annotated[dict[str, JsonValue] | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class _Text(Wire):
     format: Annotated[
-        _TextFormat | _ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
+        TextFormat | ObjectFormat | _SchemaFormat | None, Field(discriminator="type")
     ] = None
     # A hint, ignored: the model has no such setting.
     verbosity: AnyJson = None
@@ -135,8 +125,8 @@ class ResponsesRequest(SamplingFields):
                 max_tokens=self.max_output_tokens, top_logprobs=self.top_logprobs
             ),
             stream=self.stream,
-            calls_tools=bool(tools) and self.tool_choice != "none",
-            several_calls=self.parallel_tool_calls,
+            parse_calls=bool(tools) and self.tool_choice != "none",
+            parallel_calls=self.parallel_tool_calls,
             constraint=self._build_constraint(tools),
             shown=self._collect_shown_fields(graph),
         )
@@ -152,7 +142,7 @@ class ResponsesRequest(SamplingFields):
         if self.previous_response_id is not None:
             previous = find_response(graph, self.previous_response_id)
             instructed = bool(previous.origin.shown.get("instructions"))
-            *earlier, turn = graph.collect_messages(previous.id)
+            *earlier, turn = graph.collect_messages(previous)
             messages += [*earlier, turn._replace(call=previous.id)][instructed:]
         if isinstance(self.input, list):
             messages += read_items(self.input, graph)
@@ -164,7 +154,7 @@ class ResponsesRequest(SamplingFields):
 
     def _build_constraint(self, tools: Sequence[JsonValue]) -> Constraint | None:
         schema: Schema | None = None
-        if isinstance(self.text.format, _ObjectFormat):
+        if isinstance(self.text.format, ObjectFormat):
             schema = ANY_OBJECT
         elif isinstance(self.text.format, _SchemaFormat):
             schema = self.text.format.definition or ANY_OBJECT
@@ -254,7 +244,7 @@ def show_response(graph: Graph, id: str, query: QueryParams, template: ChatTempl
 def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
     """Return the input items of a response in one page, newest first unless `order` is `asc`."""
     call = find_response(graph, id)
-    messages = graph.collect_messages(call.id)[bool(call.origin.shown.get("instructions")) : -1]
+    messages = graph.collect_messages(call)[bool(call.origin.shown.get("instructions")) : -1]
     items = build_input_items(call.id, messages)
     if query.get("order", "desc") == "desc":
         items.reverse()
@@ -269,15 +259,14 @@ def list_input(graph: Graph, id: str, query: QueryParams) -> Json:
     }
 
 
-class ResponsesDialect(OpenAIDialect):
-    """`/v1/responses`."""
+def _format_error_event(error: WireError) -> bytes:
+    event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}
+    return format_event(event | {"sequence_number": 0}, "error")
 
-    name = "responses"
-    path = "/responses"
 
-    def parse(self, body: bytes) -> ParsedRequest:
-        return parse_body(ResponsesRequest, body)
-
-    def build_error_event(self, error: WireError) -> bytes:
-        event: Json = {"type": "error", "code": error.code, "message": error.message, "param": None}
-        return format_event(event | {"sequence_number": 0}, "error")
+RESPONSES = Dialect(
+    "responses",
+    "/responses",
+    partial(parse_body, ResponsesRequest),
+    ErrorFormat(format_error, _format_error_event),
+)

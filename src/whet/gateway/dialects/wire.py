@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SkipValidation, ValidationError
 
 from whet.errors import RequestError
-from whet.gateway.dialects.dialect import Dialect, Json, WireError
+from whet.gateway.dialects.dialect import ErrorFormat, Json, WireError
 from whet.gateway.messages import OMITTED_IMAGE, dump_json, parse_json
 from whet.gateway.templates.chat_template import ChatTemplate
 from whet.types import Call, Generation, Sampling
@@ -203,14 +203,7 @@ def format_error_event(error: WireError) -> bytes:
     return format_event(format_error(error))
 
 
-class OpenAIDialect(Dialect):
-    """Base of OpenAI's wire formats: how they report errors."""
-
-    def build_error(self, error: WireError) -> Json:
-        return format_error(error)
-
-    def build_error_event(self, error: WireError) -> bytes:
-        return format_error_event(error)
+OPENAI_ERRORS = ErrorFormat(format_error, format_error_event)
 
 
 def find_stop_string(generation: Generation, template: ChatTemplate) -> str | None:

@@ -2,14 +2,19 @@
 
 import ast
 import re
+import sys
 import warnings
 
 from pydantic import JsonValue
 
 MAX_LENGTH = 100_000
 """Characters; Python's parser is not made for hostile text."""
+MAX_NUMBER = sys.float_info.max
+"""Integers, too: those of very many hexadecimal digits cannot be written as JSON."""
 JSON_NAMES: dict[str, JsonValue] = {"true": True, "false": False, "null": None}
-STRING = re.compile(r"('(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\")", re.DOTALL)
+STRING = re.compile(r"('(?:[^'\\]|\\.)*+(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*+(?:\"|\\?\Z))", re.DOTALL)
+"""A string, or the rest of the text where one does not end: searching it for another start at each
+quote would take quadratic time."""
 RAW_CHARACTERS = {"\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 """Characters that models write as they are in strings, which is not Python."""
 LEADING_ZEROS = re.compile(r"(?<![\w.])0+(?=[0-9])")
@@ -44,14 +49,14 @@ def parse_literal(text: str) -> JsonValue:
 def evaluate_literal(node: ast.expr) -> JsonValue:
     """Evaluate a literal in Python's or JSON's spelling. Raises ValueError for anything else."""
     match node:
-        case ast.Constant(value=str() | int() | None as value):
+        case ast.Constant(value=str() | None as value):
             return value
-        case ast.Constant(value=float(value)) if value - value == 0:
-            return value
+        case ast.Constant(value=int() | float() as number) if abs(number) <= MAX_NUMBER:
+            return number
         case ast.Name(id=name) if name in JSON_NAMES:
             return JSON_NAMES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as n)) if n <= MAX_NUMBER:
+            return -n
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [evaluate_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):

@@ -25,7 +25,7 @@ OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 @dataclass
 class PythonicParser(ToolParser):
-    """Parse calls that stand between two tags, or a list that is the whole text."""
+    """Parse calls between two tags, or a list that is the whole text if the format has these."""
 
     format: ToolCallFormat
     open: str = OPEN
@@ -34,7 +34,8 @@ class PythonicParser(ToolParser):
     def parse(self, text: str, tools: Sequence[JsonValue] = ()) -> ParsedOutput | None:
         before, found, after = text.partition(self.open)
         body, closed, rest = after.partition(self.close) if found else (text, "", "")
-        calls = _parse_calls(body.strip()) if found or text.lstrip().startswith("[") else None
+        is_call = found or text.lstrip().startswith(tuple(self.format.starts))
+        calls = _parse_calls(body.strip()) if is_call else None
         if not calls:
             return None
         # Text after the calls belongs to the same message.

@@ -39,7 +39,7 @@ THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 ThinkingKey = Literal["reasoning_content", "reasoning", "thinking", "content"]
 
 QUESTION = Message("user", "What is 2 + 3?")
-CALL_TURN = Message(
+PROBE_CALL_TURN = Message(
     "assistant", "", (ToolCall("call_1", "calculator", f'{{"a": "{PROBE_TEXT}"}}'),)
 )
 RESULT = Message("tool", "5", tool_call_id="call_1")
@@ -136,12 +136,17 @@ def detect_message_format(render: Render, source: str) -> MessageFormat:
         for json in (False, True)
         for null in (False, True)
     ]
-    found = find_first(call_formats, [QUESTION, CALL_TURN, RESULT], [QUESTION, CALL_TURN]) or found
+    found = (
+        find_first(call_formats, [QUESTION, PROBE_CALL_TURN, RESULT], [QUESTION, PROBE_CALL_TURN])
+        or found
+    )
     thinking = [replace(found, thinking_key=key) for key in THINKING_KEYS if key in source]
     if "</think>" in source:
         thinking.append(replace(found, thinking_key="content"))
     answer = Message("assistant", "It is 5.", reasoning=PROBE_TEXT)
-    call = CALL_TURN._replace(reasoning=PROBE_TEXT, tool_calls=(ToolCall("call_1", "f", "{}"),))
+    call = PROBE_CALL_TURN._replace(
+        reasoning=PROBE_TEXT, tool_calls=(ToolCall("call_1", "f", "{}"),)
+    )
     return find_first(thinking, [QUESTION, answer], [QUESTION, call, RESULT]) or found
 
 

@@ -85,24 +85,25 @@ def decode_message(
     ids: Sequence[int],
     sampling: Sampling,
     *,
-    tools: bool,
-    schemas: Sequence[JsonValue] = (),
+    parse_calls: bool,
+    tools: Sequence[JsonValue] = (),
     prompt: Sequence[int] = (),
     as_text: bool = False,
 ) -> Message:
     """Decode a finished generation to an assistant message.
 
-    `tools`: whether to parse tool calls. `schemas` are the tools of the request, which give types
-    to untyped arguments. `prompt` is the prompt, if known. `as_text` takes all text as content, for
-    raw completions.
+    `tools` are those of the request, which give types to untyped arguments. `prompt` is the prompt,
+    if known. `as_text` takes all text as content, for raw completions.
     """
-    visibility = _find_visible_tokens(renderer, tools, as_text)
+    visibility = _find_visible_tokens(renderer, parse_calls, as_text)
     text = renderer.template.decode_all(visibility.filter(ids))
     if sampling.stop:
         ends = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
         text = text[: min(ends, default=len(text))]
-    parser = _create_parser(renderer, visibility, tools=tools, prompt=prompt, as_text=as_text)
-    return parser.parse(text, schemas)
+    parser = _create_parser(
+        renderer, visibility, parse_calls=parse_calls, prompt=prompt, as_text=as_text
+    )
+    return parser.parse(text, tools)
 
 
 class StreamDecoder:
@@ -117,14 +118,14 @@ class StreamDecoder:
         renderer: Renderer,
         sampling: Sampling,
         *,
-        tools: bool,
+        parse_calls: bool,
         prompt: Sequence[int] = (),
         as_text: bool = False,
     ) -> None:
         """The parameters are those of `decode_message`."""
-        self._visibility = _find_visible_tokens(renderer, tools, as_text)
+        self._visibility = _find_visible_tokens(renderer, parse_calls, as_text)
         self._parser = _create_parser(
-            renderer, self._visibility, tools=tools, prompt=prompt, as_text=as_text
+            renderer, self._visibility, parse_calls=parse_calls, prompt=prompt, as_text=as_text
         )
         self._decoder = IncrementalDecoder(renderer.template.decode_all, renderer.template.byte_ids)
         self._stops = sampling.stop
@@ -176,10 +177,10 @@ class _Visibility(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _find_visible_tokens(renderer: Renderer, tools: bool, as_text: bool) -> _Visibility:
+def _find_visible_tokens(renderer: Renderer, parse_calls: bool, as_text: bool) -> _Visibility:
     parser = renderer.parser
     harmony = parser if isinstance(parser, HarmonyParser) and not as_text else None
-    syntax = [*parser.format.special_tokens] if harmony or (tools and not as_text) else []
+    syntax = [*parser.format.special_tokens] if harmony or (parse_calls and not as_text) else []
     if not as_text and not harmony:
         syntax += [renderer.reasoning.open, renderer.reasoning.close, *parser.format.content_tags]
     special = renderer.template.special_tokens
@@ -192,18 +193,18 @@ def _create_parser(
     renderer: Renderer,
     visibility: _Visibility,
     *,
-    tools: bool,
+    parse_calls: bool,
     prompt: Sequence[int],
     as_text: bool,
 ) -> MessageParser:
     """Create the parser of one generation."""
     if visibility.harmony is not None:
-        return HarmonyMessageParser(visibility.harmony, parse_calls=tools)
+        return HarmonyMessageParser(visibility.harmony, parse_calls=parse_calls)
     reasoning = NO_REASONING if as_text else renderer.reasoning
     in_thinking = bool(reasoning.open) and (
         renderer.ends_in_thinking(prompt) if prompt else renderer.prompt_opens_thinking
     )
-    parser = renderer.parser if tools and not as_text else None
+    parser = renderer.parser if parse_calls and not as_text else None
     format = renderer.parser.format
     return InlineMessageParser(
         reasoning,

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
-from whet.gateway.templates.chat_template import PROBE_TEXT, QUESTION, ChatTemplate
+from whet.gateway.templates.chat_template import PROBE_TEXT, QUESTION, RESULT, ChatTemplate
 from whet.gateway.templates.suffix import TOOL, Mismatch, SuffixCutter
 from whet.types import Fork, Omission
 
@@ -161,7 +161,6 @@ CALL = ToolCall("call_1", "calculator", '{"expression": "2 + 3"}')
 SECOND_CALL = ToolCall("call_2", "calculator", '{"expression": "4 + 4"}')
 CALL_TURN = Message("assistant", "", (CALL,))
 SECOND_CALL_TURN = Message("assistant", "", (SECOND_CALL,))
-RESULT = Message("tool", "5", tool_call_id=CALL.id)
 SECOND_RESULT = Message("tool", "8", tool_call_id=SECOND_CALL.id)
 THOUGHT = "Two and three make five."
 SECOND_THOUGHT = "Four and four make eight."
