@@ -120,8 +120,9 @@ check: $(READY) ## lint, format, spelling and types
 	$(BIN)/codespell src docs tests examples bench scripts *.md
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# With --quiet mkdocs sees no warnings, and --strict nothing.
 docs: $(READY) ## build the documentation into site/, offline; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fix: $(READY) ## repair what lint and format can repair
 	$(BIN)/ruff check --fix .

@@ -23,7 +23,7 @@ from whet.training.step import PHASES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*/README.md")])
 WITH_PROGRAMS = [  # each program of the page on SDKs is a link
     page for page in PAGES if page.parent.name != "reference" and page.name != "sdks.md"
 ]
@@ -41,7 +41,9 @@ METRIC_FUNCTIONS = {
 }
 SNIPPET = re.compile(r"```python(?: \S+)?\n(.*?)```", re.DOTALL)  # fragments are marked `py`
 PROGRAM = re.compile(r"```python (\S+)\n(.*?)```", re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -84,10 +86,20 @@ def test_every_command_and_flag_is_documented(parser: argparse.ArgumentParser) -
             assert all(flag in text for flag in action.option_strings)
 
 
+def find_anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = HEADING.findall(FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, anchor in LINK.findall(page.read_text()):
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        if anchor:
+            found = found / "README.md" if found.is_dir() else found
+            assert anchor in find_anchors(found), f"{target}#{anchor}"
 
 
 def find_undefined(source: str) -> set[str]:
@@ -116,7 +128,7 @@ def test_the_index_leads_to_every_page() -> None:
     index = (DOCS / "index.md").read_text()
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     records = {page for page in pages if page.startswith("decisions/0")}
-    assert pages - records - {"index.md"} - set(LINK.findall(index)) == set()
+    assert pages - records - {"index.md"} - {target for target, _ in LINK.findall(index)} == set()
 
 
 def load_script(name: str) -> Any:
