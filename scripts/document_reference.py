@@ -5,13 +5,14 @@ python scripts/document_reference.py
 
 import argparse
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import GenericAlias
 
 import whet
-from whet.app.cli.flags import CommandParser
+from whet.app.cli.flags import MAX_WIDTH, CommandParser
 from whet.app.cli.main import build_parser
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
@@ -67,6 +68,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 def cli() -> str:
     """The page of every command: its help."""
+    os.environ["COLUMNS"] = str(MAX_WIDTH)  # whatever the terminal has
     text = "# Commands\n\nThe help of every command. The keys of the config are flags too:"
     text += " `--help-config` lists them, and so does [configuration](configuration.md).\n\n"
     text += "An error that you can fix is one line on stderr and exit code 2; Ctrl-C is exit code"
