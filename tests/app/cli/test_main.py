@@ -396,7 +396,7 @@ def test_help_lists_every_command_by_group_with_one_line_each(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
+def test_the_help_of_a_command_fits_in_66_lines_and_every_flag_is_described(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
