@@ -19,6 +19,12 @@ from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.flags import PREFIX, CommandParser
 from whet.app.cli.main import build_parser
 from whet.app.run_folder import MAY_CHANGE
+from whet.gateway.dialects.anthropic import AnthropicDialect
+from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.dialects.completions import CompletionsDialect
+from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.http import ERRORS
+from whet.store.http.rpc import METHODS
 from whet.training.step import PHASES
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +45,10 @@ METRIC_FUNCTIONS = {
     "trainers/local.py": {"_measure"},
     "trainers/tinker.py": {"_compute_metrics"},
 }
+MODEL_CALLS = [
+    dialect.path
+    for dialect in (ChatDialect(), CompletionsDialect(), ResponsesDialect(), AnthropicDialect())
+]
 SNIPPET = re.compile(r"```python(?: \S+)?\n(.*?)```", re.DOTALL)  # fragments are marked `py`
 PROGRAM = re.compile(r"```python (\S+)\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
@@ -161,6 +171,24 @@ def test_every_metric_of_a_step_is_documented() -> None:
     assert logged - {"reward/"} == documented - {
         *("computed_tokens", "corrected_fraction", "reference_kl")
     }
+
+
+def test_every_path_and_error_of_the_gateway_is_documented() -> None:
+    page = (DOCS / "reference" / "http-api.md").read_text()
+    source = (ROOT / "src" / "whet" / "gateway" / "app.py").read_text()
+    paths = [path.replace(":path", "") for path in re.findall(r'build_route\("(/.+?)"', source)]
+    assert len(paths) > 5
+    assert [path for path in (*paths, *MODEL_CALLS) if f" {path}`" not in page] == []
+    assert [code for _, _, code in ERRORS if f"`{code}`" not in page] == []
+
+
+def test_every_operation_of_the_store_is_documented() -> None:
+    page = (DOCS / "guides" / "store.md").read_text()
+    run = "/v1/runs/{run}"
+    paths = {method.path for method in METHODS.values()} - {run}  # the page has it in words
+    for path in paths:
+        shown = re.sub(r"{(rollout|attempt)}", "{id}", path.removeprefix(f"{run}/"))
+        assert re.search(rf"[` ]{re.escape(shown)}`", page), shown
 
 
 def test_decisions_are_numbered_dated_and_listed() -> None:
