@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
-from whet.config import RunConfig, changed_keys
+from whet.config import CurriculumConfig, RunConfig
 from whet.errors import ConfigError, NotFound
 from whet.protocols import Listings, Resources
 from whet.runners.agent import POLICY, Agent, check_resources, inspect_agent
@@ -200,7 +200,7 @@ def plan_rollouts(
     Raises:
         ConfigError: the config has a curriculum, and there are no `group_rewards`.
     """
-    if group_rewards is None and changed_keys(config.curriculum):
+    if group_rewards is None and config.curriculum != CurriculumConfig():
         raise ConfigError("a curriculum needs the rewards of earlier groups: leave it out here")
     order = _TaskOrder(tasks, config, () if group_rewards is None else group_rewards)
     # Greedy outputs are reinforced as an evaluation samples them.
@@ -232,7 +232,7 @@ async def read_group_rewards(
 ) -> list[float | None]:
     """Mean reward of each group of completed steps, in order; empty without a curriculum."""
     rewards: list[float | None] = []
-    if not changed_keys(config.curriculum):
+    if config.curriculum == CurriculumConfig():
         return rewards
     for first in (id for record in done for id in record.consumed[:: config.group_size]):
         group = first.rpartition("-")[0]

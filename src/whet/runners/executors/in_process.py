@@ -81,7 +81,6 @@ class UserCodeRunner:
 
     def __init__(self, concurrency: int) -> None:
         logging.getLogger("asyncio").addFilter(_is_no_orphan)  # once, however often it is added
-        forget_changes()
         self._concurrency = concurrency
         self._loop: _AgentLoop | None = None
         """Started by the first work: agents in other processes need none here."""
@@ -97,6 +96,7 @@ class UserCodeRunner:
         guard_environment()
         defer_certificates()
         if self._loop is None:
+            forget_changes()
             self._loop = _AgentLoop(self._concurrency)
         job = self._loop.start(context, work)
         try:
