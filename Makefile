@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=  # empty is unset: every process would compile
 .PHONY: help demo test test-slow test-vllm test-cookbook test-agents test-agl test-ray test-verl test-environments check fix docs bench clean dashboard dashboard-check test-browser
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 19
 
 demo: $(DEMO) ## train a small model on this machine, in minutes
 	@$(BIN)/whet demo $(ARGS)
@@ -120,8 +120,9 @@ check: $(READY) ## lint, format, spelling and types
 	$(BIN)/codespell src docs tests examples bench scripts *.md
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# With --quiet mkdocs sees no warnings, and --strict nothing.
 docs: $(READY) ## build the documentation into site/, offline; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fix: $(READY) ## repair what lint and format can repair
 	$(BIN)/ruff check --fix .

@@ -3,7 +3,7 @@
     python bench/engines.py --url http://127.0.0.1:8000 [--pid PID] [--concurrency 1 16 64]
 
 The same streamed chat requests, for ids and log-probabilities as any recorder for training asks
-them, go to a vLLM that runs already (1) straight and (2) through the gateway, which renders,
+them, go to a vLLM that runs already (1) directly and (2) through the gateway, which renders,
 samples by token ids, and commits every call to a SQLite file before its last event leaves. Both are
 measured in the same run, in turns, so that what the machine does besides falls on each alike. The
 gateway is a process of its own.

@@ -7,8 +7,8 @@ with transformers: all rows padded to one length, log-probabilities of the answe
 fused AdamW; in fp32 with bf16 autocast and in bf16, with all logits and with those of the answers
 alone, in micro-batches of several sizes, of which the fastest counts. Exits 1 if the trainer is
 less than three times as fast. `--model 135m`, `1.5b` and `7b` are random weights of those shapes.
-How far sampler and trainer are apart is told too: of answers sampled at temperature 1 from a model
-that was never trained on such prompts, whose distributions are as wide as they get.
+How far sampler and trainer are apart is printed too: of answers sampled at temperature 1 from a
+model that was never trained on such prompts, whose distributions are as wide as they get.
 """
 
 import argparse

@@ -11,7 +11,7 @@ a SQLite file; the memory it holds for a conversation; the connections of a proc
 Computed: how many of each the rollouts need, if one lasts `--seconds` and has `--calls` calls of
 `--tokens` sampled tokens each, every runner process has `--agents` at once, and no process or core
 is busier than `--busy`. The computation is linear: it knows no waits for locks or disks, so its
-numbers are least ones. `bench/scaling.py` measures whole stores.
+numbers are lower bounds. `bench/scaling.py` measures whole stores.
 """
 
 import argparse

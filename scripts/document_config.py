@@ -35,7 +35,7 @@ def describe(section: str) -> str:
     if section in UNIONS:
         return "The keys depend on `kind`; one that its kind does not have is an error."
     kind = RunConfig.model_fields[section].annotation
-    return str(kind.__doc__ if kind else "")
+    return " ".join((kind.__doc__ or "").split()) if kind else ""
 
 
 if __name__ == "__main__":

@@ -5,15 +5,24 @@ python scripts/document_reference.py
 
 import argparse
 import inspect
+import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from inspect import Parameter
 from pathlib import Path
-from types import GenericAlias
+from types import GenericAlias, NoneType, UnionType
+from typing import Annotated, Literal, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel
 
 import whet
-from whet.app.cli.flags import CommandParser
+from whet.app.cli.flags import MAX_WIDTH, CommandParser
 from whet.app.cli.main import build_parser
 
+MAX_LINE = 88
+LEADING_MODULES = re.compile(r"(?<!\w)(?:[a-z_]\w*\.)+(?=\w)")
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
 
@@ -25,25 +34,92 @@ def python_api() -> str:
         text += f"\n## `whet.{name}`\n\n```python\n{signature(name, found)}\n```\n"
         if not isinstance(found, GenericAlias):
             text += f"\n{inspect.getdoc(found) or ''}\n"
-        if inspect.isclass(found) and not issubclass(found, Exception):
-            text += "".join(methods(found))
+        if found is whet.RunConfig:
+            text += "\nIts keys are those of the [configuration](configuration.md).\n"
+        elif inspect.isclass(found) and not issubclass(found, Exception):
+            text += "".join([*fields(found), *methods(found)])
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def signature(name: str, found: object) -> str:
-    """The definition of a name, as code."""
+    """The definition of a name, as code: on one line if it fits, else a parameter a line."""
     if isinstance(found, GenericAlias):
-        return re.sub(r"[a-z.]+\.", "", f"{name} = {found}")
+        return f"{name} = {annotate(found)}"
     if inspect.isclass(found) and issubclass(found, Exception):
         return f"class {name}({found.__mro__[1].__name__})"
-    if hasattr(found, "model_fields"):
+    if found is whet.RunConfig:
         return f"class {name}"
-    prefix = "class " if inspect.isclass(found) else "def "
-    parameters = str(inspect.signature(found))  # type: ignore[arg-type]
-    text = f"{prefix}{name}{parameters}".replace("whet.types.rollouts.", "").replace("'", "")
-    # Versions of Python print these otherwise: paths since 3.13, `Any` and unions since 3.14.
-    text = text.replace("pathlib._local.", "pathlib.").replace("typing.", "")
-    return re.sub(r"Union\[(\w+), (Literal\[\w+\])\]", r"\1 | \2", text)
+    assert callable(found)
+    made = inspect.signature(found)
+    prefix, end = "def ", f" -> {annotate(made.return_annotation)}"
+    if inspect.isclass(found):
+        prefix, end = "class ", ""
+    parts = [*list_parameters([*made.parameters.values()])]
+    line = f"{prefix}{name}({', '.join(parts)}){end}"
+    if len(line) <= MAX_LINE:
+        return line
+    return f"{prefix}{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){end}"
+
+
+def list_parameters(parameters: Sequence[Parameter]) -> Iterator[str]:
+    """Each parameter as code, and the marks of those that are positional or keyword only."""
+    kinds = [parameter.kind for parameter in parameters]
+    for number, parameter in enumerate(parameters):
+        before, after = kinds[:number], kinds[number + 1 : number + 2]
+        if parameter.kind is Parameter.KEYWORD_ONLY and parameter.kind not in before:
+            yield "*"
+        text = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        text += parameter.name
+        if parameter.annotation is not Parameter.empty:
+            text += f": {annotate(parameter.annotation)}"
+        if parameter.default is not Parameter.empty:
+            text += f" = {show(parameter.default)}"
+        yield text
+        if parameter.kind is Parameter.POSITIONAL_ONLY and parameter.kind not in after:
+            yield "/"
+
+
+def annotate(annotation: object) -> str:
+    """An annotation as one writes it, without the modules of names and the limits of values."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, str):
+        return LEADING_MODULES.sub("", annotation)
+    if annotation is NoneType or annotation is None:
+        return "None"
+    if annotation is ...:
+        return "..."
+    if isinstance(annotation, list):  # the parameters of a callable
+        return f"[{', '.join(map(annotate, cast(list[object], annotation)))}]"
+    if origin is Annotated:
+        return annotate(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(annotate, arguments))
+    if origin is Literal:
+        return f"Literal[{', '.join(map(show, arguments))}]"
+    name: str = getattr(origin or annotation, "__name__", str(annotation))
+    return f"{name}[{', '.join(map(annotate, arguments))}]" if arguments else name
+
+
+def show(default: object) -> str:
+    """A default value as one writes it."""
+    if isinstance(default, Enum):
+        return str(default) if not isinstance(default, str) else json.dumps(default.value)
+    if isinstance(default, str):
+        return json.dumps(default)
+    if isinstance(default, tuple):
+        items = [show(each) for each in cast(tuple[object, ...], default)]
+        return f"({', '.join(items)}{',' * (len(items) == 1)})"
+    if isinstance(default, BaseModel):
+        return f"{type(default).__name__}()"
+    return "..." if type(default).__module__ == "dataclasses" else repr(default)  # a factory
+
+
+def fields(found: type) -> Iterator[str]:
+    """The documented fields of a stored value."""
+    if issubclass(found, BaseModel):
+        for name, field in found.model_fields.items():
+            if field.description:
+                yield f"\n- `{name}`: {' '.join(field.description.split())}\n"
 
 
 def methods(found: type) -> Iterator[str]:
@@ -67,6 +143,7 @@ def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
 
 def cli() -> str:
     """The page of every command: its help."""
+    os.environ["COLUMNS"] = str(MAX_WIDTH)  # whatever the terminal has
     text = "# Commands\n\nThe help of every command. The keys of the config are flags too:"
     text += " `--help-config` lists them, and so does [configuration](configuration.md).\n\n"
     text += "An error that you can fix is one line on stderr and exit code 2; Ctrl-C is exit code"

@@ -66,7 +66,7 @@ whose numbers are in no problem of the training data. Sampled: at temperature 1,
 Of the sampled calls that can be read, {copied:.1%} use numbers of the question only. Of the answers
 after a right calculation, {read:.1%} give its result, and {ignored:.1%} a number of the question.
 
-Licence: MIT, like the rest of the repository.
+License: MIT, like the rest of the repository.
 """
 
 # --------------------------------------------------------------------------- text
@@ -230,12 +230,12 @@ def train(
 ) -> float:
     """Cross-entropy on what the assistant said; returns the mean loss of the last steps."""
     nn.Module.to(model, device).train()
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05, fused=device == "cuda"
     )
     warmup = min(300, steps // 10 + 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser,
+        optimizer,
         lambda step: min(
             (step + 1) / warmup, 0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2
         ),
@@ -243,7 +243,7 @@ def train(
     losses: list[Tensor] = []
     began = time.monotonic()
     for step, parts in enumerate(data, 1):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         total = sum((targets != -100).sum() for _, targets in parts)
         losses.append(torch.zeros((), device=device))
         for inputs, targets in parts:
@@ -255,7 +255,7 @@ def train(
             (loss / total).backward()
             losses[-1] += loss.detach() / total
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
         if step % max(1, steps // 20) == 0:
             recent = torch.stack(losses[-100:]).mean().item()

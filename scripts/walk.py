@@ -93,9 +93,13 @@ class Tracer:
 
 
 def walk_call(tracer: Tracer) -> Walk:
-    """One Chat Completions request, from the socket to the durable record and the reply."""
+    """One Chat Completions request, from the socket to the durable record and the reply.
+
+    It is the first of its attempt, and no other attempt has rendered its prompt. The store is that
+    of a gateway process: the process that trains expires the leases.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        store = SQLiteStore(Path(folder) / "store.db")
+        store = SQLiteStore(Path(folder) / "store.db", expires_leases=False)
         renderer = Renderer(ChatTemplate(SRC / "demos" / "tiny"))
         answer = [*renderer.template.encode("hello there"), *renderer.stop_ids[:1]]
         engine = FakeEngine([answer, answer], decode=renderer.template.decode, vocabulary=1280)
@@ -104,10 +108,10 @@ def walk_call(tracer: Tracer) -> Walk:
         )
         server = AppServer(build_app(pipeline, SECRET, GatewayConfig()))
         try:
-            ask(server.url, anyio.run(new_attempt, store, "warm-up"))
+            ask(server.url, anyio.run(new_attempt, store, "warm-up"), "hi")
             attempt = anyio.run(new_attempt, store, "traced")
             with tracer.record() as walk:
-                ask(server.url, attempt)
+                ask(server.url, attempt, "hello")
             assert len(anyio.run(store.calls, attempt.id)) == 1
         finally:
             server.close()
@@ -123,9 +127,9 @@ async def new_attempt(store: SQLiteStore, name: str) -> Attempt:
     return attempt
 
 
-def ask(url: str, attempt: Attempt) -> None:
+def ask(url: str, attempt: Attempt, question: str) -> None:
     """Send one request as an agent of the attempt would."""
-    body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+    body = {"model": "policy", "messages": [{"role": "user", "content": question}]}
     connection = http.client.HTTPConnection(urlsplit(url).netloc)
     path = f"/rollout/{attempt.rollout.id}/attempt/{attempt.id}/v1/chat/completions"
     key = auth.mint_key(attempt.id, SECRET)

@@ -19,11 +19,17 @@ from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.flags import PREFIX, CommandParser
 from whet.app.cli.main import build_parser
 from whet.app.run_folder import MAY_CHANGE
+from whet.gateway.dialects.anthropic import AnthropicDialect
+from whet.gateway.dialects.chat import ChatDialect
+from whet.gateway.dialects.completions import CompletionsDialect
+from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.http import ERRORS
+from whet.store.http.rpc import METHODS
 from whet.training.step import PHASES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/*/README.md")])
 WITH_PROGRAMS = [  # each program of the page on SDKs is a link
     page for page in PAGES if page.parent.name != "reference" and page.name != "sdks.md"
 ]
@@ -39,9 +45,15 @@ METRIC_FUNCTIONS = {
     "trainers/local.py": {"_measure"},
     "trainers/tinker.py": {"_compute_metrics"},
 }
+MODEL_CALLS = [
+    dialect.path
+    for dialect in (ChatDialect(), CompletionsDialect(), ResponsesDialect(), AnthropicDialect())
+]
 SNIPPET = re.compile(r"```python(?: \S+)?\n(.*?)```", re.DOTALL)  # fragments are marked `py`
 PROGRAM = re.compile(r"```python (\S+)\n(.*?)```", re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -84,10 +96,20 @@ def test_every_command_and_flag_is_documented(parser: argparse.ArgumentParser) -
             assert all(flag in text for flag in action.option_strings)
 
 
+def find_anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = HEADING.findall(FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, anchor in LINK.findall(page.read_text()):
+        found = page.parent / target if target else page
+        assert found.exists(), target
+        if anchor:
+            found = found / "README.md" if found.is_dir() else found
+            assert anchor in find_anchors(found), f"{target}#{anchor}"
 
 
 def find_undefined(source: str) -> set[str]:
@@ -116,7 +138,7 @@ def test_the_index_leads_to_every_page() -> None:
     index = (DOCS / "index.md").read_text()
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     records = {page for page in pages if page.startswith("decisions/0")}
-    assert pages - records - {"index.md"} - set(LINK.findall(index)) == set()
+    assert pages - records - {"index.md"} - {target for target, _ in LINK.findall(index)} == set()
 
 
 def load_script(name: str) -> Any:
@@ -149,6 +171,24 @@ def test_every_metric_of_a_step_is_documented() -> None:
     assert logged - {"reward/"} == documented - {
         *("computed_tokens", "corrected_fraction", "reference_kl")
     }
+
+
+def test_every_path_and_error_of_the_gateway_is_documented() -> None:
+    page = (DOCS / "reference" / "http-api.md").read_text()
+    source = (ROOT / "src" / "whet" / "gateway" / "app.py").read_text()
+    paths = [path.replace(":path", "") for path in re.findall(r'build_route\("(/.+?)"', source)]
+    assert len(paths) > 5
+    assert [path for path in (*paths, *MODEL_CALLS) if f" {path}`" not in page] == []
+    assert [code for _, _, code in ERRORS if f"`{code}`" not in page] == []
+
+
+def test_every_operation_of_the_store_is_documented() -> None:
+    page = (DOCS / "guides" / "store.md").read_text()
+    run = "/v1/runs/{run}"
+    paths = {method.path for method in METHODS.values()} - {run}  # the page has it in words
+    for path in paths:
+        shown = re.sub(r"{(rollout|attempt)}", "{id}", path.removeprefix(f"{run}/"))
+        assert re.search(rf"[` ]{re.escape(shown)}`", page), shown
 
 
 def test_decisions_are_numbered_dated_and_listed() -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import codespell_lib
+
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "whet"
 FILES = sorted(SRC.rglob("*.py"))
@@ -19,6 +21,7 @@ OTHERS = sorted(
     for folder in ("tests", "bench", "scripts", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
+BRITISH = Path(codespell_lib.__file__).parent / "data" / "dictionary_en-GB_to_en-US.txt"
 OURS = [path for path in FILES if path.relative_to(SRC).parts[0] != "agl"]
 """All but the package whose names are Agent Lightning's."""
 
@@ -91,11 +94,6 @@ def words(name: str) -> set[str]:
     return {part.lower() for part in parts}
 
 
-def is_entry(path: Path) -> bool:
-    """Whether a reader of the folder has to look at it: no `__init__.py` and no marker."""
-    return not path.name.startswith("__") and path.name != "py.typed"
-
-
 def named(path: Path) -> str:
     return str(path.relative_to(SRC if path.is_relative_to(SRC) else ROOT))
 
@@ -106,6 +104,18 @@ def test_identifiers_use_the_fields_own_words() -> None:
         for path in [*FILES, *OTHERS]
         for line, name in [*identifiers(parse(path)), (0, named(path.with_suffix("")))]
         if words(name) & BANNED and not name.startswith("test_")  # those are sentences
+    }
+    assert found == {}
+
+
+def test_identifiers_have_american_spelling() -> None:
+    # codespell, which checks the texts, takes a name with underscores for one word.
+    british = {line.partition("->")[0].lower() for line in BRITISH.read_text().splitlines()}
+    found = {
+        f"{named(path)}:{line}": name
+        for path in [*FILES, *OTHERS]
+        for line, name in identifiers(parse(path))
+        if words(name) & (british - {"dialogue", "dialogues"})
     }
     assert found == {}
 
@@ -151,9 +161,3 @@ def test_a_file_name_means_one_thing() -> None:
     repeated = {name: files for name, files in places.items() if len(files) > 1}
     assert {n: f for n, f in repeated.items() if n not in SHARED_FILE_NAMES} == {}
     assert SHARED_FILE_NAMES - repeated.keys() == set(), "exceptions that are not needed"
-
-
-def test_a_folder_can_be_seen_at_a_glance() -> None:
-    folders = [path for path in SRC.rglob("*") if path.is_dir()]
-    entries = {named(folder): [p for p in folder.iterdir() if is_entry(p)] for folder in folders}
-    assert {name: len(found) for name, found in entries.items() if len(found) > 16} == {}

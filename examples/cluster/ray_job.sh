@@ -5,6 +5,7 @@
 #
 # The nodes have whet[ray] installed; agent.py and whatever it imports is copied to them with the job.
 set -euo pipefail
+trap 'kill $(jobs -p); wait' EXIT  # however the training ends
 
 head=${1:?the address of the head node, which all nodes reach}
 export WHET_STORE=http://$head:4747
@@ -17,5 +18,3 @@ ray job submit --no-wait --address "http://$head:8265" --working-dir . \
     -- whet runner agent.py:answer --ray auto --num 8 --concurrency 64
 
 whet train --tasks tasks.jsonl --steps 50 # while it runs: whet runner --scale 16
-kill $(jobs -p)
-wait

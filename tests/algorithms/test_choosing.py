@@ -58,7 +58,7 @@ def test_every_key_is_read_by_some_algorithm() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(
+def test_what_cannot_be_honored_is_refused(
     algorithm: dict[str, object], values: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

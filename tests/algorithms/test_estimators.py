@@ -65,7 +65,7 @@ async def test_reinforce_compares_its_first_step_with_itself() -> None:
     assert await advantages(Reinforce(CONFIG), [(), ()]) == [[], []]
 
 
-async def test_reinforce_plus_plus_normalises_over_the_step() -> None:
+async def test_reinforce_plus_plus_normalizes_over_the_step() -> None:
     # 1, 1, 0, 2: the mean is 1, the variance (0 + 0 + 1 + 1) / 3.
     found = await advantages(ReinforcePlusPlus(CONFIG), [(1, 1), (0, 2)])
     assert found == [[0, 0], pytest.approx([-(1.5**0.5), 1.5**0.5], rel=1e-5)]

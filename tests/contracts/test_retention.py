@@ -81,7 +81,7 @@ async def test_pruning_forgets_calls_but_not_how_rollouts_ended(store: Store, cl
         await store.commit(step(1, "used"))
 
 
-async def test_a_dropped_run_leaves_no_trace_and_its_neighbour_whole(store: Store) -> None:
+async def test_a_dropped_run_leaves_no_trace_and_its_neighbor_whole(store: Store) -> None:
     other = store.for_run("other")
     for run in (store, other):
         await run.publish("prompt", 1)

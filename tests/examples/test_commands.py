@@ -58,10 +58,14 @@ def check_whet(arguments: list[str]) -> None:
 
 
 def check_programs(shell: str, *places: Path) -> None:
-    """Check that the Python files that a script runs exist in one of some folders."""
-    for program, *_ in filter(None, read_commands(shell, r"(?:.*/)?python3?")):
+    """Check that the Python files that a script runs are in one of some folders, with its flags."""
+    for program, *arguments in filter(None, read_commands(shell, r"(?:.*/)?python3?")):
         if program.endswith(".py"):
-            assert any((place / program).is_file() for place in places), program
+            found = [place / program for place in places if (place / program).is_file()]
+            assert found, program
+            sources = "".join(each.read_text() for each in found[0].parent.glob("*.py"))
+            flags = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+            assert not [flag for flag in flags if f'"{flag}"' not in sources], (program, flags)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=relative)

@@ -197,7 +197,7 @@ async def test_a_forced_tool_is_a_grammar(gateway: Gateway) -> None:
         ("thinking", {"type": "sometimes"}),
     ],
 )
-async def test_what_we_cannot_honour_is_refused_by_name(
+async def test_what_we_cannot_honor_is_refused_by_name(
     gateway: Gateway, field: str, value: object
 ) -> None:
     response = await gateway.send("POST", PATH, ask() | {field: value})

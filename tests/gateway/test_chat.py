@@ -211,7 +211,7 @@ async def test_parts_are_joined_and_other_kinds_refused_by_name(gateway: Gateway
         ("continue_final_message", True),
     ],
 )
-async def test_what_we_cannot_honour_is_refused_by_name(
+async def test_what_we_cannot_honor_is_refused_by_name(
     gateway: Gateway, field: str, value: object
 ) -> None:
     response = await gateway.send("POST", PATH, ask(**{field: value}))

@@ -169,7 +169,7 @@ async def test_a_stop_string_is_named_and_left_out_of_the_text(new_gateway: NewG
         ("n", 0),
     ],
 )
-async def test_what_we_cannot_honour_is_refused_by_name(
+async def test_what_we_cannot_honor_is_refused_by_name(
     gateway: Gateway, field: str, value: object
 ) -> None:
     response = await gateway.send("POST", PATH, ask("a") | {field: value})

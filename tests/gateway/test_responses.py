@@ -264,7 +264,7 @@ async def test_the_same_tools_render_alike_in_every_format(gateway: Gateway) -> 
         ("moderation", {"model": "x"}),
     ],
 )
-async def test_what_we_cannot_honour_is_refused_by_name(
+async def test_what_we_cannot_honor_is_refused_by_name(
     gateway: Gateway, field: str, value: object
 ) -> None:
     response = await gateway.send("POST", PATH, ask("hi") | {field: value})

@@ -169,7 +169,7 @@ def test_the_listing_shows_which_models_are_present(tmp_path: Path) -> None:
     assert list_models(cache=tmp_path)[1][2:] == (3, folder)
 
 
-def test_the_catalogue_imports_nothing_heavy() -> None:
+def test_the_catalog_imports_nothing_heavy() -> None:
     heavy = "{'numpy', 'tokenizers', 'safetensors', 'torch', 'transformers', 'huggingface_hub'}"
     program = f"import sys, whet.models.catalog; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

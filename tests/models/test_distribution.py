@@ -26,7 +26,7 @@ def test_greedy_has_the_log_probabilities_of_temperature_one() -> None:
     assert probabilities(0) == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
-def test_top_k_keeps_the_likeliest_and_normalises_again() -> None:
+def test_top_k_keeps_the_likeliest_and_normalizes_again() -> None:
     assert probabilities(top_k=2) == pytest.approx([4 / 7, 3 / 7, 0, 0])
     assert probabilities(top_k=9) == pytest.approx([0.4, 0.3, 0.2, 0.1])
 

@@ -89,11 +89,11 @@ async def test_a_hook_that_raises_at_the_start_keeps_the_runner_from_starting(
 ) -> None:
     class Refusing(whet.Hooks):
         def on_start(self, runner: str) -> None:
-            raise OSError("no licence")
+            raise OSError("no license")
 
     with pytest.raises(ExceptionGroup) as raised:
         await run(agent, [1], store, hooks=[Refusing()])
-    assert "the hook Refusing.on_start raised: OSError: no licence" in str(
+    assert "the hook Refusing.on_start raised: OSError: no license" in str(
         raised.value.exceptions[0]
     )
 

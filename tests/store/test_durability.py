@@ -226,7 +226,7 @@ anyio.run(main)
 
 
 def work_and_be_killed(path: Path, name: str, after: int) -> list[list[str]]:
-    """Return the acknowledgements that the process printed before it was killed."""
+    """Return the acknowledgments that the process printed before it was killed."""
     command = [sys.executable, "-c", WORK_FOREVER, str(path), name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as process:
         assert process.stdout is not None

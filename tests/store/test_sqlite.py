@@ -138,7 +138,7 @@ async def test_a_late_report_is_kept(store: SQLiteStore) -> None:
 # ------------------------------------------------------------------ threads
 
 
-async def test_a_failing_change_does_not_undo_its_neighbours(store: SQLiteStore) -> None:
+async def test_a_failing_change_does_not_undo_its_neighbors(store: SQLiteStore) -> None:
     await store.enqueue(rollouts("a"))
     attempt = await claim(store)
     refused: list[int] = []

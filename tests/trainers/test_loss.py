@@ -245,7 +245,7 @@ def test_the_divergence_is_zero_for_equal_policies_and_else_positive() -> None:
 
 
 def test_the_penalty_pulls_towards_the_reference() -> None:
-    # The reference finds the token e^0.3 times likelier: minimising raises it.
+    # The reference finds the token e^0.3 times likelier: minimizing raises it.
     value, [slope] = outcome([0.0], batch_of([0.0], weights=[0.5]), reference=[Q + 0.3], kl=0.2)
     assert value == pytest.approx(0.5 * 0.2 * (math.exp(0.3) - 0.3 - 1), rel=1e-4)
     assert slope == pytest.approx(0.5 * 0.2 * (1 - math.exp(0.3)))

@@ -145,7 +145,7 @@ def test_two_equal_samples_of_one_prompt_are_two_rows() -> None:
     assert [row.tokens for row in rows] == [(1, 2), (1, 2)]
 
 
-def test_sampling_settings_travel_with_the_span() -> None:
+def test_sampling_settings_travel_with_the_segment() -> None:
     talk = Conversation()
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5)
     talk.call([1], generation([2, 3], [-0.1, -0.2], version=4, sampling=sampling))

@@ -74,7 +74,8 @@ class RunnerConfig(Section):
     processes: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Processes to run agents in: 0 runs all attempts in this process; as many as `concurrency`
     gives each attempt a process of its own. If absent, the larger of half the cores and all but
-    four, at most 12; 0 with at most two cores, or for an agent that cannot be imported by name."""
+    four, at most 12; 0 with at most two cores, for a command or a service, or for an agent that
+    cannot be imported by name."""
     tracer: TracerName | None = None
     """Record the spans of an agent's SDK: `otel` those of OpenTelemetry, `openai-agents` those of
     the OpenAI Agents SDK, which are then not uploaded."""

@@ -396,9 +396,10 @@ def test_help_lists_every_command_by_group_with_one_line_each(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
-    name: str, capsys: pytest.CaptureFixture[str]
+def test_the_help_of_a_command_fits_in_66_lines_and_every_flag_is_described(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     done = run_main(capsys, name, "--help")
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -408,6 +409,16 @@ def test_the_help_of_a_command_fits_on_two_screens_and_every_line_is_described(
     for number, line in enumerate(lines):
         if line.startswith("  -"):  # a flag has its text beside it, or below
             assert len(line.split("  ")) > 2 or lines[number + 1].startswith(" " * 20), line
+
+
+def test_help_is_broken_to_the_columns_of_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run_main(capsys, "train", "--help").stdout.partition("\nexamples:\n")[0]
+    assert max(map(len, shown.splitlines())) <= 80
+    shown = run_main(capsys, "train", "--help-config").stdout
+    assert max(len(line) for line in shown.splitlines() if line.startswith(" " * 6)) <= 80
 
 
 def test_a_run_of_several_processes_has_a_default_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -292,7 +292,7 @@ def test_a_body_larger_than_is_read_is_not_waited_for(server: Server) -> None:
     connection.close()
 
 
-def test_a_body_that_is_cut_off(server: Server) -> None:
+def test_a_body_that_is_cut_off_is_dropped_without_a_trace(server: Server) -> None:
     head = f"POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}Content-Length: 500\r\n\r\nabc".encode())

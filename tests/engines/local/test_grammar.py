@@ -35,7 +35,7 @@ class Closed(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Colour(StrEnum):
+class Color(StrEnum):
     RED = "red"
     GREEN = "light green"
 
@@ -47,7 +47,7 @@ class Point(Closed):
 
 class Drawing(Closed):
     kind: Literal["drawing"]
-    colour: Colour
+    color: Color
     points: Annotated[list[Point], Field(min_length=1, max_length=2)]
     visible: bool
 
@@ -62,10 +62,10 @@ class Page(Closed):
 
 
 SHAPES: dict[str, TypeAdapter[object]] = {
-    "enum": TypeAdapter(Colour),
+    "enum": TypeAdapter(Color),
     "nested": TypeAdapter(Drawing),
     "union": TypeAdapter(Page),
-    "array": TypeAdapter(Annotated[list[Colour], Field(max_length=3)]),
+    "array": TypeAdapter(Annotated[list[Color], Field(max_length=3)]),
     "number": TypeAdapter(Annotated[int, Field(ge=10, le=250)]),
 }
 

@@ -198,7 +198,7 @@ UNIQUE = {
         ({"response_format": {"type": "yaml"}}, "response_format"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused(
+async def test_what_cannot_be_honored_is_refused(
     client: AsyncOpenAI, served: Gateway, settings: dict[str, Any], why: str
 ) -> None:
     for stream in (False, True):

@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
-from whet.app.cli.flags import AFTER, PREFIX, WIDTH, CommandParser, get_agent_command
+from whet.app.cli.flags import (
+    AFTER,
+    PREFIX,
+    CommandParser,
+    find_help_width,
+    get_agent_command,
+)
 from whet.config import INTERNAL_KEYS, UNIONS, RunConfig, merge, read_toml
 
 ALIASES = {
@@ -193,7 +199,7 @@ def format_config_help(fields: Mapping[str, FieldInfo]) -> str:
         default = "" if field.default in (None, "") else f", default {show_default(field)}"
         lines.append(f"  --{key.replace('_', '-')}  {_format_type(field)}{default}")
         about = " ".join((field.description or "").split())
-        wrapped = textwrap.wrap(about, WIDTH - 6, break_on_hyphens=False)
+        wrapped = textwrap.wrap(about, find_help_width() - 6, break_on_hyphens=False)
         lines += [" " * 6 + line for line in wrapped]
     return "\n".join(lines) + "\n"
 

@@ -5,6 +5,7 @@ import difflib
 import importlib
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ PREFIX = "config:"
 AFTER = "after"
 """The arguments after `--`: an agent's command, or flags of an inference server."""
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
-WIDTH = 100
+MIN_WIDTH, MAX_WIDTH = 40, 100
 DEV_TASKS = 3
 """Tasks that `whet dev` runs by default."""
 
@@ -115,11 +116,16 @@ def _convert_to_key(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
+def find_help_width() -> int:
+    """Columns of a help text: those of the terminal, if they are fewer than a file gets."""
+    return max(MIN_WIDTH, min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 0)).columns))
+
+
 class HelpFormatter(argparse.HelpFormatter):
     """Help with the metavar once, and a config flag by its shorter name: `--engine KIND`."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=31, width=WIDTH)
+        super().__init__(prog, max_help_position=31, width=find_help_width())
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:  # examples
