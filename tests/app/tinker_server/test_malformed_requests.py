@@ -247,6 +247,9 @@ def test_an_invalid_sample_request_is_refused(
     assert error in detail
 
 
+SPARSE = {"data": [7], "shape": [1, 8], "sparse_crow_indices": [0, 1], "sparse_col_indices": [3]}
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -260,6 +263,9 @@ def test_an_invalid_sample_request_is_refused(
             {"target_prompt_logprobs": {"data": [], "shape": [1, 10**15]}},
             "match its shape",
         ),
+        ({"target_prompt_logprobs": SPARSE | {"shape": [1, 10**15]}}, "entries are more than"),
+        ({"target_prompt_logprobs": SPARSE | {"shape": [1, -2]}}, "invalid tensor"),
+        ({"target_prompt_logprobs": SPARSE | {"sparse_col_indices": [HUGE]}}, "invalid tensor"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 9}, "at most 1"),
     ],
 )
