@@ -34,7 +34,7 @@ from whet.app.tinker_server.storage import (
 )
 from whet.config import AdamStep, resolve
 from whet.engines.scorer import ScoreRequest
-from whet.errors import ConfigError, EngineError, RequestError
+from whet.errors import ConfigError, EngineError, NotFound, RequestError
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.tinker_datums import Datum
@@ -335,3 +335,21 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
     state.drop_inactive()
     assert storage.list_unnamed("s:train:0") == []
     assert storage.list_samplers("s") == []
+
+
+@pytest.mark.anyio
+async def test_a_run_whose_session_ends_while_it_is_made_does_not_stay_in_memory(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    runs = TrainingRuns(base)
+    state = ServerState(
+        [ServedModel(runs, Samplers(base, "tiny", (), engines=1))], Storage(tmp_path)
+    )
+    state.begin_session(Session(id="s", created=0))
+    run = TrainingRun(id="s:train:0", session="s", created=0, base_model="tiny", lora=LORA)
+    await runs.create(run.id, LORA, 1)
+    state.finish("s")
+    with pytest.raises(RequestError, match="has ended"):
+        state.add_run(run)
+    with pytest.raises(NotFound):
+        runs._get(run.id)
