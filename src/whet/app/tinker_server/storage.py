@@ -160,6 +160,14 @@ class Storage:
             raise NotFound(f"the checkpoint {path!r} has expired")
         return found
 
+    def has_checkpoint(self, path: str) -> bool:
+        """Return whether a checkpoint exists that has not expired."""
+        try:
+            self.read_checkpoint(path)
+        except NotFound:
+            return False
+        return True
+
     def list_checkpoints(self, run: str | None = None) -> list[Checkpoint]:
         """List named checkpoints, newest first; expired ones are deleted."""
         pattern = f"runs/{_check_name(run) if run else '*'}/*/*/checkpoint.json"
