@@ -93,14 +93,20 @@ async def _stream(
         client.stream("POST", f"{endpoint.base_url}/chat/completions", json=body) as reply,
     ):
         if reply.status >= 400:
-            error = (await reply.json())["error"]["message"]
-            raise EngineError(f"the model does not answer: {error}")
+            raise _build_error(await reply.json())
         async for data in reply.content:
             line = data.decode()
             if line.startswith("data: {"):
-                choices = json.loads(line.removeprefix("data: "))["choices"]
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:  # the answer was broken off
+                    raise _build_error(event)
+                choices = event["choices"]
                 if choices and (text := choices[0]["delta"].get("content")):
                     yield text
+
+
+def _build_error(reply: dict[str, dict[str, str]]) -> EngineError:
+    return EngineError(f"the model does not answer: {reply['error']['message']}")
 
 
 def _print_note(text: str) -> None:
