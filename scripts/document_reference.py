@@ -13,6 +13,7 @@ from types import GenericAlias
 import whet
 from whet.app.cli.flags import CommandParser
 from whet.app.cli.main import build_parser
+from whet.types import Value
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 
@@ -26,7 +27,7 @@ def python_api() -> str:
         if not isinstance(found, GenericAlias):
             text += f"\n{inspect.getdoc(found) or ''}\n"
         if inspect.isclass(found) and not issubclass(found, Exception):
-            text += "".join(methods(found))
+            text += "".join([*fields(found), *methods(found)])
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
@@ -39,11 +40,38 @@ def signature(name: str, found: object) -> str:
     if hasattr(found, "model_fields"):
         return f"class {name}"
     prefix = "class " if inspect.isclass(found) else "def "
-    parameters = str(inspect.signature(found))  # type: ignore[arg-type]
-    text = f"{prefix}{name}{parameters}".replace("whet.types.rollouts.", "").replace("'", "")
-    # Versions of Python print these otherwise: paths since 3.13, `Any` and unions since 3.14.
-    text = text.replace("pathlib._local.", "pathlib.").replace("typing.", "")
-    return re.sub(r"Union\[(\w+), (Literal\[\w+\])\]", r"\1 | \2", text)
+    found = inspect.signature(found)  # type: ignore[arg-type]
+    parameters = [
+        each.replace(annotation=shorten(each.annotation)) for each in found.parameters.values()
+    ]
+    returned = shorten(found.return_annotation)
+    return f"{prefix}{name}{found.replace(parameters=parameters, return_annotation=returned)}"
+
+
+def shorten(annotation: object) -> object:
+    """An annotation that is printed without modules, and without quotes around names."""
+    return annotation if annotation is inspect.Signature.empty else Annotation(annotation)
+
+
+class Annotation:
+    """A shortened annotation."""
+
+    def __init__(self, annotation: object) -> None:
+        self._text = inspect.formatannotation(annotation)
+
+    def __repr__(self) -> str:
+        text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", self._text)
+        text = re.sub(r"(Literal\[[^]]*\])|'", lambda found: found[1] or "", text)
+        # Versions of Python print these otherwise: unions are names and bars since 3.14.
+        return re.sub(r"Union\[(\w+), (Literal\[[^]]*\])\]", r"\1 | \2", text)
+
+
+def fields(found: type) -> Iterator[str]:
+    """The fields of a value; those of the config have a page of their own."""
+    if issubclass(found, Value):
+        for name, field in found.model_fields.items():
+            meaning = f": {' '.join(field.description.split())}" if field.description else ""
+            yield f"\n- `{name}`{meaning}\n"
 
 
 def methods(found: type) -> Iterator[str]:
