@@ -17,6 +17,7 @@ from support.scripts import load_script
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {
     "runner": ["whet.runners.runner", "whet.store.http.client"],
     "gateway": [
@@ -90,13 +91,29 @@ def test_a_command_without_its_extra_names_it_in_one_line(wheel: str, tmp_path: 
     check_documented_size("none", tmp_path / "venv")
 
 
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_the_pinned_packages_are_there_for_the_first_release_of_each_python(minor: int) -> None:
+    version = f"3.{minor}"
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "pyproject.toml"]
+    flags = ["--extra", "dev", "--python-version", f"{version}.0", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, *flags, "-c", "constraints.txt", "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_extra_that_an_error_names_exists() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     sources = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
     named = ",".join(re.findall(r'requires_extra\(.+, "([a-z,]+)"\)', sources)).split(",")
     assert len(named) > 10
-    assert {*named} <= {*project["optional-dependencies"]}
-    assert {*MODULES, "local", "dev"} == {*project["optional-dependencies"]}
+    assert {*named} <= {*PROJECT["optional-dependencies"]}
+    assert {*MODULES, "local", "dev"} == {*PROJECT["optional-dependencies"]}
 
 
 def check_documented_size(extra: str, environment: Path) -> None:
