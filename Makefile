@@ -138,13 +138,13 @@ clean: ## remove the environment and caches; runs in .whet stay
 BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py
 
 # uv installs in seconds what takes pip a minute. It chooses the build of torch for this machine: PyPI's is the one for NVIDIA
-# GPUs, ten times the size of the one for CPUs. It gets pip's folders of wheels, reads no other settings of pip, and where it fails pip
-# goes on: first with the build for CPUs unless there is a GPU, which is left out where its host is out of reach.
+# GPUs, ten times the size of the one for CPUs. It gets pip's folders of wheels, reads no other settings of pip, and where it fails or is
+# missing pip goes on: first with the build for CPUs unless there is a GPU, which is left out where its host is out of reach.
 WHEELS = $(shell $(PYTHON) -m pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p" | sort -u)
 UV = $(BIN)/uv pip install --quiet $(addprefix --find-links ,$(WHEELS)) --python
 # $(call install,PYTHON,OPTIONS AND PACKAGES)
-install = UV_HTTP_RETRIES=1 UV_HTTP_TIMEOUT=10 $(UV) $(1) --torch-backend auto $(2) 2>/dev/null || \
-	{ echo "download.pytorch.org is out of reach: taking PyPI's torch" && $(UV) $(1) $(2); } || \
+install = { test -x $(BIN)/uv && { UV_HTTP_RETRIES=1 UV_HTTP_TIMEOUT=10 $(UV) $(1) --torch-backend auto $(2) 2>/dev/null || \
+	{ echo "download.pytorch.org is out of reach: taking PyPI's torch" && $(UV) $(1) $(2); }; }; } || \
 	{ command -v nvidia-smi >/dev/null || $(1) -m pip install --quiet --retries 0 --timeout 5 -c constraints.txt \
 		--index-url https://download.pytorch.org/whl/cpu torch 2>/dev/null; $(1) -m pip install --quiet $(2); }
 
@@ -152,7 +152,7 @@ $(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "whet needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt uv
+	@$(BIN)/python -m pip install --quiet -c constraints.txt uv || echo "uv cannot be installed: pip installs the rest"
 	@echo "installing whet, torch and what they need into .venv"
 	@$(call install,$(BIN)/python,-c constraints.txt -e '.[local]')
 	@touch $@

@@ -36,10 +36,15 @@ def install(extra: str, folder: Path, options: list[str]) -> tuple[int, float, f
     began = time.monotonic()
     subprocess.run([*command, *options, what], check=True)
     seconds = time.monotonic() - began
-    [packages] = folder.glob("env/lib/*/site-packages")
+    return *measure(folder / "env"), seconds
+
+
+def measure(environment: Path) -> tuple[int, float]:
+    """Return packages, and megabytes without bytecode."""
+    [packages] = environment.glob("lib/*/site-packages")
     files = [file for file in packages.rglob("*") if file.is_file() and file.suffix != ".pyc"]
     megabytes = sum(file.stat().st_size for file in files) / 1e6
-    return len(list(packages.glob("*.dist-info"))), megabytes, seconds
+    return len(list(packages.glob("*.dist-info"))), megabytes
 
 
 if __name__ == "__main__":

@@ -3,17 +3,16 @@
 import argparse
 import ast
 import builtins
-import importlib.util
 import re
 import subprocess
 import symtable
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from support.scripts import load_script
 from whet.algorithms import READ_BY
 from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.flags import PREFIX, CommandParser
@@ -139,15 +138,6 @@ def test_the_index_leads_to_every_page() -> None:
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     records = {page for page in pages if page.startswith("decisions/0")}
     assert pages - records - {"index.md"} - {target for target, _ in LINK.findall(index)} == set()
-
-
-def load_script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("page", ["python-api.md", "cli.md"])

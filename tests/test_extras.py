@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from support.scripts import load_script
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {
     "runner": ["whet.runners.runner", "whet.store.http.client"],
     "gateway": [
@@ -73,6 +76,7 @@ def test_an_extra_alone_is_enough(extra: str, wheel: str, tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
         assert f"usage: whet {command}" in done.stdout
     assert run(python, "-c", "import torch").returncode == 1, "torch is for `local` only"
+    check_documented_size(extra, tmp_path / "venv")
 
 
 def test_a_command_without_its_extra_names_it_in_one_line(wheel: str, tmp_path: Path) -> None:
@@ -84,15 +88,44 @@ def test_a_command_without_its_extra_names_it_in_one_line(wheel: str, tmp_path: 
         assert done.returncode == 2, command
         [line] = done.stderr.splitlines()
         assert line.endswith(f"in a clone of whet: pip install -e '.[{extra}]'"), command
+    check_documented_size("none", tmp_path / "venv")
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_the_pinned_packages_are_there_for_the_first_release_of_each_python(minor: int) -> None:
+    version = f"3.{minor}"
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "pyproject.toml"]
+    flags = ["--extra", "dev", "--python-version", f"{version}.0", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, *flags, "-c", "constraints.txt", "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_extra_that_an_error_names_exists() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     sources = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
     named = ",".join(re.findall(r'requires_extra\(.+, "([a-z,]+)"\)', sources)).split(",")
     assert len(named) > 10
-    assert {*named} <= {*project["optional-dependencies"]}
-    assert {*MODULES, "local", "dev"} == {*project["optional-dependencies"]}
+    assert {*named} <= {*PROJECT["optional-dependencies"]}
+    assert {*MODULES, "local", "dev"} == {*PROJECT["optional-dependencies"]}
+
+
+def check_documented_size(extra: str, environment: Path) -> None:
+    """Compare packages and megabytes with the extra's row in the quickstart."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    row = re.search(rf"^\| `?{extra}`? \|.*\| (\d+) \| (\d+) \| \d+ \|$", page, re.MULTILINE)
+    assert row, f"the quickstart has no row for {extra}"
+    # Some packages are for some versions of Python only.
+    assert load_script("measure_installs").measure(environment) == (
+        pytest.approx(int(row[1]), abs=3),
+        pytest.approx(int(row[2]), rel=0.1),
+    ), f"`python scripts/measure_installs.py {extra}` prints its row"
 
 
 def install(folder: Path, wanted: str) -> Path:

@@ -215,6 +215,16 @@ def test_a_lost_checkpoint_is_reported_and_nothing_is_trained_on_top_of_the_wron
         go(folder, Breaking())
 
 
+def test_a_run_whose_store_is_gone_does_not_start_over(tmp_path: Path) -> None:
+    folder = new_run(tmp_path)
+    with pytest.raises(Stop):
+        go(folder, Breaking(lambda phase, step, done: step == 1 and done >= 2))
+    for file in tmp_path.rglob("store.db*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="had 1 step, its store has 0: restore the store"):
+        go(folder, Breaking())
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_only_looked_at(tmp_path: Path) -> None:
     folder = new_run(tmp_path)

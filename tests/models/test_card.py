@@ -42,8 +42,8 @@ def test_a_card_names_base_model_method_and_gain(tmp_path: Path) -> None:
 
 
 def test_without_held_out_data_a_card_has_no_table(tmp_path: Path) -> None:
-    found = card(tmp_path, "sft", {"steps": 12, "before": {}, "after": {}})
-    assert "12 steps of imitation" in found
+    found = card(tmp_path, "sft", {"steps": 1, "before": {}, "after": {}})
+    assert "after 1 step of imitation" in found
     assert "| held out" not in found
 
 

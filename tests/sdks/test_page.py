@@ -1,20 +1,16 @@
 """`docs/guides/sdks.md` shows the lines that the suite runs, and what the suite found."""
 
-import importlib.util
 import json
 
 from sdks.matrix import COLUMNS, FILE
 from sdks.recipes import EXAMPLES, RECIPES, ROOT
+from support.scripts import load_script
 
 
 def test_the_page_is_as_the_script_writes_it() -> None:
     # `python scripts/document_sdks.py` writes it anew.
-    found = importlib.util.spec_from_file_location("script", ROOT / "scripts/document_sdks.py")
-    assert found is not None
-    assert found.loader is not None
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
-    assert (ROOT / "docs" / "guides" / "sdks.md").read_text() == script.build_page()
+    written = (ROOT / "docs" / "guides" / "sdks.md").read_text()
+    assert written == load_script("document_sdks").build_page()
 
 
 def test_every_recipe_has_its_cells_and_every_example_a_recipe() -> None:

@@ -286,6 +286,18 @@ async def test_nobody_sends_traces_without_a_key(url: str, attempts: Sequence[At
             assert (await http.post(path, json={}, headers=headers)).status_code == 401
 
 
+async def test_an_agent_cannot_occupy_the_store_with_a_huge_export(
+    url: str, attempts: Sequence[AttemptId]
+) -> None:
+    blanks = gzip.compress(b"{" + b" " * 21 * 2**20 + b"}", compresslevel=1)
+    headers = {"Content-Type": Encoding.JSON, "Content-Encoding": "gzip"}
+    async with httpx.AsyncClient(base_url=url) as http:
+        for token, status in ((mint(attempts[0]), 413), (TOKEN, 200)):
+            key = {"Authorization": f"Bearer {token}"}
+            reply = await http.post("/v1/traces", content=blanks, headers=headers | key)
+            assert reply.status_code == status
+
+
 # ------------------------------------------------------------------ real exporters and SDKs
 
 

@@ -161,9 +161,13 @@ async def run_experiment(
     """Evaluate, train, evaluate again and export. What the store has already is not repeated.
 
     The result has the name of the `agent`.
+
+    Raises:
+        ConfigError: the store has lost steps of the run.
     """
     began = time.monotonic()
     check_held_out(run.config, held_out)
+    run.folder.check_store(len(await run.store.steps()))
     async with open_trackers(run.folder, display.note) as tracking:
         before = await _evaluate("before", "before", held_out, run, display)
         await _train(tasks, held_out, run, display, tracking)

@@ -330,6 +330,16 @@ class RunFolder:
                 ) from error
             yield
 
+    def check_store(self, steps: int) -> None:
+        """Raise ConfigError if the store has fewer steps than the folder has seen committed."""
+        seen = max(self.count_reported_steps(), len(self.read_rewards()))
+        if steps < seen:
+            had = format_count(seen, "step")
+            raise ConfigError(
+                f"the run {self.path.name!r} had {had}, its store has {steps}: restore the store, "
+                "or start a new run from the model or a checkpoint of this one"
+            )
+
     def count_reported_steps(self) -> int:
         """Steps in the report of a run; 0 without one."""
         return int(self.read_report().get("steps") or 0)

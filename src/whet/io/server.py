@@ -1,8 +1,11 @@
 """An ASGI server in its own thread, so that code which blocks its event loop cannot stop it."""
 
+import asyncio
 import logging
 import socket
 import threading
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,32 +19,13 @@ KEEP_ALIVE_S = 120
 """Longer than clients keep an idle connection: if the server closed it first, a request that is on
 its way would be lost."""
 
-MAX_HEAD_BYTES = 2**20
-"""Limit for the request line and the headers of a request, which anyone may send without a key."""
+HEAD_TIMEOUT_S = 60.0
+"""Time for the headers of a request to arrive, so that idle strangers hold no connections."""
+MAX_HEAD_BYTES = 512 * 2**10
+"""Largest request line with headers, of which each byte costs more than the one before it."""
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n"
 
 MAX_PORT = 65535
-
-
-class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, which has no limit for request heads, with one."""
-
-    _head_bytes: int | None = None
-    """Bytes of the head so far; None outside of one."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._head_bytes = 0
-
-    def on_headers_complete(self) -> None:
-        self._head_bytes = None
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("The request line and headers are too large.")
 
 
 class AppServer:
@@ -56,6 +40,7 @@ class AppServer:
         name: str = "server",
         port_flag: str = "--port",
         listener: socket.socket | None = None,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
         """Listen on a port, or with a `listener` that does; port 0 chooses a free one.
 
@@ -70,7 +55,7 @@ class AppServer:
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                http=_Protocol,
+                http=partial(_Protocol, head_timeout_s=head_timeout_s),  # pyright: ignore[reportArgumentType]
                 ws="none",
                 # Nothing reads the client's address or the server's name.
                 proxy_headers=False,
@@ -92,6 +77,51 @@ class AppServer:
         """Finish the requests in progress, then stop. Idempotent."""
         self._server.should_exit = True
         self._thread.join(timeout=10)
+
+
+class _Protocol(HttpToolsProtocol):
+    """HTTP without requests whose headers are too large, or do not come."""
+
+    def __init__(self, *arguments: Any, head_timeout_s: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._head_timeout_s = head_timeout_s
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Set from the first byte of a request, and from the start, to the end of its headers."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.write(TOO_LARGE)
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._expect_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._stop_timer()
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 def get_url(listener: socket.socket) -> str:

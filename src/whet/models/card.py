@@ -7,6 +7,7 @@ from typing import cast
 
 from whet.config import RunConfig
 from whet.io.files import atomic_file
+from whet.io.text import format_count
 
 CARD = """---
 base_model: {base}
@@ -83,13 +84,14 @@ def _summarize(kind: str, config: RunConfig, report: Mapping[str, object], polic
         what = "a LoRA adapter of"
     how = KINDS.get(kind)
     if how is None:
-        rollouts, tasks = report.get("rollouts", 0), report.get("tasks", 0)
-        how = f"reinforcement learning ({config.algorithm.name}, loss {config.loss.name}"
-        how += f", {rollouts:,} rollouts" + (f"; {tasks} held-out tasks)" if tasks else ")")
+        rollouts, tasks = (cast(int, report.get(key, 0)) for key in ("rollouts", "tasks"))
+        how = f"reinforcement learning ({config.algorithm.name}, loss {config.loss.name}, "
+        how += format_count(rollouts, "rollout")
+        how += f"; {format_count(tasks, 'held-out task')})" if tasks else ")"
     role = f" It is the policy {policy!r} of several that were trained together." if policy else ""
     # The step whose weights were kept, if an evaluation chose it.
-    steps = report.get("model_step") or report.get("steps", 0)
-    lines = [f"Trained with whet: {what} `{config.model}` after {steps} steps of {how}.{role}", ""]
+    steps = format_count(cast(int, report.get("model_step") or report.get("steps", 0)), "step")
+    lines = [f"Trained with whet: {what} `{config.model}` after {steps} of {how}.{role}", ""]
     if agent := report.get("agent"):
         lines.append(f"- Agent: `{agent}`")
     if trained_on := report.get("trained_on"):

@@ -143,6 +143,15 @@ def test_an_agent_that_takes_llm_needs_a_gateway(folder: Path, store: HTTPStore)
         assert "this one takes `llm`: use the parameter `llms`" in runner.output
 
 
+def test_the_password_in_the_url_of_a_store_is_not_printed(folder: Path, postgres_url: str) -> None:
+    url = postgres_url.replace("whet@", "whet:p%40ss-word@")
+    command = ("runner", "agent.py:asks_itself", "--gateway", "none", "--store", url)
+    with start(folder, *command, WHET_STORE_TOKEN="token") as runner:
+        assert "of postgresql://...@/postgres?host=" in runner.hears("joined run default")
+        assert runner.stop() == 0
+    assert "ss-word" not in runner.output
+
+
 def test_a_wrong_token_is_one_line(folder: Path, store: HTTPStore) -> None:
     with start(folder, "runner", "agent.py:patient", WHET_STORE_TOKEN="wrong") as runner:
         assert runner.ends() == 2

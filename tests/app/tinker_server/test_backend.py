@@ -1,6 +1,8 @@
 """The Tinker server's backend, which trains and samples, without HTTP."""
 
+import asyncio
 import shutil
+import threading
 from pathlib import Path
 
 import anyio
@@ -32,7 +34,7 @@ from whet.app.tinker_server.storage import (
 )
 from whet.config import AdamStep, resolve
 from whet.engines.scorer import ScoreRequest
-from whet.errors import ConfigError, RequestError
+from whet.errors import ConfigError, EngineError, NotFound, RequestError
 from whet.models.catalog import resolve_model
 from whet.models.huggingface import LocalPolicy
 from whet.trainers.tinker_datums import Datum
@@ -189,6 +191,68 @@ async def test_no_set_of_weights_is_starved_by_the_load_on_others(
     await samplers.close()
 
 
+@pytest.mark.anyio
+async def test_a_request_that_is_canceled_while_weights_load_leaves_no_load_behind(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    samplers = Samplers(base, "tiny", (), engines=1)
+    sets: list[Weights] = []
+    for seed in (1, 2):
+        await _save_weights(base, tmp_path / f"{seed}", seed=seed)
+        sets.append(Weights(tmp_path / f"{seed}", LORA, float(seed)))
+    expected = [(await samplers.score(one, TOKENS, ScoreRequest())).chosen for one in sets]
+    [slot] = samplers._slots
+    with slot.policy.lock:  # which the load needs
+        request = asyncio.create_task(samplers.score(sets[0], TOKENS, ScoreRequest()))
+        await anyio.wait_all_tasks_blocked()
+        request.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert not request.done()
+    for weights, scores in zip(sets, expected, strict=True):
+        found = await samplers.score(weights, TOKENS, ScoreRequest())
+        assert found.chosen == pytest.approx(scores, abs=1e-4)
+    assert request.cancelled()
+    await samplers.close()
+
+
+@pytest.mark.anyio
+async def test_a_request_that_is_canceled_twice_frees_its_engine(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    await _save_weights(base, tmp_path, seed=1)
+    samplers = Samplers(base, "tiny", (), engines=2)
+    one, two, three = (Weights(tmp_path, LORA, float(n)) for n in (1, 2, 3))
+    await samplers.score(one, TOKENS, ScoreRequest())
+    sampling = Sampling(max_tokens=900)
+    request = asyncio.create_task(samplers.sample(one, TOKENS, sampling))
+    await anyio.wait_all_tasks_blocked()
+    await samplers.score(two, TOKENS, ScoreRequest())
+    with samplers._slots[1].policy.lock:  # so that the other engine waits for its weights
+        other = asyncio.create_task(samplers.score(three, TOKENS, ScoreRequest()))
+        for _ in range(2):
+            await anyio.wait_all_tasks_blocked()
+            request.cancel()
+        await anyio.wait_all_tasks_blocked()
+    await asyncio.wait([request, other])
+    assert [slot.busy for slot in samplers._slots] == [0, 0]
+    await samplers.close()
+
+
+@pytest.mark.anyio
+async def test_weights_that_cannot_be_loaded_leave_no_engine_behind(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    samplers = Samplers(base, "tiny", (), engines=1)
+    before = set(threading.enumerate())
+    for number in range(3):
+        missing = Weights(tmp_path / "missing", LORA, float(number))
+        with pytest.raises(EngineError, match="cannot load the weights"):
+            await samplers.score(missing, TOKENS, ScoreRequest())
+    await samplers.close()
+    left = set(threading.enumerate()) - before
+    assert "whet-engine" not in {thread.name for thread in left}
+
+
 @pytest.mark.parametrize(
     ("folder", "name"),
     [("/models/qwen", "/models/qwen/"), ("/a", "/a"), ("/data/models/qwen", "/data/models/qwen")],
@@ -271,3 +335,21 @@ async def test_weights_without_a_name_are_deleted_when_nothing_samples_from_them
     state.drop_inactive()
     assert storage.list_unnamed("s:train:0") == []
     assert storage.list_samplers("s") == []
+
+
+@pytest.mark.anyio
+async def test_a_run_whose_session_ends_while_it_is_made_does_not_stay_in_memory(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    runs = TrainingRuns(base)
+    state = ServerState(
+        [ServedModel(runs, Samplers(base, "tiny", (), engines=1))], Storage(tmp_path)
+    )
+    state.begin_session(Session(id="s", created=0))
+    run = TrainingRun(id="s:train:0", session="s", created=0, base_model="tiny", lora=LORA)
+    await runs.create(run.id, LORA, 1)
+    state.finish("s")
+    with pytest.raises(RequestError, match="has ended"):
+        state.add_run(run)
+    with pytest.raises(NotFound):
+        runs._get(run.id)

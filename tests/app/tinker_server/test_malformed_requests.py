@@ -18,6 +18,7 @@ from support.tinker_serving import KEY, MARKS, Server
 pytestmark = MARKS
 
 HUGE = 10**30
+MODEL = {"session_id": "x", "model_seq_id": 0, "base_model": "tiny"}
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +110,8 @@ def refused(server: Server, route: str, body: Any, **headers: str) -> tuple[int,
         ("create_model", {"session_id": ".", "model_seq_id": 0, "base_model": "tiny"}, 400, "'.'"),
         ("create_model", {"session_id": "x", "model_seq_id": 0, "base_model": "tiny"}, 404, "x"),
         ("create_model", {"session_id": "x", "model_seq_id": HUGE}, 400, "model_seq_id"),
+        ("create_model", MODEL | {"lora_config": {"rank": 1025}}, 400, "rank"),
+        ("create_model", MODEL | {"lora_config": {"rank": 0}}, 400, "rank"),
         ("optim_step", {"model_id": "../../x", "seq_id": 1}, 404, "not in memory"),
         ("optim_step", {"model_id": 5, "seq_id": 1}, 400, "model_id"),
         ("optim_step", {"model_id": "x", "seq_id": HUGE}, 400, "seq_id"),
@@ -233,7 +236,9 @@ def sample(server: Server, session: str) -> dict[str, Any]:
     [
         ({"prompt": {"chunks": [{"tokens": [HUGE]}]}}, "tokens.0"),
         ({"prompt": {"chunks": [{"tokens": ["a"]}]}}, "tokens.0"),
-        ({"num_samples": 10**6}, "num_samples"),
+        ({"num_samples": 4097}, "num_samples"),
+        ({"topk_sample_logprobs": 21}, "topk_sample_logprobs"),
+        ({"topk_prompt_logprobs": 1001}, "topk_prompt_logprobs"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ({"sampling_params": {"stop": [HUGE]}}, "stop"),
         ({"target_prompt_logprobs": {"data": [HUGE], "shape": [1, 1]}}, "data.0"),
@@ -247,6 +252,9 @@ def test_an_invalid_sample_request_is_refused(
     assert error in detail
 
 
+SPARSE = {"data": [7], "shape": [1, 8], "sparse_crow_indices": [0, 1], "sparse_col_indices": [3]}
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -254,12 +262,16 @@ def test_an_invalid_sample_request_is_refused(
         ({"prompt": {"chunks": [{"type": "image"}]}}, "images"),
         ({"prompt": {"chunks": [{"tokens": [5000]}]}}, "outside 0"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"temperature": 10.1}}, "temperature"),
         ({"sampling_params": {"top_p": 2}}, "top_p"),
         ({"target_prompt_logprobs": {"data": [1, 2], "shape": [1, 1]}}, "match its shape"),
         (
             {"target_prompt_logprobs": {"data": [], "shape": [1, 10**15]}},
             "match its shape",
         ),
+        ({"target_prompt_logprobs": SPARSE | {"shape": [1, 10**15]}}, "entries are more than"),
+        ({"target_prompt_logprobs": SPARSE | {"shape": [1, -2]}}, "invalid tensor"),
+        ({"target_prompt_logprobs": SPARSE | {"sparse_col_indices": [HUGE]}}, "invalid tensor"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 9}, "at most 1"),
     ],
 )

@@ -8,6 +8,8 @@ from tinker import types
 
 from support.conformance import CLIENTS, PAGE, lines, methods, refuses, table
 from support.tinker_serving import KEY, MARKS, Server
+from whet.app.cli.tinker_server import FOLDER
+from whet.app.tinker_server.storage import Storage
 
 pytestmark = MARKS
 
@@ -96,6 +98,19 @@ def test_names_are_taken_once_and_lead_nowhere_else(training: tinker.TrainingCli
     for name in ("../../elsewhere", "", "a/b", ".hidden"):
         with pytest.raises(tinker.RequestFailedError, match=r"invalid (name|checkpoint)"):
             training.save_state(name).result()
+
+
+def test_the_name_of_an_expired_checkpoint_is_free(
+    server: Server, service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    path = training.save_state("short", ttl_seconds=3600).result().path
+    storage = Storage(server.folder / FOLDER)
+    expired = storage.read_checkpoint(path).model_copy(update={"expires": 1.0})
+    storage.change(expired)
+    with pytest.raises(tinker.NotFoundError, match="has expired"):
+        service.create_sampling_client(model_path=path)
+    training.save_state("short").result()
+    service.create_sampling_client(model_path=path)
 
 
 def test_a_checkpoint_is_deleted_by_its_kind_and_name(

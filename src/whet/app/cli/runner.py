@@ -26,6 +26,7 @@ from whet.app.composition.distributed import (
     explain_unread,
     find_endpoints,
     find_store,
+    hide_password,
     print_line,
     raise_file_limit,
 )
@@ -201,7 +202,8 @@ async def _run(
             on_warning=print_line,
             explain_unread=partial(explain_unread, store),
         )
-        print_line(f"runner {runner.name} joined run {address.run} of {address.url}")
+        store_url = hide_password(address.url)
+        print_line(f"runner {runner.name} joined run {address.run} of {store_url}")
 
         async def leave_on_stop() -> None:
             await stop.requested.wait()

@@ -13,6 +13,7 @@ from whet.app.composition.distributed import (
     DATABASE,
     PORT,
     find_store,
+    hide_password,
     print_line,
     raise_file_limit,
 )
@@ -99,7 +100,7 @@ async def _serve(args: argparse.Namespace) -> None:
             read_key=_make_key_reader(token.value),
             wrap=pages.wrap,
         )
-        print_line(f"store listens at {server.url}, database {_hide_password(database)}")
+        print_line(f"store listens at {server.url}, database {hide_password(database)}")
         if token.is_new:
             print_line(f"new token, written to {directory / FILE}: {token.value}")
         print_line(f"dashboard {pages.create_link(server.url)}")
@@ -111,10 +112,6 @@ async def _serve(args: argparse.Namespace) -> None:
 
 def _make_key_reader(token: str) -> Callable[[str, str], AttemptId | None]:
     return lambda key, run: auth.read_key(key, auth.derive_secret(token, run))
-
-
-def _hide_password(database: str) -> str:
-    return re.sub(r"://[^@/]*@", "://...@", database)
 
 
 # ------------------------------------------------------------------- actions

@@ -6,6 +6,7 @@ Light to import: every command uses the default addresses.
 import logging
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -61,6 +62,11 @@ class StoreAddress(NamedTuple):
         return auth.derive_secret(self.token, self.run)
 
 
+def hide_password(url: str) -> str:
+    """Leave user and password out of the URL of a store, to print it."""
+    return re.sub(r"://[^/]*@", "://...@", url)
+
+
 def raise_file_limit() -> None:
     """Allow as many open files as the system permits: every attempt holds a few connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -110,7 +116,9 @@ async def connect_store(address: StoreAddress) -> AsyncGenerator[Store]:
 
     async def print_notice() -> None:
         await anyio.sleep(CONNECT_NOTICE_S)
-        print_line(f"waiting for the store at {address.url}: start it with `whet store`")
+        print_line(
+            f"waiting for the store at {hide_password(address.url)}: start it with `whet store`"
+        )
 
     async with open_store(address.url, run=address.run, token=address.token) as store:
         async with create_task_group() as tasks:

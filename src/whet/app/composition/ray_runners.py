@@ -11,7 +11,12 @@ from urllib.parse import urlsplit, urlunsplit
 import anyio
 from anyio import create_task_group
 
-from whet.app.composition.distributed import StoreAddress, connect_store, watch_workers
+from whet.app.composition.distributed import (
+    StoreAddress,
+    connect_store,
+    hide_password,
+    watch_workers,
+)
 from whet.config import RunnerConfig
 from whet.errors import ConfigError, NotFound
 from whet.protocols import Resources, Store
@@ -66,7 +71,7 @@ async def run_pool(
         await set_runners(store, settings.name, settings.num)
         progress(
             f"{settings.num} runners on Ray at {settings.ray} join run {address.run} of "
-            f"{address.url}"
+            f"{hide_password(address.url)}"
         )
         async with create_task_group() as tasks:
             tasks.start_soon(_follow_size, pool, store, settings.name, progress)

@@ -8,12 +8,12 @@ each step keeps one engine with its KV cache, buffers and CUDA graphs.
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from anyio import CancelScope, to_thread
 
@@ -29,6 +29,8 @@ from whet.gateway.templates.renderer import Renderer
 from whet.models.huggingface import LocalPolicy, load_base
 from whet.trainers.tinker_datums import Datum, DatumResult, DatumTrainer
 from whet.types import Sampling, StopReason, TokenChunk, Value
+
+T = TypeVar("T")
 
 ALPHA = 32
 """LoRA alpha, as at the hosted service: adapters are scaled by `ALPHA / rank`."""
@@ -262,6 +264,24 @@ class _EngineSlot:
         return self.reserved is None or self.reserved[0] == weights
 
 
+async def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run work to its end, also if the task is canceled meanwhile; then the cancellation is raised.
+
+    A thread goes on when the task that awaits it is canceled.
+    """
+    task = asyncio.create_task(work)
+    canceled: asyncio.CancelledError | None = None
+    with CancelScope(shield=True):
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as error:
+                canceled = error
+    if canceled is not None:
+        raise canceled
+    return task.result()
+
+
 class Samplers:
     """Samples from the base model, or from saved adapters, by engines that share the base."""
 
@@ -280,7 +300,10 @@ class Samplers:
         self._grammars = Grammars(base.folder, sorted(template.eos_ids))
         self._most = engines
         self._slots: list[_EngineSlot] = []
-        self._slot_free = asyncio.Condition()
+        self._loading = asyncio.Lock()
+        """Held while a request is given an engine, which may have to load its weights first."""
+        self._slot_free = asyncio.Event()
+        """Set, and replaced by a new one, when a request that waits may find an engine."""
         self._uses = 0
         self._waiting = Counter[Weights | None]()
         """Requests that wait for an engine, by the weights they need."""
@@ -345,11 +368,9 @@ class Samplers:
         slot = await self._claim_slot(weights)
         try:
             yield slot
-        finally:
-            with CancelScope(shield=True):  # a canceled request frees its engine too
-                async with self._slot_free:
-                    slot.busy -= 1
-                    self._slot_free.notify_all()
+        finally:  # without an await, which a cancellation could interrupt
+            slot.busy -= 1
+            self._notify()
 
     async def _claim_slot(self, weights: Weights | None) -> _EngineSlot:
         """Return an engine with these weights: one that has them, else an idle or a new one.
@@ -357,19 +378,26 @@ class Samplers:
         If all are busy with others, one of them is reserved: it takes no more work until it has
         loaded these weights, so that no set of weights is starved by the load on others.
         """
-        async with self._slot_free:
-            self._waiting[weights] += 1
-            try:
-                while (slot := await self._get(weights)) is None:
-                    await self._slot_free.wait()
-            finally:
-                self._waiting[weights] -= 1
-                if not self._waiting[weights]:
-                    del self._waiting[weights]
-                    self._release(weights)
-            self._uses += 1
-            slot.busy, slot.used = slot.busy + 1, self._uses
-            return slot
+        self._waiting[weights] += 1
+        try:
+            while True:
+                slot_free = self._slot_free
+                async with self._loading:
+                    slot = await _run_to_end(self._get(weights))
+                    if slot is not None:
+                        self._uses += 1
+                        slot.busy, slot.used = slot.busy + 1, self._uses
+                        return slot
+                await slot_free.wait()
+        finally:
+            self._waiting[weights] -= 1
+            if not self._waiting[weights]:
+                del self._waiting[weights]
+                self._release(weights)
+
+    def _notify(self) -> None:
+        self._slot_free.set()
+        self._slot_free = asyncio.Event()
 
     def _reserve(self, weights: Weights | None) -> None:
         if not any(slot.reserved == (weights,) for slot in self._slots):
@@ -382,7 +410,7 @@ class Samplers:
         for slot in self._slots:
             if slot.reserved == (weights,):
                 slot.reserved = None
-                self._slot_free.notify_all()
+                self._notify()
 
     async def _get(self, weights: Weights | None) -> _EngineSlot | None:
         lora = weights.lora if weights else None
@@ -404,10 +432,10 @@ class Samplers:
             self._slots.remove(idle[0])
             await idle[0].engine.close()
         slot = await to_thread.run_sync(self._open_slot, lora)
+        self._slots.append(slot)  # also if the weights cannot be loaded: it is closed with the rest
         if weights is not None:
             await self._load(slot, weights)
         slot.loaded = self._uses
-        self._slots.append(slot)
         return slot
 
     async def _load(self, slot: _EngineSlot, weights: Weights) -> None:

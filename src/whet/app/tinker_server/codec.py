@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import zstandard
@@ -15,6 +15,8 @@ from whet.app.tinker_server.schemas import LARGEST_BODY, build_too_large
 from whet.engines.scorer import TokenScores
 from whet.errors import RequestError
 from whet.trainers.tinker_datums import Datum, DatumResult, Floats
+
+N = TypeVar("N", bound=np.generic)
 
 Ids = NDArray[np.int64]
 
@@ -211,14 +213,21 @@ def _decode_tensor(tensor: pb.Tensor, index: int) -> NDArray[np.generic]:
 
 
 def _decode_sparse(tensor: pb.Tensor, shape: tuple[int, ...]) -> NDArray[np.generic]:
-    rows, columns = shape
-    if rows * columns > LARGEST_SPARSE:
-        raise ValueError(f"{rows} by {columns} entries are more than {LARGEST_SPARSE}")
     values = _decode_array(tensor.sparse_csr.values, tensor.dtype)
     ends = _decode_array(tensor.sparse_csr.crow_indices, pb.DTYPE_INT64).astype(np.int64)
-    indices = _decode_array(tensor.sparse_csr.col_indices, pb.DTYPE_INT64).astype(np.int64)
-    dense = np.zeros((rows, columns), values.dtype)
-    dense[np.repeat(np.arange(rows), np.diff(ends)), indices] = values
+    columns = _decode_array(tensor.sparse_csr.col_indices, pb.DTYPE_INT64).astype(np.int64)
+    return expand_sparse(shape, ends, columns, values, fill=0)
+
+
+def expand_sparse(
+    shape: Sequence[int], ends: Ids, columns: Ids, values: NDArray[N], *, fill: int
+) -> NDArray[N]:
+    """Expand a CSR matrix. Raises ValueError or IndexError if it is invalid or too large."""
+    rows, width = shape
+    if rows * width > LARGEST_SPARSE:
+        raise ValueError(f"{rows} by {width} entries are more than {LARGEST_SPARSE}")
+    dense = np.full((rows, width), fill, values.dtype)
+    dense[np.repeat(np.arange(rows), np.diff(ends)), columns] = values
     return dense
 
 

@@ -160,13 +160,12 @@ def _read_targets(tensor: Tensor | None, prompt: Sequence[int]) -> codec.Ids | N
             f"target_prompt_logprobs has shape {tensor.shape}; expected [{len(prompt) - 1}, K]"
         )
     if (ends := tensor.sparse_crow_indices) is not None:
-        targets = np.full(tensor.shape, -1, np.int64)
+        arrays = (ends, tensor.sparse_col_indices or (), tensor.data)
         try:
-            rows = np.repeat(np.arange(tensor.shape[0]), np.diff(ends))
-            targets[rows, tensor.sparse_col_indices or []] = tensor.data
-        except (ValueError, IndexError) as error:
+            ids = [np.array(values, np.int64) for values in arrays]
+            return codec.expand_sparse(tensor.shape, *ids, fill=-1)
+        except (ValueError, IndexError, OverflowError) as error:
             raise RequestError(f"target_prompt_logprobs is an invalid tensor: {error}") from error
-        return targets
     if len(tensor.data) != tensor.shape[0] * tensor.shape[1]:
         raise RequestError("the data of target_prompt_logprobs does not match its shape")
     return np.array(tensor.data, np.int64).reshape(tensor.shape)

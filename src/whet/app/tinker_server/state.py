@@ -92,6 +92,12 @@ class ServerState:
                 self.storage.delete_unnamed(saved)
 
     def add_run(self, run: TrainingRun) -> None:
+        """Add a new run. Raises RequestError if its session has ended meanwhile."""
+        try:
+            self.require_session(run.session)
+        except RequestError:
+            self._release(run.id)
+            raise
         self.storage.save_run(run)
         self._locks[run.id] = SequenceLock()
 
@@ -167,11 +173,14 @@ class ServerState:
         self._last_seen.pop(session, None)
         for run in [run for run in self._locks if run.startswith(f"{session}:")]:
             self._locks.pop(run).close()
-            for model in self.models:
-                model.runs.drop(run)
+            self._release(run)
         self.futures.cancel_all(f"{session}:sample:")
         for saved in self.storage.list_unnamed_in_session(session):
             self.storage.delete_unnamed(saved)
+
+    def _release(self, run: str) -> None:
+        for model in self.models:
+            model.runs.drop(run)
 
 
 def create_id() -> str:

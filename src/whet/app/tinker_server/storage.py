@@ -160,6 +160,14 @@ class Storage:
             raise NotFound(f"the checkpoint {path!r} has expired")
         return found
 
+    def has_checkpoint(self, path: str) -> bool:
+        """Return whether a checkpoint exists that has not expired."""
+        try:
+            self.read_checkpoint(path)
+        except NotFound:
+            return False
+        return True
+
     def list_checkpoints(self, run: str | None = None) -> list[Checkpoint]:
         """List named checkpoints, newest first; expired ones are deleted."""
         pattern = f"runs/{_check_name(run) if run else '*'}/*/*/checkpoint.json"
@@ -198,14 +206,16 @@ class Storage:
 
     def list_unnamed(self, run: str) -> list[Checkpoint]:
         """List the unnamed checkpoints of a run, newest first."""
-        files = self._folder.glob(f"runs/{run}/sampler_weights/*/{METADATA_FILE}")
-        found = [_read(file, Checkpoint, "checkpoint") for file in files]
-        return sorted((one for one in found if one.ephemeral), key=lambda one: -one.created)
+        return self._find_unnamed(run)
 
     def list_unnamed_in_session(self, session: str) -> list[Checkpoint]:
         """List the unnamed checkpoints of a session's runs."""
-        runs = [run.id for run in self.list_runs() if run.session == session]
-        return [saved for run in runs for saved in self.list_unnamed(run)]
+        return self._find_unnamed(f"{session}:*")  # with which the ids of its runs begin
+
+    def _find_unnamed(self, runs: str) -> list[Checkpoint]:
+        files = self._folder.glob(f"runs/{runs}/sampler_weights/*/{METADATA_FILE}")
+        found = [_read(file, Checkpoint, "checkpoint") for file in files]
+        return sorted((one for one in found if one.ephemeral), key=lambda one: -one.created)
 
     def delete_unnamed(self, saved: Checkpoint) -> None:
         """Delete an unnamed checkpoint with its samplers."""

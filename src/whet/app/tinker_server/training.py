@@ -175,7 +175,7 @@ class _Training:
         recipients = parse_recipients(body.age_encryption_recipients or ())
         if recipients and kind != "external_weights":
             raise RequestError("only exported weights can be encrypted: use save_weights_external")
-        if storage.find_folder(saved.path).exists() and not body.overwrite:
+        if storage.has_checkpoint(saved.path) and not body.overwrite:
             again = "pass overwrite=True or " if kind == "weights" else ""
             raise RequestError(f"the checkpoint {saved.path!r} exists: {again}choose another name")
         with storage.write(saved) as folder:

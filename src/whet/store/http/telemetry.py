@@ -27,6 +27,9 @@ ReadKey = Callable[[str, str], AttemptId | None]
 
 ANY = "*"
 
+MAX_AGENT_BYTES = 20 * 2**20
+"""Unpacked bytes of an export that an attempt's key may send, as collectors take by default."""
+
 
 def read_no_key(key: str, run: str) -> AttemptId | None:
     """Return None, for a store that does not know how keys are made."""
@@ -42,6 +45,8 @@ async def ingest_traces(
     except RequestError as error:
         content = otlp.build_error(Encoding.JSON, str(error))
         return Response(content, 415, media_type=Encoding.JSON)
+    if sender.is_bound:
+        limits = limits._replace(body=min(limits.body, MAX_AGENT_BYTES))
     try:
         export = otlp.parse_export(await read_body(request, limits), encoding)
         result = await otlp.ingest(export, sender, store.record, store.owners)
