@@ -365,10 +365,10 @@ def add_output_flags(parser: CommandParser) -> None:
     )
 
 
-def add_samples_flag(parser: CommandParser) -> None:
-    """Add `--samples`, the number of tasks that `whet dev` runs."""
+def add_samples_flag(parser: CommandParser, where: str = "") -> None:
+    """Add `--samples`, the number of tasks that `whet dev` runs; `where` begins its help."""
     parser.group("agent and tasks").add_argument(
-        "--samples", type=int, metavar="N", help=f"tasks to run (default {DEV_TASKS})"
+        "--samples", type=int, metavar="N", help=f"{where}tasks to run (default {DEV_TASKS})"
     )
 
 

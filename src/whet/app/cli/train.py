@@ -51,7 +51,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--debug", action="store_true", help="do not train: run a few tasks, as `whet dev` does"
     )
     add_prompt_flag(parser)
-    add_samples_flag(parser)
+    add_samples_flag(parser, "with --debug: ")
     for title in TRAINING_KEYS:
         parser.group(title)
     parser.group("training").add_argument(
