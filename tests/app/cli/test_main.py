@@ -245,6 +245,28 @@ def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
     assert advice in done.stderr
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql://me:hunter2@db.example/whet",
+        "postgresql://me:p@hunter2@db.example/whet",
+        "postgres:///whet?host=/tmp&password=hunter2&user=me",
+    ],
+)
+def test_a_database_without_a_token_is_one_line_at_once_without_its_password(
+    address: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WHET_STORE_TOKEN", raising=False)
+    done = run_main(capsys, "serve", f"--store={address}")
+    assert done.returncode == 2
+    assert "/whet" in done.stderr
+    assert "set WHET_STORE_TOKEN to a secret of your choice, the same for" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
+
+
 def test_a_full_disk_is_reported_with_what_to_do() -> None:
     for reason in ("I/O error: No space left on device", "database or disk is full"):
         full = main_module.describe(WhetError(f"training failed: {reason}"))

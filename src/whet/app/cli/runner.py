@@ -201,7 +201,7 @@ async def _run(
             on_warning=print_line,
             explain_unread=partial(explain_unread, store),
         )
-        print_line(f"runner {runner.name} joined run {address.run} of {address.url}")
+        print_line(f"runner {runner.name} joined run {address.run} of {address.shown_url}")
 
         async def leave_on_stop() -> None:
             await stop.requested.wait()

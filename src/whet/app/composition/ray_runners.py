@@ -66,7 +66,7 @@ async def run_pool(
         await set_runners(store, settings.name, settings.num)
         progress(
             f"{settings.num} runners on Ray at {settings.ray} join run {address.run} of "
-            f"{address.url}"
+            f"{address.shown_url}"
         )
         async with create_task_group() as tasks:
             tasks.start_soon(_follow_size, pool, store, settings.name, progress)
