@@ -111,7 +111,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --dir file/under", "cannot write to 'file/under"),
         ("demo --dir /proc/whet", "choose another --dir"),
         ("demo --resume", "there is no run to resume"),
-        ("demo --resume nothing", "is not a run"),
+        ("demo --resume nothing", "there is no run 'nothing': expected a folder of a run"),
         ("train --tasks t.jsonl node a.js", "a.js, did you mean `-- node a.js`, a command at the"),
         ("train a.py:f --tasks t.jsonl --samples 5", "--samples is for a dev run: add --debug"),
         ("train --resume mine", "as in whet train AGENT --tasks FILE --resume mine"),
@@ -191,7 +191,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("eval agent.py:solve --tasks tasks.jsonl --model tyni", "there is no model 'tyni'"),
         ("eval agent.py:solve --tasks tasks.jsonl --model a=tiny --model a=x", "no model 'x'"),
         ("eval agent.py:solve --tasks tasks.jsonl --model tiny --adam.lr 1", "unknown flag"),
-        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --resume no", "is not a run"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --resume no", "there is no run"),
         (
             "eval agent.py:solve --tasks tasks.jsonl --model x --endpoint http://127.0.0.1:9",
             "the endpoint 'http://127.0.0.1:9' does not answer",

@@ -354,6 +354,18 @@ def add_resume_flag(parser: CommandParser, what: str) -> None:
     )
 
 
+def name_resumed_run(
+    args: argparse.Namespace, values: dict[str, JsonValue]
+) -> dict[str, JsonValue]:
+    """Add to the settings the run that `--resume` names, by its name or its folder."""
+    folder = Path(args.resume or "")
+    if not args.resume:
+        return values
+    if folder.parent.name == "runs" and (folder / "config.json").is_file():
+        return values | {"name": folder.name, "dir": str(folder.parent.parent)}
+    return values | {"name": args.resume}
+
+
 def add_output_flags(parser: CommandParser) -> None:
     """Add `--quiet` and `--json`."""
     group = parser.group("output")
