@@ -18,10 +18,7 @@ from whet.app.cli.config_flags import list_config_fields
 from whet.app.cli.flags import PREFIX, CommandParser
 from whet.app.cli.main import build_parser
 from whet.app.run_folder import MAY_CHANGE
-from whet.gateway.dialects.anthropic import AnthropicDialect
-from whet.gateway.dialects.chat import ChatDialect
-from whet.gateway.dialects.completions import CompletionsDialect
-from whet.gateway.dialects.responses import ResponsesDialect
+from whet.gateway.app import DIALECTS
 from whet.gateway.http import ERRORS
 from whet.store.http.rpc import METHODS
 from whet.training.step import PHASES
@@ -44,10 +41,7 @@ METRIC_FUNCTIONS = {
     "trainers/local.py": {"_measure"},
     "trainers/tinker.py": {"_compute_metrics"},
 }
-MODEL_CALLS = [
-    dialect.path
-    for dialect in (ChatDialect(), CompletionsDialect(), ResponsesDialect(), AnthropicDialect())
-]
+MODEL_CALLS = [dialect.path for dialect in DIALECTS]
 SNIPPET = re.compile(r"```python(?: \S+)?\n(.*?)```", re.DOTALL)  # fragments are marked `py`
 PROGRAM = re.compile(r"```python (\S+)\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")

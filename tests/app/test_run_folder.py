@@ -99,6 +99,12 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / "runs" / "x").read_config()
 
 
+def test_the_name_of_a_run_to_resume_is_suggested(tmp_path: Path) -> None:
+    RunFolder.create(config(tmp_path, name="tried"), "train")
+    with pytest.raises(ConfigError, match="there is no run 'tired': did you mean 'tried'"):
+        RunFolder.to_resume(config(tmp_path, name="tired"), "train")
+
+
 def test_a_resumed_run_keeps_what_it_learns(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path, steps=7, seed=7), "demo")
     folder.resume({"seed": "7", "dir": "elsewhere"})

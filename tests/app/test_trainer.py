@@ -110,7 +110,7 @@ def test_a_reward_of_0_is_not_shown_as_a_success() -> None:
             id=AttemptId("a.1"), number=1, worker="w", status=Status.SUCCEEDED, started=1.0,
             ended=2.0, reward=reward, failure=None, resources={}, late=(),
         )  # fmt: skip
-        tree = draw_attempt(AttemptView(rollout, record, (), (), ()))
+        tree = draw_attempt(AttemptView(rollout, record, (), (), (), ()))
         assert isinstance(tree.label, Text)
         return str(tree.label.spans[-2].style)
 

@@ -155,6 +155,8 @@ class RunFolder:
             if config.name
             else cls.find_latest(config.dir, kind)
         )
+        if not folder.config_file.exists():
+            raise cls._explain_missing(folder.path.name, config.dir)
         if folder.store.exists():
             check_file(folder.store)
         folder.read_config()
@@ -171,10 +173,14 @@ class RunFolder:
         for path in (Path(name).expanduser(), directory / "runs" / name):
             if (path / "config.json").is_file() and (path / "kind").is_file():
                 return cls(path)
+        raise cls._explain_missing(name, directory)
+
+    @staticmethod
+    def _explain_missing(name: str | Path, directory: Path) -> ConfigError:
         names = [path.parent.name for path in (directory / "runs").glob("*/config.json")]
         close = difflib.get_close_matches(str(name), names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
+        return ConfigError(
             f"there is no run {str(name)!r}: {hint}expected a folder of a run, or a name in "
             f"{str(directory / 'runs')!r}"
         )

@@ -1,11 +1,12 @@
 """One chat completion of an OpenAI-compatible endpoint, for callers that need its text alone."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from whet.io.http_client import HttpClient, TransportError
+from whet.io.http_client import HttpClient, Response, TransportError
 
 MAX_REPLY_BYTES = 4 * 2**20
 SHOWN_CHARS = 300
@@ -32,8 +33,7 @@ async def complete(
         "POST", url, json=dict(body), timeout_s=timeout_s, max_bytes=MAX_REPLY_BYTES
     )
     if response.status != 200:
-        text = " ".join(response.body.decode(errors="replace").split())[:SHOWN_CHARS]
-        raise TransportError(f"status {response.status}: {text}")
+        raise TransportError(f"status {response.status}: {_read_error(response)}")
     try:
         value = response.json()
         text = value["choices"][0]["message"]["content"] or ""
@@ -43,6 +43,14 @@ async def complete(
         raise TransportError("the response has no text")
     usage = value.get("usage")
     return Completion(text, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"))
+
+
+def _read_error(response: Response) -> str:
+    """The message of an error as OpenAI's API sends it, else the body, in one line."""
+    text = response.body.decode(errors="replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(response.json()["error"]["message"])
+    return " ".join(text.split())[:SHOWN_CHARS]
 
 
 def _count(usage: JsonValue, name: str) -> int:

@@ -1,6 +1,7 @@
 """Durable record of a run: its queue, calls, rewards, spans, steps and resources."""
 
 import importlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,16 @@ def open_store(address: str | Path, *, run: str = DEFAULT_RUN, token: str | None
     return client.HTTPStore.connect(str(address), token=token, run=run)
 
 
+def is_postgres(address: str) -> bool:
+    """Whether the address of a store is that of a PostgreSQL."""
+    return address.startswith(POSTGRES)
+
+
+def hide_password(address: str) -> str:
+    """Return the address of a store as it may be printed: without a user's name and password."""
+    return re.sub(r"(?<=[?&]password=)[^&]*", "...", re.sub(r"://[^/]*@", "://...@", address))
+
+
 def open_database(address: str | Path, *, run: str = DEFAULT_RUN) -> "SQLStore":
     """Open a PostgreSQL database by its URL, or a SQLite file by its path.
 
@@ -40,7 +51,7 @@ def open_database(address: str | Path, *, run: str = DEFAULT_RUN) -> "SQLStore":
         StoreError: the database cannot be opened.
         MissingExtra: the PostgreSQL driver is not installed.
     """
-    if str(address).startswith(POSTGRES):
+    if is_postgres(str(address)):
         postgres: Any = importlib.import_module("whet.store.postgres")
         return postgres.PostgresStore(str(address), run=run)
     sqlite: Any = importlib.import_module("whet.store.sqlite")

@@ -105,7 +105,8 @@ class _WriteTurn:
 
     def __init__(self, path: Path) -> None:
         with wrap_sqlite_errors(path, "cannot open the store"):
-            self._file = path.with_name(f"{path.name}-turn").open("wb")
+            # "wb" would truncate it: a run that is only read would look as if it had changed.
+            self._file = path.with_name(f"{path.name}-turn").open("ab")
 
     def __enter__(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_EX)

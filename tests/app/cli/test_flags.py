@@ -1,6 +1,7 @@
 """Flags of commands: each sets one config key, and a bad one is an error in one line."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,15 @@ from whet.app.cli.config_flags import (
     read_config_values,
 )
 from whet.app.cli.eval import KEPT
-from whet.app.cli.flags import CommandParser, format_command
+from whet.app.cli.flags import (
+    CommandParser,
+    add_resume_flag,
+    format_command,
+    name_resumed_run,
+)
 from whet.app.cli.main import build_parser
-from whet.config import resolve
+from whet.app.run_folder import RunFolder
+from whet.config import RunConfig, resolve
 
 
 def parser() -> CommandParser:
@@ -83,3 +90,16 @@ def test_the_command_that_continues_an_evaluation_names_the_variable_with_the_ke
         args = build_parser().parse_args([*arguments, *flags])
         continues = shlex.join(["whet", "eval", "a.py:f", "--tasks", "t.jsonl", *flags])
         assert format_command("eval", args, KEPT) == continues
+
+
+def test_a_run_is_resumed_by_its_name_or_its_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(RunConfig(dir=tmp_path, name="mine"), "train").path
+    made = CommandParser(prog="whet train")
+    add_resume_flag(made, "a run")
+
+    def resume(*flags: str) -> object:
+        return name_resumed_run(made.parse_args(flags), {"steps": "3"})
+
+    assert resume("--resume", "mine") == {"steps": "3", "name": "mine"}
+    assert resume("--resume", str(folder)) == {"steps": "3", "name": "mine", "dir": str(tmp_path)}
+    assert resume("--resume") == resume() == {"steps": "3"}

@@ -111,7 +111,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("demo --dir file/under", "cannot write to 'file/under"),
         ("demo --dir /proc/whet", "choose another --dir"),
         ("demo --resume", "there is no run to resume"),
-        ("demo --resume nothing", "is not a run"),
+        ("demo --resume nothing", "there is no run 'nothing': expected a folder of a run"),
         ("train --tasks t.jsonl node a.js", "a.js, did you mean `-- node a.js`, a command at the"),
         ("train a.py:f --tasks t.jsonl --samples 5", "--samples is for a dev run: add --debug"),
         ("train --resume mine", "as in whet train AGENT --tasks FILE --resume mine"),
@@ -191,7 +191,7 @@ TRAIN = ("train", "agent.py:solve", "--tasks", "tasks.jsonl")
         ("eval agent.py:solve --tasks tasks.jsonl --model tyni", "there is no model 'tyni'"),
         ("eval agent.py:solve --tasks tasks.jsonl --model a=tiny --model a=x", "no model 'x'"),
         ("eval agent.py:solve --tasks tasks.jsonl --model tiny --adam.lr 1", "unknown flag"),
-        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --resume no", "is not a run"),
+        ("eval agent.py:solve --tasks tasks.jsonl --model tiny --resume no", "there is no run"),
         (
             "eval agent.py:solve --tasks tasks.jsonl --model x --endpoint http://127.0.0.1:9",
             "the endpoint 'http://127.0.0.1:9' does not answer",
@@ -243,6 +243,28 @@ def test_serve_says_what_it_waits_for_and_what_else_to_type_and_gives_up(
     assert advice in done.stdout
     assert done.stderr.startswith("whet: no store's token in .whet/store.token after 0 s: start")
     assert advice in done.stderr
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql://me:hunter2@db.example/whet",
+        "postgresql://me:p@hunter2@db.example/whet",
+        "postgres:///whet?host=/tmp&password=hunter2&user=me",
+    ],
+)
+def test_a_database_without_a_token_is_one_line_at_once_without_its_password(
+    address: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WHET_STORE_TOKEN", raising=False)
+    done = run_main(capsys, "serve", f"--store={address}")
+    assert done.returncode == 2
+    assert "/whet" in done.stderr
+    assert "set WHET_STORE_TOKEN to a secret of your choice, the same for" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
 
 
 def test_a_full_disk_is_reported_with_what_to_do() -> None:

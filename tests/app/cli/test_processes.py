@@ -224,6 +224,7 @@ def test_a_step_in_which_all_fails_ends_all_processes_and_the_run_takes_more_ste
         )
         assert problem.startswith("train    | whet: ")
         assert "LookupError: no luck (agent.py:" in problem
+        up.hears(" left: 16 failed (agent)")
         assert not processes_in(folder)
     agent.write_text(AGENT)
     with served(folder) as (stack, where):

@@ -89,13 +89,24 @@ def test_without_held_out_tasks_the_report_compares_nothing(tmp_path: Path) -> N
 
 def test_a_run_without_trained_tokens_reports_that_it_trained_nothing(tmp_path: Path) -> None:
     def trained(tokens: float) -> str:
-        metrics = {**record(0, 0.0).metrics, "trained_tokens": tokens}
+        trained = {"trained_tokens": tokens, "trained_rollouts": tokens}
+        metrics = {**record(0, 0.0).metrics, **trained}
         step = record(0, 0.0).model_copy(update={"metrics": metrics})
         return printed(Result(run=tmp_path, steps=(step,), comparison=None, seconds=1.0))
 
     assert "training data (nothing was trained)" in trained(0.0)
+    assert re.search(r"rows per rollout +│ +- ", trained(0.0))
     assert "every trained token was sampled" in trained(3.0)
     assert "nothing was trained" not in trained(3.0)
+
+
+def test_a_curve_is_drawn_from_two_steps_on(tmp_path: Path) -> None:
+    def draw(steps: int) -> str:
+        records = tuple(record(n, 0.5) for n in range(steps))
+        return printed(Result(run=tmp_path, steps=records, comparison=None, seconds=1.0))
+
+    assert "mean reward of steps 1 to 2" in draw(2)
+    assert "mean reward" not in draw(1)
 
 
 def test_a_terminal_breaks_warnings_between_words_and_no_other_line() -> None:

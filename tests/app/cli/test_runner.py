@@ -95,7 +95,7 @@ def test_sigterm_lets_attempts_end_and_hands_back_the_rest_at_once(
         anyio.run(store.wait, ["short"])
         assert runner.stop() == 0
         assert "attempts have 0.5 s to finish" in runner.output
-        assert "left: 1 ended, 1 worker_left" in runner.output
+        assert "left: 1 ended, 1 returned to the queue" in runner.output
     (attempt,) = anyio.run(store.attempts, "long")
     assert attempt.failure is not None
     assert attempt.failure.kind is FailureKind.WORKER_LEFT

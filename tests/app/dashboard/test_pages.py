@@ -280,6 +280,13 @@ def test_rollouts_are_listed_in_the_terminal_as_on_the_page(
     assert "failed" in lines[number]  # one line each, also in 80 columns
     assert lines[number + 1].startswith("  agent: ")
     assert "tokens seconds" in " ".join(shown.split())
+    assert "these are" not in shown
+    assert main(["rollouts", run, "--limit=1"]) == 0
+    assert "these are 1: a higher --limit lists more" in capsys.readouterr().out
+    for columns, has_tasks in (("60", False), ("160", True)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["rollouts", run]) == 0
+        assert capsys.readouterr().out.splitlines()[0].rstrip().endswith("task") is has_tasks
     assert "train-000000-000" not in shown
     assert "judge" not in shown
     assert main(["rollouts", run, "--failed", "--json"]) == 0

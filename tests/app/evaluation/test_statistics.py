@@ -113,8 +113,18 @@ def test_where_every_rollout_failed_the_table_has_no_gain(failing: str) -> None:
     console = Console(record=True, width=100, file=StringIO())
     print_comparison(console, compare(scores, EvaluationConfig()), "held out")
     text = console.export_text()
-    assert "all failed" in text
+    assert text.count("all failed") == 2, "the model and the gain"
     assert "points" not in text
+
+
+def test_a_model_without_a_rollout_that_ended_well_has_no_interval() -> None:
+    failure = Failure(kind=FailureKind.AGENT, message="the agent raised")
+    scores = {"base": Scores(greedy=(0.0, 0.0), failures=(failure, failure))}
+    console = Console(record=True, width=100, file=StringIO())
+    print_comparison(console, compare(scores, EvaluationConfig()), "held out")
+    text = console.export_text()
+    assert "all failed" in text
+    assert "[0, " not in text
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,31 @@
 """Attempts as trees: forks and generations that are never trained."""
 
+import io
 import json
 from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
+from rich.console import Console
 
 from support.recorded_run import make_folder, record_run
-from support.records import MINUTE
+from support.records import MINUTE, call
 from whet.app.cli.main import main
+from whet.app.inspection.attempt_view import AttemptView, draw_attempt
 from whet.app.run_folder import RunFolder
 from whet.store.sqlite import SQLiteStore
-from whet.types import Failure, FailureKind, Outcome, Rollout
+from whet.types import (
+    AttemptId,
+    AttemptRecord,
+    Failure,
+    FailureKind,
+    Mode,
+    Outcome,
+    Rollout,
+    Sampling,
+    Status,
+)
 
 AGENTS = """
 from openai import AsyncOpenAI
@@ -35,6 +48,9 @@ async def forks(task, llm):
 
 async def constrained(task, llm):
     await ask(llm, [user("first")], response_format={"type": "json_object"})
+    return 1.0
+
+async def silent(task, llm):
     return 1.0
 """
 
@@ -65,6 +81,13 @@ def test_dev_shows_an_answer_that_is_constrained(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "constrained: never trained" in run_dev(folder, model, "constrained", capsys)
+
+
+def test_dev_advises_to_train_an_agent_that_called_its_model_only(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "next: `whet train shown.py:forks" in run_dev(folder, model, "forks", capsys)
+    assert "next: fix the agent, then `whet dev shown" in run_dev(folder, model, "silent", capsys)
 
 
 def test_show_counts_the_forks_of_rollouts_and_names_them_in_one(
@@ -133,3 +156,79 @@ def test_text_of_a_model_cannot_control_the_terminal_that_shows_it(
     shown = capsys.readouterr().out
     assert "a␛]0;title b\ufffd" in shown
     assert not {"\x1b", "\u202e"} & set(shown)
+
+
+def test_show_says_how_many_rollouts_it_leaves_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anyio.run(record_run, make_folder(folder / ".whet"))
+    assert main(["show", "mine", "--failed"]) == 0
+    assert "these are" not in capsys.readouterr().out
+    assert main(["show", "mine", "--failed", "--limit=1"]) == 0
+    assert "these are 1 of 2 rollouts: a higher limit shows more" in capsys.readouterr().out
+    assert main(["show", "mine", "--worst"]) == 0
+    assert "these are 3 of 8 rollouts" in capsys.readouterr().out
+
+
+def test_failures_are_of_the_whole_run_or_of_one_step(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anyio.run(record_run, make_folder(folder / ".whet"))
+    found = {flag: list_shown(capsys, "--failed", *flag) for flag in ((), ("--step=2",))}
+    assert found == {
+        (): ["train-000000-003", "train-000002-003"],
+        ("--step=2",): ["train-000002-003"],
+    }
+    assert main(["show", "mine", "--step=1", "--rollout=train-000002-003"]) == 2
+    assert "a step and a rollout exclude each other" in capsys.readouterr().err
+
+
+def list_shown(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+    assert main(["show", "mine", "--json", *flags]) == 0
+    return [attempt["rollout"] for attempt in json.loads(capsys.readouterr().out)["attempts"]]
+
+
+def test_a_run_without_a_finished_step_shows_its_ended_rollouts(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dev(folder, model, "silent", capsys)
+    assert main(["show"]) == 0
+    assert "dev-000.1  reward 1" in capsys.readouterr().out
+    run = make_folder(folder / ".whet")
+    anyio.run(partial(record_run, run, steps=0))
+    assert main(["show", "mine"]) == 0  # its rollout waits
+    assert "no such rollouts" in capsys.readouterr().out
+
+
+def make_attempt(number: int, failure: Failure | None = None) -> AttemptRecord:
+    return AttemptRecord(
+        id=AttemptId(f"a.{number}"), number=number, worker="w", started=1.0, ended=2.0,
+        status=Status.FAILED if failure else Status.SUCCEEDED, reward=None if failure else 1.0,
+        failure=failure, resources={}, late=(),
+    )  # fmt: skip
+
+
+def draw(view: AttemptView) -> str:
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(draw_attempt(view))
+    return console.export_text()
+
+
+def test_an_attempt_is_shown_with_the_failures_of_those_before_it() -> None:
+    failure = Failure(kind=FailureKind.AGENT, message="the agent raised: OSError: locked")
+    earlier, last = make_attempt(1, failure), make_attempt(2)
+    view = AttemptView(Rollout(id="a", task=None, group="a"), last, (), (), (), (earlier,))
+    assert "attempt 1  failed, agent: the agent raised: OSError: locked" in draw(view)
+    [found] = json.loads(json.dumps(view.as_json()))["earlier_failures"]
+    assert found["message"] == failure.message
+
+
+@pytest.mark.parametrize(("mode", "remarked"), [(Mode.TRAIN, True), (Mode.VAL, False)])
+def test_temperature_0_is_remarked_in_training_only(mode: Mode, remarked: bool) -> None:
+    record = make_attempt(1)
+    recorded = call(record.id, "greedy")
+    greedy = recorded.generations[0].model_copy(update={"sampling": Sampling(temperature=0)})
+    calls = (recorded.model_copy(update={"generations": (greedy,)}),)
+    rollout = Rollout(id="a", task=None, group="a", mode=mode)
+    shown = draw(AttemptView(rollout, record, calls, (), (), ()))
+    assert ("sampled at temperature 0" in shown) is remarked

@@ -4,10 +4,13 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
+import anyio
 import pytest
 
+from support.recorded_run import record_run
 from whet.app.cli.main import main
 from whet.app.inspection.run_list import EVALUATION_KIND, find_newest, list_runs
 from whet.app.run_folder import RunFolder
@@ -111,3 +114,31 @@ def test_a_run_that_is_named_twice_is_deleted_once(
     assert main(["clean", "a", "a", "--yes", "--dir", str(tmp_path)]) == 0
     assert "deleted 1 run" in capsys.readouterr().out
     assert list_runs(tmp_path) == []
+
+
+def test_a_run_that_is_only_read_becomes_no_newer(tmp_path: Path) -> None:
+    read, newest = (make_run(tmp_path, name) for name in ("read", "newest"))
+    for folder, age in ((read, 200), (newest, 100)):
+        anyio.run(record_run, folder)
+        then = time.time() - age
+        for file in folder.path.rglob("*"):
+            os.utime(file, (then, then))
+    assert main(["show", "read", "--dir", str(tmp_path)]) == 0
+    assert find_newest(tmp_path) == "newest"
+
+
+def test_an_evaluation_is_refused_with_the_file_of_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path, "compared", kind=EVALUATION_KIND)
+    for command in ("show", "rollouts"):
+        assert main([command, "compared", "--dir", str(tmp_path)]) == 2
+        assert f"a line of '{folder.path}/results.jsonl'" in capsys.readouterr().err
+
+
+def test_the_hint_below_the_table_of_runs_breaks_no_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, "it")
+    assert main(["runs", "--dir", str(tmp_path)]) == 0
+    assert "\n`whet clean` deletes runs of `whet dev`\n" in capsys.readouterr().out

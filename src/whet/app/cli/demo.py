@@ -12,7 +12,12 @@ from rich.console import Console
 
 from whet.app.cli.config_flags import TRAINING_KEYS, add_config_flags, read_config_values
 from whet.app.cli.display import open_console
-from whet.app.cli.flags import CommandParser, add_output_flags, add_resume_flag
+from whet.app.cli.flags import (
+    CommandParser,
+    add_output_flags,
+    add_resume_flag,
+    name_resumed_run,
+)
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, list_leaves, merge, resolve
 from whet.demos import problems
@@ -185,7 +190,7 @@ def _open_folder(
 
     kind = f"demo-{args.demo}"
     if args.resume is not None:
-        values = flags | ({"name": args.resume} if args.resume else {})
+        values = name_resumed_run(args, flags)
         return prepare_run(_load_agent(demo), values, kind, console, resume=True)
     model = str(flags.get("model", next(iter(demo.settings))))
     settings = demo.settings.get(model, demo.settings["smollm2"])

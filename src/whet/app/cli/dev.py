@@ -57,10 +57,10 @@ def run_dev(args: argparse.Namespace) -> int:
     result = dev_run(agent, tasks, values, console, samples=samples)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
-    failed = [view.record.failure for view in result.attempts]
+    ended = [view for view in result.attempts if view.record.failure is None]
     if not args.json:
-        _print_next(console, args, values, can_train=None in failed)
-    if all(failed):
+        _print_next(console, args, values, can_train=any(view.calls for view in ended))
+    if not ended:
         sys.stderr.write("whet: every attempt failed\n")
         return 1
     return 0

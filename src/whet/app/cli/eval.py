@@ -17,6 +17,7 @@ from whet.app.cli.flags import (
     format_command,
     load_agent,
     load_named_tasks,
+    name_resumed_run,
 )
 from whet.app.prompts.saved import read_prompts
 from whet.app.run_folder import RunFolder
@@ -93,8 +94,7 @@ def run_eval(args: argparse.Namespace) -> int:
             prepare_evaluation,
             run_evaluation,
         )
-    if args.resume:
-        values = values | {"name": args.resume}
+    values = name_resumed_run(args, values)
     console = open_console(quiet=args.quiet, stderr=args.json)
     prepared = prepare_evaluation(
         tasks,

@@ -360,6 +360,18 @@ def add_resume_flag(parser: CommandParser, what: str) -> None:
     )
 
 
+def name_resumed_run(
+    args: argparse.Namespace, values: dict[str, JsonValue]
+) -> dict[str, JsonValue]:
+    """Add to the settings the run that `--resume` names, by its name or its folder."""
+    folder = Path(args.resume or "")
+    if not args.resume:
+        return values
+    if folder.parent.name == "runs" and (folder / "config.json").is_file():
+        return values | {"name": folder.name, "dir": str(folder.parent.parent)}
+    return values | {"name": args.resume}
+
+
 def add_output_flags(parser: CommandParser) -> None:
     """Add `--quiet` and `--json`."""
     group = parser.group("output")
@@ -371,10 +383,10 @@ def add_output_flags(parser: CommandParser) -> None:
     )
 
 
-def add_samples_flag(parser: CommandParser) -> None:
-    """Add `--samples`, the number of tasks that `whet dev` runs."""
+def add_samples_flag(parser: CommandParser, where: str = "") -> None:
+    """Add `--samples`, the number of tasks that `whet dev` runs; `where` begins its help."""
     parser.group("agent and tasks").add_argument(
-        "--samples", type=int, metavar="N", help=f"tasks to run (default {DEV_TASKS})"
+        "--samples", type=int, metavar="N", help=f"{where}tasks to run (default {DEV_TASKS})"
     )
 
 

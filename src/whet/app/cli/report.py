@@ -29,10 +29,11 @@ def print_report(console: Console, result: Result) -> None:
     if result.comparison:
         print_comparison(console, result.comparison, "mean reward of held-out tasks")
     _print_steps(console, result)
-    if lines := draw_curve(result.rewards, console.width):
+    lines = draw_curve(result.rewards, console.width)
+    if lines and len(result.steps) > 1:
         console.print("\n".join(lines), highlight=False, soft_wrap=True)  # one output in notebooks
     trained = result.total("trained_rollouts")
-    per_rollout = result.total("rows") / trained if trained else 0.0
+    per_rollout = f"{result.total('rows') / trained:.2f}" if trained else "-"
     proof = "every trained token was sampled in its own context"
     console.print(
         build_two_columns(
@@ -43,7 +44,7 @@ def print_report(console: Console, result: Result) -> None:
                 ("model calls of rollouts that did not fail", f"{result.total('calls'):,}"),
                 ("rollouts with a signal", f"{trained:,}"),
                 ("rows", f"{result.total('rows'):,}"),
-                ("rows per rollout", f"{per_rollout:.2f}"),
+                ("rows per rollout", per_rollout),
                 ("tokens trained", f"{result.total('trained_tokens'):,}"),
                 ("unproven generations", f"{result.total('unproven_generations'):,}"),
             ],

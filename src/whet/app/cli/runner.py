@@ -26,7 +26,6 @@ from whet.app.composition.distributed import (
     explain_unread,
     find_endpoints,
     find_store,
-    hide_password,
     print_line,
     raise_file_limit,
 )
@@ -47,9 +46,10 @@ from whet.runners.attempt import check_runnable
 from whet.runners.endpoints import Endpoints, NoEndpoint
 from whet.runners.hooks import Hooks, load_hooks
 from whet.runners.runner import Runner
-from whet.types import Attempt, GatewayAddress, Outcome
+from whet.types import Attempt, Failure, FailureKind, GatewayAddress, Outcome
 
 NO_GATEWAY = "none"
+ENDED = "ended"
 MAX_FAILURES_SHOWN = 20
 PROGRESS_INTERVAL_S = 10.0
 """Seconds between progress lines."""
@@ -177,8 +177,8 @@ async def _run(
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
         failure = outcome.failure
-        counts["ended" if failure is None else failure.kind.value] += 1
-        failed = counts.total() - counts["ended"]
+        counts[_name_outcome(failure)] += 1
+        failed = counts.total() - counts[ENDED]
         if failure is not None and failed <= MAX_FAILURES_SHOWN:
             print_line(f"{attempt.id} failed, {failure.kind.value}: {failure.message}")
             if failed == MAX_FAILURES_SHOWN:
@@ -202,8 +202,7 @@ async def _run(
             on_warning=print_line,
             explain_unread=partial(explain_unread, store),
         )
-        store_url = hide_password(address.url)
-        print_line(f"runner {runner.name} joined run {address.run} of {store_url}")
+        print_line(f"runner {runner.name} joined run {address.run} of {address.shown_url}")
 
         async def leave_on_stop() -> None:
             await stop.requested.wait()
@@ -286,6 +285,14 @@ def _choose_endpoints(url: str | None, store: Store, address: StoreAddress) -> E
         return NoEndpoint()
     fixed = [GatewayAddress(url.removesuffix("/v1"), POLICY)] if url else []
     return find_endpoints(store, address.secret, fixed, print_line)
+
+
+def _name_outcome(failure: Failure | None) -> str:
+    if failure is None:
+        return ENDED
+    if failure.kind is FailureKind.WORKER_LEFT:
+        return "returned to the queue"
+    return f"failed ({failure.kind.value})"
 
 
 def _describe(counts: Counter[str]) -> str:

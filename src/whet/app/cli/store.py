@@ -13,7 +13,6 @@ from whet.app.composition.distributed import (
     DATABASE,
     PORT,
     find_store,
-    hide_password,
     print_line,
     raise_file_limit,
 )
@@ -23,7 +22,7 @@ from whet.gateway import auth
 from whet.io.process import follow_supervisor, handle_stop_signals
 from whet.io.threads import run_async
 from whet.protocols import Store
-from whet.store import DEFAULT_RUN, open_database, open_store
+from whet.store import DEFAULT_RUN, hide_password, open_database, open_store
 from whet.store.http.server import StoreServer
 from whet.store.http.token import FILE, make_token
 from whet.types import AttemptId

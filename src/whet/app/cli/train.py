@@ -25,6 +25,7 @@ from whet.app.cli.flags import (
     load_agent,
     load_named_held_out,
     load_named_tasks,
+    name_resumed_run,
 )
 from whet.app.composition.distributed import STORE_VARIABLE
 from whet.app.composition.driver import Driver
@@ -51,7 +52,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--debug", action="store_true", help="do not train: run a few tasks, as `whet dev` does"
     )
     add_prompt_flag(parser)
-    add_samples_flag(parser)
+    add_samples_flag(parser, "with --debug: ")
     for title in TRAINING_KEYS:
         parser.group(title)
     parser.group("training").add_argument(
@@ -111,8 +112,7 @@ def _train(
         if args.resume is not None:
             raise ConfigError("with --store the same command resumes by itself: leave out --resume")
         follow_supervisor()
-    if args.resume:
-        values = values | {"name": args.resume}
+    values = name_resumed_run(args, values)
     trainer = resolve(values).trainer
     if isinstance(trainer, VerlConfig):
         check_contradictions(parse_overrides(trainer.overrides))

@@ -6,7 +6,6 @@ Light to import: every command uses the default addresses.
 import logging
 import math
 import os
-import re
 import resource
 import sys
 import time
@@ -21,7 +20,7 @@ from anyio import create_task_group
 
 from whet.errors import ConfigError, StoreError
 from whet.protocols import Resources, Store
-from whet.store import DEFAULT_RUN, open_store
+from whet.store import DEFAULT_RUN, hide_password, is_postgres, open_store
 from whet.store.http import token
 from whet.types import GatewayAddress, Reward
 
@@ -55,16 +54,16 @@ class StoreAddress(NamedTuple):
     token: str
 
     @property
+    def shown_url(self) -> str:
+        """The URL without a password, to be printed."""
+        return hide_password(self.url)
+
+    @property
     def secret(self) -> bytes:
         """Secret of the run's API keys, shared by its gateways and runners."""
         from whet.gateway import auth  # noqa: PLC0415 - not for `--help`
 
         return auth.derive_secret(self.token, self.run)
-
-
-def hide_password(url: str) -> str:
-    """Leave user and password out of the URL of a store, to print it."""
-    return re.sub(r"://[^/]*@", "://...@", url)
 
 
 def raise_file_limit() -> None:
@@ -88,8 +87,14 @@ async def find_store(
     `or_else` says what to type if no store was meant.
 
     Raises:
-        ConfigError: there is no token after `TOKEN_WAIT_S`, or it cannot be read.
+        ConfigError: there is no token after `TOKEN_WAIT_S`, or it cannot be read; or there is none
+            for a PostgreSQL, for which no process makes one.
     """
+    if is_postgres(url) and not _has_token(directory):
+        raise ConfigError(
+            f"no token for {hide_password(url)}: set {token.VARIABLE} to a secret of your choice, "
+            "the same for every process of the run"
+        )
     if not _has_token(directory):
         file = directory / token.FILE
         advice = f"start `whet store` with this --dir, or set {token.VARIABLE}{or_else}"
@@ -116,9 +121,8 @@ async def connect_store(address: StoreAddress) -> AsyncGenerator[Store]:
 
     async def print_notice() -> None:
         await anyio.sleep(CONNECT_NOTICE_S)
-        print_line(
-            f"waiting for the store at {hide_password(address.url)}: start it with `whet store`"
-        )
+        start = "" if is_postgres(address.url) else ": start it with `whet store`"
+        print_line(f"waiting for the store at {address.shown_url}{start}")
 
     async with open_store(address.url, run=address.run, token=address.token) as store:
         async with create_task_group() as tasks:

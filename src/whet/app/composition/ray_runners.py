@@ -14,7 +14,6 @@ from anyio import create_task_group
 from whet.app.composition.distributed import (
     StoreAddress,
     connect_store,
-    hide_password,
     watch_workers,
 )
 from whet.config import RunnerConfig
@@ -71,7 +70,7 @@ async def run_pool(
         await set_runners(store, settings.name, settings.num)
         progress(
             f"{settings.num} runners on Ray at {settings.ray} join run {address.run} of "
-            f"{hide_password(address.url)}"
+            f"{address.shown_url}"
         )
         async with create_task_group() as tasks:
             tasks.start_soon(_follow_size, pool, store, settings.name, progress)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from whet.app.cli.display import open_console
@@ -21,6 +23,7 @@ from whet.app.inspection.run_list import (
     build_narrow_table,
     find_newest,
     print_rows,
+    refuse_evaluation,
 )
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
@@ -29,6 +32,8 @@ from whet.io.threads import run_async
 from whet.store.queries.rollout_pages import Order
 
 PAGE = 200
+MIN_TASK = 12
+"""Characters of a line that are left for its task; the tasks are left out where there are fewer."""
 FILTERS = (
     *("status", "mode", "group", "step", "agent", "policy", "text", "task"),
     *("min_reward", "max_reward"),
@@ -43,6 +48,8 @@ class Listing(NamedTuple):
     rows: ListedRows
     judged: bool
     """Whether training adds the scores of a judge to their rewards."""
+    cut_off: bool
+    """Whether the limit ended the list."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -99,7 +106,9 @@ def run_rollouts(args: argparse.Namespace) -> int:
         raise ConfigError("found no RUN, expected the name of a run of the store")
     run = args.name or find_newest(Path(args.dir), excluded=(EVALUATION_KIND,))
     if args.store is None:
-        folder = RunFolder.find(run, Path(args.dir)).path.resolve()
+        run_folder = RunFolder.find(run, Path(args.dir))
+        refuse_evaluation(run_folder)
+        folder = run_folder.path.resolve()
         found = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
     else:
         found = run_async(_read_store, args.store, run, Path(args.dir), query, args.limit)
@@ -138,7 +147,7 @@ async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit:
             _check_filters(query, await read_run(run))
     finally:
         await catalog.close()
-    return Listing(rows, judged)
+    return Listing(rows, judged, after is not None)
 
 
 async def _read_store(
@@ -146,19 +155,19 @@ async def _read_store(
 ) -> Listing:
     rows: ListedRows = []
     judged = False
-    after: dict[str, str] = {}
+    after: dict[str, Any] = {}
     async with open_session(store, directory) as session:
         while len(rows) < limit:
             part = {**query, **after, "limit": min(PAGE, limit - len(rows))}
             page: dict[str, Any] = await session.get(f"/api/runs/{name}/rollouts", part)
             rows += page["rollouts"]
             judged = judged or bool(page["judged"])
+            after = {"after": page["next"]}
             if page["next"] is None:
                 break
-            after = {"after": page["next"]}
         if not rows:
             _check_filters(query, await session.get(f"/api/runs/{name}", {}))
-    return Listing(rows, judged)
+    return Listing(rows, judged, after["after"] is not None)
 
 
 def _check_filters(query: dict[str, Any], run: dict[str, Any]) -> None:
@@ -176,18 +185,15 @@ def _check_filters(query: dict[str, Any], run: dict[str, Any]) -> None:
         raise ConfigError(f"invalid --policy {policy!r}: the run has {found}")
 
 
-def _print(console: Console, name: str, found: Listing) -> None:
-    rows = found.rows
-    if not rows:
-        console.print("no such rollouts")
-        return
+def _build_table(rows: ListedRows, *, with_tasks: bool) -> Table:
     table = build_narrow_table("rollout")
     table.add_column("status", no_wrap=True)
     forks = ["forks"] if any(row["forks"] for row in rows) else []
     for title in ("reward", "step", "calls", *forks, "tokens", "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("task", no_wrap=True, overflow="ellipsis", ratio=1)
-    table.expand = True  # the last column has the rest of each line
+    if with_tasks:
+        table.add_column("task", no_wrap=True, overflow="ellipsis", ratio=1)
+        table.expand = True  # the last column has the rest of each line
     for row in rows:
         table.add_row(
             Text(row["id"]),
@@ -198,8 +204,19 @@ def _print(console: Console, name: str, found: Listing) -> None:
             *([str(row["forks"] or "")] if forks else []),
             str(row["sampled_tokens"]),
             "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
-            Text(escape_control_characters(str(row["task"]))[:200]),
+            *([Text(escape_control_characters(str(row["task"]))[:200])] if with_tasks else []),
         )
+    return table
+
+
+def _print(console: Console, name: str, found: Listing) -> None:
+    rows = found.rows
+    if not rows:
+        console.print("no such rollouts")
+        return
+    table = _build_table(rows, with_tasks=False)
+    if console.width - Measurement.get(console, console.options, table).maximum >= MIN_TASK:
+        table = _build_table(rows, with_tasks=True)
     failures = [row["failure"] for row in rows]
     print_rows(console, table, [f and f"{f['kind']}: {f['message']}" for f in failures])
     if found.judged:
@@ -207,4 +224,6 @@ def _print(console: Console, name: str, found: Listing) -> None:
             "reward: the agent's own, without the scores of the judge, which training adds",
             highlight=False,
         )
+    if found.cut_off:
+        console.print(f"these are {len(rows)}: a higher --limit lists more", highlight=False)
     console.print(f"all of one rollout: whet show {name} --rollout ID", highlight=False)

@@ -21,6 +21,8 @@ from whet.config import EvaluationConfig
 from whet.io.text import escape_control_characters
 
 COLORS = ("#8a8f98", "#1f6f8b", "#d1793a", "#5b8c5a", "#8c5a7f", "#b3a14c")
+ALL_FAILED = "all failed"
+"""Shown in place of numbers of a model without a rollout that ended well."""
 MAX_BARS = 400
 """Tasks whose change is drawn; of more, an even selection."""
 
@@ -121,7 +123,10 @@ def print_comparison(console: Console, comparison: Comparison, title: str) -> No
     share = comparison.is_share
     for measure, by_model in comparison.measures.items():
         cells = [
-            format_value(by_model[name], share, alone=not others) for name in comparison.scores
+            ALL_FAILED
+            if by_model[name] is not None and scores.has_only_failures
+            else format_value(by_model[name], share, alone=not others)
+            for name, scores in comparison.scores.items()
         ]
         table.add_row(measure, *cells, *(format_gain(comparison, measure, name) for name in others))
     console.print(table)
@@ -231,7 +236,7 @@ def format_gain(comparison: Comparison, measure: str, name: str) -> str:
     all of the baseline."""
     base, share = next(iter(comparison.scores)), comparison.is_share
     if any(comparison.scores[each].has_only_failures for each in (base, name)):
-        return "all failed"
+        return ALL_FAILED
     found = comparison.gains[measure][name]
     if found is None:
         return "-"

@@ -19,6 +19,7 @@ from whet.types import (
     Call,
     Generation,
     GenerationId,
+    Mode,
     Reward,
     Rollout,
     Span,
@@ -41,6 +42,8 @@ class AttemptView:
     spans: tuple[Span, ...]
     rewards: tuple[Reward, ...]
     """Empty unless the attempt succeeded."""
+    earlier: tuple[AttemptRecord, ...]
+    """Attempts of the rollout before this one."""
 
     @property
     def seconds(self) -> float:
@@ -76,6 +79,11 @@ class AttemptView:
             "seconds": round(self.seconds, 3),
             "reward": self.record.reward,
             "failure": failure.model_dump(mode="json") if failure else None,
+            "earlier_failures": [
+                attempt.failure.model_dump(mode="json")
+                for attempt in self.earlier
+                if attempt.failure
+            ],
             "prompt_tokens": self.prompt_tokens,
             "sampled_tokens": self.sampled_tokens,
             "calls": [_dump_call(call) for call in self.calls],
@@ -89,7 +97,7 @@ class AttemptView:
 
 async def read_attempt(store: Store, rollout: Rollout) -> AttemptView:
     """Read the last attempt of a rollout, with everything that was recorded of it."""
-    record = (await store.attempts(rollout.id))[-1]
+    *earlier, record = await store.attempts(rollout.id)
     trajectories = await store.trajectories([rollout.id])
     return AttemptView(
         rollout=rollout,
@@ -97,6 +105,7 @@ async def read_attempt(store: Store, rollout: Rollout) -> AttemptView:
         calls=tuple(await store.calls(record.id)),
         spans=tuple(await store.spans(record.id)),
         rewards=trajectories[0].rewards if trajectories else (),
+        earlier=tuple(earlier),
     )
 
 
@@ -136,16 +145,14 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
     """Draw an attempt as a tree: its task, calls with advantages, spans and rewards."""
     tree = Tree(_format_head(view))
     tree.add(Text(f"task  {_shorten(view.rollout.task)}"))
+    for attempt in view.earlier:
+        if attempt.failure:
+            reason = f"{attempt.failure.kind.value}: {attempt.failure.message}"
+            tree.add(Text(f"attempt {attempt.number}  failed, {reason}", "yellow"))
     for number, call in enumerate(view.calls, start=1):
         branch = tree.add(_format_call(number, call))
-        for message in call.messages:
-            branch.add(Text(f"{message.get('role')}  {_shorten(message.get('content'))}", "dim"))
-        for index, generation in enumerate(call.generations):
-            for line in _format_generation(generation):
-                branch.add(line)
-            advantage = advantages.get(call.generation_id(index))
-            if advantage is not None:
-                branch.add(Text(f"advantage  {advantage:+.3f}", "green"))
+        for line in _format_turn(call, view.rollout.mode, advantages):
+            branch.add(line)
     if not view.calls and view.record.ended is not None:
         tree.add(Text(_explain_missing_calls(view), "yellow"))
     numbers = {call.id: number for number, call in enumerate(view.calls, start=1)}
@@ -221,7 +228,18 @@ def _format_call(number: int, call: Call) -> Text:
     return line
 
 
-def _format_generation(generation: Generation) -> Iterator[Text]:
+def _format_turn(call: Call, mode: Mode, advantages: Advantages) -> Iterator[Text]:
+    """Format the new messages of a call, and its generations with their advantages."""
+    for message in call.messages:
+        yield Text(f"{message.get('role')}  {_shorten(message.get('content'))}", "dim")
+    for index, generation in enumerate(call.generations):
+        yield from _format_generation(generation, mode)
+        advantage = advantages.get(call.generation_id(index))
+        if advantage is not None:
+            yield Text(f"advantage  {advantage:+.3f}", "green")
+
+
+def _format_generation(generation: Generation, mode: Mode) -> Iterator[Text]:
     message = generation.message
     if message.get("reasoning"):
         yield Text(f"reasoning  {_shorten(message['reasoning'])}", "cyan")
@@ -237,7 +255,7 @@ def _format_generation(generation: Generation) -> Iterator[Text]:
         yield Text("cut off at the token limit", "yellow")
     if generation.sampling.grammar is not None:
         yield Text("constrained: never trained", "yellow")
-    elif generation.sampling.temperature == 0:
+    elif generation.sampling.temperature == 0 and mode is Mode.TRAIN:
         yield Text("sampled at temperature 0: the rollouts of a group would be equal", "yellow")
 
 

@@ -73,6 +73,15 @@ def find_newest(directory: Path, *, excluded: Container[str] = ()) -> str:
     return runs[0].name
 
 
+def refuse_evaluation(folder: RunFolder) -> None:
+    """Raise ConfigError for a run of `whet eval`, whose rollouts belong to its models."""
+    if folder.read_kind() == EVALUATION_KIND:
+        raise ConfigError(
+            f"{folder.path.name!r} is an evaluation, whose rollouts are not listed: each result is "
+            f"a line of {str(folder.path / 'results.jsonl')!r}"
+        )
+
+
 def summarize_folder(folder: RunFolder) -> RunSummary:
     """Summarize a run by the files of its folder."""
     config, report = read_object(folder.config_file), folder.read_report()
@@ -147,10 +156,8 @@ def run_list(args: argparse.Namespace) -> int:
         console.print(f"no runs in {args.dir}: `whet demo` or `whet train` makes one")
         return 0
     _print_table(console, runs)
-    console.print(
-        "`whet view RUN` opens its dashboard, `whet show RUN` prints its rollouts, `whet clean` "
-        "deletes runs of `whet dev`"
-    )
+    console.print("`whet view RUN` opens its dashboard, `whet show RUN` prints its rollouts,")
+    console.print("`whet clean` deletes runs of `whet dev`")
     return 0
 
 

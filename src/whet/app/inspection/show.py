@@ -25,6 +25,7 @@ from whet.app.inspection.run_list import (
     find_newest,
     list_runs,
     print_rows,
+    refuse_evaluation,
 )
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
@@ -104,8 +105,9 @@ def show(
 ) -> None:
     """Print the rollouts of a run as `whet show` does: those of its last step, or of `step`.
 
-    `worst` and `failed` print up to `limit` attempts whole, `rollout` one by its id. The run is a
-    folder, or a name in `dir`; `store` is the store of a run of several processes.
+    `worst` and `failed` print up to `limit` attempts whole, as does a run without a finished step;
+    `rollout` prints one by its id. The run is a folder, or a name in `dir`; `store` is the store of
+    a run of several processes.
 
     Raises:
         ConfigError: there is no such run, step or rollout.
@@ -136,6 +138,9 @@ async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
     raise ConfigError(f"{no_run}; and no run there has such a rollout") from no_run
 
 
+ENDED = (Status.SUCCEEDED, Status.FAILED)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSelection:
     """The rollouts of a run to show."""
@@ -157,6 +162,8 @@ class SelectedAttempts:
     """The step whose rollouts are listed; None if attempts are shown whole."""
     steps: Sequence[StepRecord] = ()
     """All steps of the run, if the rollouts of one are listed."""
+    found: int | None = None
+    """Rollouts that the selection found, if `views` are the first of them."""
 
     def compute_advantage(self, view: AttemptView) -> float | None:
         """Mean advantage of an attempt's generations; None without credit."""
@@ -192,6 +199,9 @@ async def _read(
 ) -> SelectedAttempts:
     if selection.limit < 1:
         raise ConfigError(f"invalid limit {selection.limit}: expected at least 1")
+    if selection.rollout and selection.step is not None:
+        raise ConfigError("a step and a rollout exclude each other: give one of them")
+    refuse_evaluation(folder)
     async with folder.open_records(address) as store:
         steps = await store.steps()
         if selection.rollout:
@@ -200,21 +210,25 @@ async def _read(
             return SelectedAttempts(
                 views, await store.advantages(step.step) if step else NO_ADVANTAGES
             )
+        step = None  # without a finished one, or for failures of the whole run
+        if selection.step is not None or (steps and not selection.failed):
+            step = _choose_step(steps, selection.step, folder)
+        advantages = await store.advantages(step.step) if step else NO_ADVANTAGES
         pages = iterate_pages(store)
         records = {record.rollout.id: record async for page in pages for record in page}
-        if selection.failed:
-            failed = [id for id, record in records.items() if record.status is Status.FAILED]
-            views = [
-                await read_attempt(store, records[id].rollout) for id in failed[: selection.limit]
-            ]
-            return SelectedAttempts(views, NO_ADVANTAGES)
-        step = _choose_step(steps, selection.step, folder)
-        advantages = await store.advantages(step.step)
-        views = [await read_attempt(store, records[id].rollout) for id in step.consumed]
-        if not selection.worst:
+        chosen = [records[id] for id in (step.consumed if step else records)]
+        # A rollout that was canceled before it began has no attempt to show.
+        chosen = [record for record in chosen if record.status in ENDED and record.attempts]
+        if step and not selection.worst and not selection.failed:
+            views = [await read_attempt(store, record.rollout) for record in chosen]
             return SelectedAttempts(views, advantages, step, steps)
-        views.sort(key=lambda view: (view.record.failure is not None, view.record.reward or 0.0))
-        return SelectedAttempts(views[: selection.limit], advantages)
+        if selection.failed:
+            chosen = [record for record in chosen if record.status is Status.FAILED]
+        if selection.worst:
+            chosen.sort(key=lambda record: (record.reward is None, record.reward or 0.0))
+        shown = chosen[: selection.limit]
+        views = [await read_attempt(store, record.rollout) for record in shown]
+        return SelectedAttempts(views, advantages, found=len(chosen))
 
 
 async def _read_rollout(store: Store, id: str) -> Rollout:
@@ -248,15 +262,24 @@ def _choose_step(steps: Sequence[StepRecord], number: int | None, folder: RunFol
 
 
 def _print(console: Console, folder: RunFolder, selected: SelectedAttempts) -> None:
-    for view in selected.views if selected.step is None else ():
-        console.print(draw_attempt(view, selected.advantages))
     if not selected.views:
         console.print("no such rollouts")
-    if selected.step is None:
+    if selected.step is not None:
+        _print_step(console, folder, selected, selected.step)
         return
+    for view in selected.views:
+        console.print(draw_attempt(view, selected.advantages))
+    if selected.found is not None and selected.found > len(selected.views):
+        shown = f"{len(selected.views)} of {selected.found} rollouts"
+        console.print(f"these are {shown}: a higher limit shows more", highlight=False)
+
+
+def _print_step(
+    console: Console, folder: RunFolder, selected: SelectedAttempts, step: StepRecord
+) -> None:
     config = folder.read_config()
-    line = f"run {folder.path}: {config.model}, step {selected.step.step + 1}"
-    if versions := read_versions(selected.step.metrics):
+    line = f"run {folder.path}: {config.model}, step {step.step + 1}"
+    if versions := read_versions(step.metrics):
         numbered = ", ".join(f"{name} {version}" for name, version in versions.items())
         line += f"; versions of the policies: {numbered}"
     console.print(line, highlight=False, soft_wrap=True)
@@ -283,7 +306,7 @@ def _print(console: Console, folder: RunFolder, selected: SelectedAttempts) -> N
     if any(is_ranking(span) for view in selected.views for span in view.spans):
         console.print(
             "reward: the agent's own; with the scores of the judge, which training adds, the mean "
-            f"of the step is {selected.step.metrics['reward']:.2f}",
+            f"of the step is {step.metrics['reward']:.2f}",
             highlight=False,
         )
     lines = (

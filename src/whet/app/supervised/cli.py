@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from whet.app.cli.config_flags import add_config_flags, read_config_values
 from whet.app.cli.display import open_console, report_stopped
-from whet.app.cli.flags import CommandParser, add_output_flags, add_resume_flag
+from whet.app.cli.flags import (
+    CommandParser,
+    add_output_flags,
+    add_resume_flag,
+    name_resumed_run,
+)
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
 from whet.errors import requires_extra
@@ -85,8 +90,7 @@ def _run(kind: "TuningKind", args: argparse.Namespace) -> int:
     resolve(values)  # errors in flags are reported before the slow imports
     with requires_extra(f"`whet {kind}`", "local"):
         from whet.app.supervised.tuning import Source, tune  # noqa: PLC0415 - torch
-    if args.resume:
-        values = values | {"name": args.resume}
+    values = name_resumed_run(args, values)
     limits = {name: vars(args)[name] for name in LIMITS if name in args}
     source = Source(args.data, args.held_out, args.from_run, **limits)
     folders: list[RunFolder] = []
