@@ -69,7 +69,7 @@ class ProcessPool(Executor):
         self._attempts_each = attempts_each
         self._tracer: TracerName | None = tracer
         self._workers: list[_Worker] = []
-        self._choosing = anyio.Lock(fast_acquire=True)
+        self._choosing = asyncio.Lock()
         self._suspects = set[str]()
         """Rollouts with an attempt in a process that died while others were in it."""
 
@@ -127,8 +127,7 @@ class ProcessPool(Executor):
             context.has_ended = True
             if is_alone:
                 self._suspects.discard(attempt.rollout.id)
-            with CancelScope(shield=True):
-                await self._release(worker, attempt.id, retire=not has_ended, kill=is_alone)
+            await self._release(worker, attempt.id, retire=not has_ended, kill=is_alone)
         raise AttemptTimeout(f"the attempt ran longer than {attempt.rollout.timeout_s:g} s")
 
     async def close(self) -> None:
@@ -163,7 +162,8 @@ class ProcessPool(Executor):
         ):
             with suppress(ValueError):  # another attempt of a dead process was faster
                 self._workers.remove(worker)
-            await worker.kill()
+            with CancelScope(shield=True):
+                await worker.kill()
 
 
 class _ProcessDied(Exception):
@@ -245,12 +245,11 @@ class _Worker:
 
     async def run(self, context: AttemptContext, resources: Mapping[str, JsonValue]) -> float:
         """Run a reserved attempt; canceling this call cancels the attempt in the process."""
-        attempt = context.attempt
         await self._send(
             {
-                "attempt": attempt.model_dump(mode="json"),
-                "llm": context.llm.model_dump(mode="json"),
-                "resources": dict(resources),
+                "attempt": context.attempt,
+                "llm": context.llm,
+                "resources": resources,
                 "is_alone": self._is_exclusive,
             }
         )
@@ -317,10 +316,10 @@ class _Worker:
         for queue in self.running.values():
             queue.put_nowait({"died": reason, "attempts": len(self.running)})
 
-    async def _send(self, message: PipeMessage) -> None:
+    async def _send(self, message: Mapping[str, object]) -> None:
         """Send a message; those of one turn of the event loop are written together."""
         assert self._process.stdin is not None
-        self._unsent.append(json.dumps(message).encode() + b"\n")
+        self._unsent.append(json.dumps(message, default=vars).encode() + b"\n")
         if len(self._unsent) > 1:
             return  # another task sends it; if that fails, the reader reports that the process died
         try:
