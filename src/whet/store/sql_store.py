@@ -142,14 +142,16 @@ class SQLStore(Store):
         with self._database.notifier.subscribe(keys) as changes:
             await self._submit(no_change())  # expires leases that ended since the last write
             pending = set(rollouts)
-            changed = pending
             while True:
-                unended = await self._read(self._bind_run(list_unfinished, rollouts=list(changed)))
-                pending -= changed - set(unended)
+                read = self._bind_run(list_unfinished, rollouts=list(pending))
+                pending = set(await self._read(read))
                 if not pending:
                     return
-                received = await changes.wait()
-                changed = pending if ALL in received else {keys[key] for key in received}
+                # One read once all were notified, instead of one for each that ends.
+                left = pending
+                while left:
+                    received = await changes.wait()
+                    left = set[str]() if ALL in received else left - {keys[key] for key in received}
 
     async def cancel(self, rollouts: Sequence[str]) -> int:
         return await self._write(self._bind_run(self._queue.cancel, rollouts=rollouts))
