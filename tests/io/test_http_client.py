@@ -110,6 +110,16 @@ async def test_a_connection_that_breaks_off_is_a_transport_error(http: HttpClien
         group.cancel_scope.cancel()
 
 
+async def test_the_proxy_of_the_machine_is_not_asked_for_loopback(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
+    async with HttpClient(trust_env=True) as http:
+        assert (await http.request("GET", f"{url}/echo")).status == 200
+        with pytest.raises(TransportError, match=r"127\.0\.0\.1:9"):
+            await http.request("GET", "http://no.such.host.invalid/")
+
+
 async def test_one_client_serves_several_event_loops(http: HttpClient, url: str) -> None:
     async def get() -> int:
         return (await http.request("GET", f"{url}/echo")).status

@@ -13,7 +13,9 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from whet.errors import MissingExtra
 
@@ -61,7 +63,10 @@ class HttpClient:
         keepalive_s: float = KEEPALIVE_S,
         trust_env: bool = False,
     ) -> None:
-        """`token` is sent as a bearer token. `trust_env` honors HTTP_PROXY and the like."""
+        """`token` is sent as a bearer token.
+
+        `trust_env` honors HTTP_PROXY and the like, but not for a URL of this machine's loopback.
+        """
         # Compression costs more than it saves on one machine; pass the header to ask for it.
         self._headers = {"Accept-Encoding": "identity", **(headers or {})}
         if token:
@@ -69,7 +74,8 @@ class HttpClient:
         self._connect_s = connect_s
         self._keepalive_s = keepalive_s
         self._trust_env = trust_env
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._sessions: dict[tuple[asyncio.AbstractEventLoop, bool], aiohttp.ClientSession] = {}
+        """By event loop, and whether the session honors HTTP_PROXY."""
         self._closed = False
         self.connections = 0
         """Connections established so far, to all hosts."""
@@ -113,7 +119,7 @@ class HttpClient:
         Raises:
             TransportError: also for a connection error of aiohttp that was raised inside.
         """
-        session = self._open_session()
+        session = self._open_session(self._trust_env and not _is_loopback_url(url))
         import aiohttp  # noqa: PLC0415 - see above
 
         try:
@@ -133,7 +139,7 @@ class HttpClient:
         """Close every session in its own loop; requests under way fail. Idempotent."""
         self._closed = True
         sessions, self._sessions = self._sessions, {}
-        for loop, session in sessions.items():
+        for (loop, _), session in sessions.items():
             if loop is asyncio.get_running_loop():
                 await session.close()
             elif loop.is_running():
@@ -149,26 +155,41 @@ class HttpClient:
     async def _count_connection(self, *details: object) -> None:
         self.connections += 1
 
-    def _open_session(self) -> "aiohttp.ClientSession":
+    def _open_session(self, trust_env: bool) -> "aiohttp.ClientSession":
         if self._closed:
             raise TransportError("the HTTP client is closed")
-        loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
+        key = asyncio.get_running_loop(), trust_env
+        if key not in self._sessions:
             try:
                 import aiohttp  # noqa: PLC0415 - see above
             except ImportError as error:
                 raise MissingExtra.build("an HTTP client", "runner") from error
             trace = aiohttp.TraceConfig()
             trace.on_connection_create_end.append(self._count_connection)
-            self._sessions[loop] = aiohttp.ClientSession(
+            self._sessions[key] = aiohttp.ClientSession(
                 trace_configs=[trace],
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=self._trust_env,
+                trust_env=trust_env,
             )
-        return self._sessions[loop]
+        return self._sessions[key]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is reachable from this machine only."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_loopback_url(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:  # an invalid URL, which aiohttp reports
+        return False
 
 
 async def _read(response: "aiohttp.ClientResponse", max_bytes: int | None) -> bytes:

@@ -107,10 +107,11 @@ async def test_a_judge_at_the_gateway_is_asked_without_the_proxy_of_the_machine(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nothing listens
     with serve_judge(lambda prompt, n: '{"ranking": [[1], [2]]}') as server:
-        gateway = Endpoint(base_url=server.url, api_key="k", model="base-model")
+        url = server.url.replace("127.0.0.1", "0.0.0.0")  # this machine, but not loopback
+        gateway = Endpoint(base_url=url, api_key="k", model="base-model")
         await make(None, model="judge").compare(["a", "b"], endpoint=gateway)
         with pytest.raises(JudgeFailed, match=r"127\.0\.0\.1:9"):
-            await make(server.url, tries=1).compare(["a", "b"])
+            await make(url, tries=1).compare(["a", "b"])
 
 
 def _damage(cache: Path) -> None:

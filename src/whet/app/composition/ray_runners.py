@@ -18,6 +18,7 @@ from whet.app.composition.distributed import (
 )
 from whet.config import RunnerConfig
 from whet.errors import ConfigError, NotFound
+from whet.io.http_client import is_loopback
 from whet.protocols import Resources, Store
 from whet.runners.agent import Agent
 from whet.runners.loading import get_spec
@@ -29,7 +30,6 @@ from whet.runners.ray_pool import (
     open_pool,
 )
 from whet.store.http import token
-from whet.store.http.transport import is_loopback
 from whet.types import RUNNERS_PREFIX
 
 DEFAULT_NAME = "ray"

@@ -29,6 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from whet.errors import ConfigError, NotFound, StoreClosed, StoreError, WhetError, boundary
+from whet.io.http_client import is_loopback
 from whet.io.server import AppServer
 from whet.store import DEFAULT_RUN
 from whet.store.codec import to_json_fast
@@ -48,7 +49,6 @@ from whet.store.http.metrics import CONTENT_TYPE, ServerMetrics
 from whet.store.http.openapi import build_document
 from whet.store.http.rpc import ARCHIVE, JSON, METHODS, BatchResult, RemoteMethod
 from whet.store.http.telemetry import ReadKey, read_no_key
-from whet.store.http.transport import is_loopback
 from whet.store.sql_store import SQLStore
 
 logger = logging.getLogger(__name__)

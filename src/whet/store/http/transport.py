@@ -13,7 +13,6 @@ import random
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Mapping
 from concurrent.futures import Future
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ import anyio
 from pydantic import TypeAdapter, ValidationError
 
 from whet.errors import ConfigError, StoreClosed, StoreError, boundary
-from whet.io.http_client import HttpClient, Response, TransportError
+from whet.io.http_client import HttpClient, Response, TransportError, is_loopback
 from whet.store.http.errors import ErrorBody, ErrorDetail, from_http
 from whet.store.http.rpc import parse_json
 
@@ -229,14 +228,6 @@ async def _save(chunks: AsyncIterable[bytes], file: Path) -> None:
     finally:
         with error:
             await target.aclose()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is reachable from this machine only."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _parse_host(url: str) -> str:
