@@ -18,11 +18,14 @@ from starlette.routing import Route
 
 import whet
 from whet.app.evaluation.statistics import Scores
+from whet.config import GatewayConfig
 from whet.errors import ConfigError
+from whet.gateway.auth import ANY_ATTEMPT, mint_key
 from whet.gateway.upstream import UpstreamRouter
 from whet.io.server import AppServer
 
 KEY = "sk-secret"
+SECRET = b"secret"
 PRIVILEGED = (
     "files",
     "fine_tuning/jobs",
@@ -309,12 +312,12 @@ def test_an_endpoint_is_named_as_it_should_be(tmp_path: Path) -> None:
         whet.train(shout, ["a"], dir=str(tmp_path), gateway={"endpoints": ["judge=big"]})
 
 
-@pytest.mark.anyio
-async def test_a_body_too_large_for_the_gateway_is_refused_by_the_proxy_too() -> None:
+async def post_endless_body(key: str) -> list[Any]:
+    """Messages of the reply to a model call whose body does not end."""
     sent: list[Any] = []
 
-    async def beyond(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError("nothing is requested")
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
 
     async def endless() -> Any:
         return {"type": "http.request", "body": b" " * 2**22, "more_body": True}
@@ -322,7 +325,24 @@ async def test_a_body_too_large_for_the_gateway_is_refused_by_the_proxy_too() ->
     async def keep(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
-    await UpstreamRouter(beyond, {})(scope, endless, keep)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {key}".encode())],
+    }
+    await UpstreamRouter(app, {}, SECRET, GatewayConfig())(scope, endless, keep)
+    return sent
+
+
+@pytest.mark.anyio
+async def test_a_body_too_large_for_the_gateway_is_refused_by_the_proxy_too() -> None:
+    sent = await post_endless_body(mint_key(ANY_ATTEMPT, SECRET))
     assert sent[0]["status"] == 413
     assert "larger than" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_the_body_of_a_call_with_a_wrong_key_is_not_read() -> None:
+    assert [message["status"] for message in await post_endless_body("whet-no.1-key")] == [401]

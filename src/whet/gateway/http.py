@@ -243,11 +243,16 @@ def build_router(routes: list[Route], **unknown: Handler) -> ASGIApp:
     router = Router(routes, redirect_slashes=False, default=HttpEndpoint(OPENAI_ERRORS, **unknown))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"]
-        prefix = ATTEMPT_PREFIX.match(path)
-        names = prefix.groupdict() if prefix else dict.fromkeys(ATTEMPT_PREFIX.groupindex)
-        state = {**scope.get("state", {}), **names, "full_path": path}
-        path = path[prefix.end() if prefix else 0 :].rstrip("/") or "/"
-        await router({**scope, "path": path, "state": state}, receive, send)
+        await router(split_prefix(scope), receive, send)
 
     return app
+
+
+def split_prefix(scope: Scope) -> Scope:
+    """Move the prefix of an attempt from a request's path to its state."""
+    path: str = scope["path"]
+    prefix = ATTEMPT_PREFIX.match(path)
+    names = prefix.groupdict() if prefix else dict.fromkeys(ATTEMPT_PREFIX.groupindex)
+    state = {**scope.get("state", {}), **names, "full_path": path}
+    path = path[prefix.end() if prefix else 0 :].rstrip("/") or "/"
+    return {**scope, "path": path, "state": state}

@@ -12,12 +12,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from whet.config import GatewayConfig
 from whet.errors import ConfigError, EngineError, RequestError
-from whet.gateway.auth import identify_caller, require_attempt
-from whet.gateway.http import GatewayRequest, HttpEndpoint, build_route, build_router
+from whet.gateway.auth import Unauthorized, identify_caller, require_attempt
+from whet.gateway.http import (
+    GatewayRequest,
+    HttpEndpoint,
+    build_route,
+    build_router,
+    split_prefix,
+)
 from whet.gateway.pipeline import Log
 from whet.gateway.telemetry import Telemetry
 from whet.io.http_client import HttpClient, TransportError
@@ -175,13 +182,22 @@ async def build_upstreams(
 class UpstreamRouter:
     """ASGI middleware: routes calls of an upstream's model to its proxy, all others to the app."""
 
-    def __init__(self, app: ASGIApp, upstreams: Mapping[str, UpstreamProxy]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        upstreams: Mapping[str, UpstreamProxy],
+        secret: bytes,
+        config: GatewayConfig,
+    ) -> None:
         self._app = app
         self._upstreams = upstreams
+        self._secret = secret
+        self._trace_header = config.trace_header
         self._endpoint = HttpEndpoint(POST=self._route)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        if is_post and self._is_authorized_call(split_prefix(scope)):
             await self._endpoint(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -191,11 +207,19 @@ class UpstreamRouter:
         for upstream in self._upstreams.values():
             await upstream.close()
 
+    def _is_authorized_call(self, scope: Scope) -> bool:
+        """Whether this calls a model with a valid key; the app refuses calls with another."""
+        if scope["path"] not in FORWARDED:
+            return False
+        try:
+            identify_caller(Request(scope), self._secret, self._trace_header)
+        except (Unauthorized, RequestError):
+            return False
+        return True
+
     async def _route(self, request: GatewayRequest) -> None:
         body = await request.read_body()
-        path: str = request.scope["path"]
-        calls_model = path.rstrip("/").endswith(FORWARDED)
-        upstream = self._upstreams.get(_read_model(body)) if calls_model else None
+        upstream = self._upstreams.get(_read_model(body))
         replay: Iterator[Message] = iter([{"type": "http.request", "body": body}])
 
         async def receive() -> Message:

@@ -144,7 +144,7 @@ async def serve_gateway(
             upstreams = await build_upstreams(config.gateway, log, secret, progress)
             if judge is not None:
                 upstreams |= build_judge(judge, config, log, secret)
-            app = router = UpstreamRouter(app, upstreams)
+            app = router = UpstreamRouter(app, upstreams, secret, config.gateway)
         server = AppServer(
             app,
             host=config.gateway.host,

@@ -326,7 +326,7 @@ class _ModelEvaluator:
             model.url, model.source, key, log=store, secret=secret, config=config.gateway
         )
         upstreams = build_judge(judge, config, store, secret) if judge else {}
-        router = UpstreamRouter(proxy.app, upstreams)
+        router = UpstreamRouter(proxy.app, upstreams, secret, config.gateway)
         server = AppServer(
             router,
             host=config.gateway.host,
