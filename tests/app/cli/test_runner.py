@@ -217,6 +217,26 @@ def test_a_run_in_a_folder_is_named_by_the_folder(
     assert "`whet clean alone` deletes a run's folder" in done("drop", "--run", "alone", code=2)
 
 
+def test_a_run_is_imported_into_a_database_that_is_new_and_no_other_action_makes_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, archive = folder / "new.db", str(folder / "mine.zip")
+    anyio.run(fill_store, folder / ".whet" / "store.db", "mine")
+
+    def done(*arguments: str, code: int = 0) -> str:
+        assert main(["store", *arguments]) == code
+        out, err = capsys.readouterr()
+        return (out + err).strip()
+
+    assert "no such file" in done("import", "--run", "a", archive, "--db", str(file), code=2)
+    done("export", "--run", "mine", archive, "--dir", str(folder / ".whet"))
+    for action in (["size"], ["vacuum"], ["drop", "--run", "a"], ["export", "--run", "a", "x.zip"]):
+        assert "no store at" in done(*action, "--db", str(file), code=2)
+    assert not file.exists()
+    done("import", "--run", "a", archive, "--db", str(file))
+    assert done("size", "--db", str(file)).splitlines()[1].split()[:2] == ["a", "1"]
+
+
 def test_what_a_store_keeps_is_shown_moved_and_forgotten(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,8 @@ def _make_key_reader(token: str) -> Callable[[str, str], AttemptId | None]:
 def run_action(args: argparse.Namespace) -> int:
     """Run an action of `whet store` on its database."""
     act: Callable[[argparse.Namespace, Store], Awaitable[None]] = ACTIONS[args.action]
+    if args.action == "import" and not Path(args.file).is_file():  # before it makes a database
+        raise ConfigError(f"{args.file!r} cannot be imported: there is no such file")
     run_async(_open_and_run, act, args)
     return 0
 
@@ -151,7 +153,8 @@ def _find_own_store(args: argparse.Namespace) -> Path | None:
 
 def _find_database(args: argparse.Namespace) -> str:
     database = args.db or str(Path(args.dir) / DATABASE)
-    if "://" in database or Path(database).exists():
+    may_be_new = args.action == "import" and args.db
+    if "://" in database or may_be_new or Path(database).exists():
         return database
     runs = Path(args.dir) / "runs"
     found, hint = f"no store at {database!r}", "a run without `whet store` has its own: --run NAME"
