@@ -10,12 +10,12 @@ from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import anyio
 from anyio import to_thread
-from pydantic import JsonValue, TypeAdapter
+from pydantic import JsonValue
 
 from whet.errors import LeaseLost, StoreClosed, StoreError, WhetError, boundary
 from whet.io.threads import resolve_all
 from whet.protocols import Store
-from whet.store.codec import pack_call, to_json
+from whet.store.codec import check_name, pack_call, to_json
 from whet.store.database import Database, Db, WorkItem, no_change
 from whet.store.notify import ALL, end_key, work_key
 from whet.store.queries import archive, calls, listing, resources, retention, steps
@@ -31,7 +31,6 @@ from whet.types import (
     Call,
     GenerationId,
     Mode,
-    Name,
     Outcome,
     Resource,
     Reward,
@@ -50,8 +49,6 @@ K = TypeVar("K")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_NAME = TypeAdapter[str](Name)
-
 
 class SQLStore(Store):
     """One run of a database, usable from several event loops and threads at once.
@@ -69,8 +66,7 @@ class SQLStore(Store):
         key: str | None = None,
     ) -> None:
         """Use a run of a database; `close` closes a database that the store `owns`."""
-        with boundary(StoreError, "run"):
-            self.run = _NAME.validate_python(run)
+        self.run = check_name(run)
         self._database = database
         self._queue = queue
         self._owns = owns
@@ -237,9 +233,11 @@ class SQLStore(Store):
 
     async def publish(self, name: str, value: JsonValue, *, epoch: int | None = None) -> int:
         with boundary(StoreError, "the resource cannot be stored"):
-            packed, name = to_json(value), _NAME.validate_python(name)
+            packed = to_json(value)
         now = self._queue.clock()
-        change = self._bind_run(resources.publish, name=name, value=packed, now=now, epoch=epoch)
+        change = self._bind_run(
+            resources.publish, name=check_name(name), value=packed, now=now, epoch=epoch
+        )
         return await self._write(change)
 
     async def get(self, name: str, version: int) -> Resource:

@@ -18,7 +18,7 @@ from whet.io.files import atomic_file
 from whet.io.http_client import Response
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN
-from whet.store.codec import to_json_fast
+from whet.store.codec import check_name, to_json_fast
 from whet.store.http import rpc
 from whet.store.http.batching import Batcher
 from whet.store.http.errors import ErrorDetail, from_http
@@ -32,7 +32,6 @@ from whet.types import (
     Call,
     GenerationId,
     Mode,
-    Name,
     Outcome,
     Resource,
     Reward,
@@ -51,7 +50,6 @@ P = ParamSpec("P")
 Function = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 """A method of `Store`, which names the method and types its arguments and result."""
 
-_NAME = TypeAdapter[str](Name)
 _BATCH_RESULT = TypeAdapter(BatchResult)
 
 PATIENCE_S = 300.0
@@ -73,8 +71,7 @@ class HTTPStore(Store):
         self, client: RetryingClient, run: str = DEFAULT_RUN, *, owns: bool = True
     ) -> None:
         """Closing a store that `owns` its client closes that too."""
-        with boundary(StoreError, "run"):
-            self.run = _NAME.validate_python(run)
+        self.run = check_name(run)
         self._client = client
         self._owns = owns
         self._batchers = {
@@ -207,9 +204,7 @@ class HTTPStore(Store):
         return await self._call(Store.advantages, step)
 
     async def publish(self, name: str, value: JsonValue, *, epoch: int | None = None) -> int:
-        with boundary(StoreError, "the resource cannot be stored"):
-            name = _NAME.validate_python(name)
-        return await self._call(Store.publish, name, value, epoch=epoch)
+        return await self._call(Store.publish, check_name(name), value, epoch=epoch)
 
     async def get(self, name: str, version: int) -> Resource:
         return await self._call(Store.get, name, version)
