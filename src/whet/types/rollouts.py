@@ -37,13 +37,13 @@ def _check_url_safe(name: str) -> str:
     return name
 
 
-_AS_SCHEMA = WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"})
-
-RolloutId = Annotated[str, AfterValidator(_check_url_safe), _AS_SCHEMA]
-"""Part of URL paths, hence only characters that need no quoting."""
-
-Name = Annotated[str, AfterValidator(_check_url_safe), _AS_SCHEMA]
-"""Name of a run or a resource; the same characters as a rollout's id."""
+Name = Annotated[
+    str,
+    AfterValidator(_check_url_safe),
+    WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"}),
+]
+"""Name of a run or a resource, or id of a rollout: part of URL paths, hence only characters that
+need no quoting."""
 
 
 class Value(BaseModel):
@@ -155,7 +155,7 @@ class SamplingOverride(Value):
 class Rollout(Value):
     """A task to run. The caller chooses the id, so enqueueing twice is harmless."""
 
-    id: RolloutId
+    id: Name
     task: JsonValue
     group: str
     """Rollouts of one group are compared with each other."""
