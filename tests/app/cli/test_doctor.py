@@ -104,6 +104,10 @@ def test_tools_in_an_unknown_format_are_named(
         (args_of(), "nothing to check"),
         (args_of(template="x.jinja"), "needs --tokenizer"),
         (args_of(template="x.jinja", tokenizer=str(TINY)), "no template file"),
+        (args_of(run="x", model="tiny"), "found --run and --model: leave one out"),
+        (args_of(run="x", traffic="x"), "found --run and --traffic"),
+        (args_of(traffic="x", model="tiny", template="y"), "found --traffic and --template"),
+        (args_of(tokenizer=str(TINY), model="tiny"), "found --tokenizer and --model"),
     ],
 )
 def test_missing_or_wrong_arguments_are_reported(args: argparse.Namespace, says: str) -> None:

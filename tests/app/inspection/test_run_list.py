@@ -116,6 +116,15 @@ def test_a_run_that_is_named_twice_is_deleted_once(
     assert list_runs(tmp_path) == []
 
 
+def test_runs_are_deleted_by_name_or_because_they_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, "a")
+    assert main(["clean", "a", "--failed", "--yes", "--dir", str(tmp_path)]) == 2
+    assert "found --failed and the run 'a': leave one out" in capsys.readouterr().err
+    assert [run.name for run in list_runs(tmp_path)] == ["a"]
+
+
 def test_a_run_that_is_only_read_becomes_no_newer(tmp_path: Path) -> None:
     read, newest = (make_run(tmp_path, name) for name in ("read", "newest"))
     for folder, age in ((read, 200), (newest, 100)):

@@ -24,6 +24,13 @@ from whet.gateway.templates.chat_template import ChatTemplate
 from whet.gateway.templates.renderer import Renderer
 from whet.models.catalog import resolve_model
 
+UNUSED_BESIDE = {
+    "run": ("model", "template", "tokenizer", "traffic"),
+    "traffic": ("template",),
+    "tokenizer": ("model",),
+}
+"""By flag, the flags that the check which it chooses does not use."""
+
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet doctor`."""
@@ -72,8 +79,7 @@ def check_template(
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Print the report: a table, or with `--json` one JSON object."""
-    if args.store and not args.run_folder:
-        raise ConfigError("--store is only for --run: name the run with --run")
+    _check_flags(args)
     if args.run_folder:
         found = anyio.run(
             _check_run, RunFolder.find(args.run_folder, Path(DEFAULT_DIR)), args.store
@@ -89,6 +95,17 @@ def run_doctor(args: argparse.Namespace) -> int:
         text = describe_template(found)
     sys.stdout.write((json.dumps(found, ensure_ascii=False) if args.json else text) + "\n")
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a flag that another would make useless."""
+    if args.store and not args.run_folder:
+        raise ConfigError("--store is only for --run: name the run with --run")
+    values = {**vars(args), "run": args.run_folder}
+    for flag, unused in UNUSED_BESIDE.items():
+        for other in unused:
+            if values[flag] and values[other]:
+                raise ConfigError(f"found --{flag} and --{other}: leave one out")
 
 
 async def _check_run(folder: RunFolder, store: str | None) -> dict[str, JsonValue]:

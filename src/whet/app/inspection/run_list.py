@@ -167,6 +167,8 @@ def run_clean(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a run that is named does not exist, or is in use.
     """
+    if args.runs and args.failed:
+        raise ConfigError(f"found --failed and the run {args.runs[0]!r}: leave one out")
     runs = {run.name: run for run in list_runs(Path(args.dir))}
     for name in args.runs:
         if name not in runs:
