@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from whet.app.evaluation.by_policy import PolicyUse, compare_by_policy, print_by_policy
 from whet.app.evaluation.comparison import compare, print_comparison
 from whet.app.evaluation.statistics import (
     Estimate,
@@ -115,6 +116,25 @@ def test_where_every_rollout_failed_the_table_has_no_gain(failing: str) -> None:
     text = console.export_text()
     assert text.count("all failed") == 2, "the model and the gain"
     assert "points" not in text
+
+
+def test_where_every_rollout_of_a_policy_failed_its_table_has_no_gain() -> None:
+    failure = Failure(kind=FailureKind.AGENT, message="the agent raised")
+    scores = {
+        "base": Scores(greedy=(1.0, 0.0), failures=(failure,), failed_tasks=(1,)),
+        "trained": Scores(greedy=(1.0, 1.0)),
+    }
+    uses = {
+        name: {"a": PolicyUse(frozenset({0}), 1, 1), "b": PolicyUse(frozenset({1}), 1, 1)}
+        for name in scores
+    }
+    console = Console(record=True, width=100, file=StringIO())
+    print_by_policy(console, compare_by_policy(scores, uses, ["a", "b"], EvaluationConfig()))
+    text = console.export_text()
+    [a] = [line for line in text.splitlines() if " a " in line]
+    [b] = [line for line in text.splitlines() if " b " in line]
+    assert ("points" in a, "all failed" in a) == (True, False)
+    assert ("points" in b, b.count("all failed")) == (False, 2), "the model and the gain"
 
 
 def test_a_model_without_a_rollout_that_ended_well_has_no_interval() -> None:

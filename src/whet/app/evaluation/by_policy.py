@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from whet.app.evaluation.comparison import Comparison, compare, format_gain, format_value
+from whet.app.evaluation.comparison import Comparison, compare, format_gain, format_mean
 from whet.app.evaluation.statistics import Scores
 from whet.app.evaluation.trials import Trial
 from whet.config import EvaluationConfig
@@ -80,9 +80,14 @@ def compare_by_policy(
 
 
 def _select(scores: Scores, tasks: Sequence[int]) -> Scores:
+    new_index = {task: index for index, task in enumerate(tasks)}
+    failed = zip(scores.failed_tasks, scores.failures, strict=True)
+    kept = [(new_index[task], failure) for task, failure in failed if task in new_index]
     return Scores(
         greedy=tuple(scores.greedy[task] for task in tasks if scores.greedy),
         sampled=tuple(scores.sampled[task] for task in tasks if scores.sampled),
+        failures=tuple(failure for _, failure in kept),
+        failed_tasks=tuple(index for index, _ in kept),
     )
 
 
@@ -102,8 +107,8 @@ def print_by_policy(console: Console, results: Mapping[str, PolicyResult]) -> No
         calls = sum(use.calls for use in result.uses.values())
         if not calls:
             table.add_row(policy, "no call", "0", "0")
-        for measure, by_model in found.measures.items():
-            values = [format_value(by_model[n], found.is_share, alone=not others) for n in by_model]
+        for measure in found.measures:
+            values = [format_mean(found, measure, name) for name in found.scores]
             gains = [format_gain(found, measure, name) for name in others]
             table.add_row(policy, measure, str(found.tasks), str(calls), *values, *gains)
     console.print(table)

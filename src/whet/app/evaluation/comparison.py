@@ -120,14 +120,8 @@ def print_comparison(console: Console, comparison: Comparison, title: str) -> No
         table.add_column(name, justify="right")
     for name in others:
         table.add_column("gain" if len(others) == 1 else f"{name} - {base}", justify="right")
-    share = comparison.is_share
-    for measure, by_model in comparison.measures.items():
-        cells = [
-            ALL_FAILED
-            if by_model[name] is not None and scores.has_only_failures
-            else format_value(by_model[name], share, alone=not others)
-            for name, scores in comparison.scores.items()
-        ]
+    for measure in comparison.measures:
+        cells = [format_mean(comparison, measure, name) for name in comparison.scores]
         table.add_row(measure, *cells, *(format_gain(comparison, measure, name) for name in others))
     console.print(table)
     about = "paired 95 % intervals" if others else "95 % intervals"
@@ -223,12 +217,16 @@ def _list_changes(comparison: Comparison, measure: str) -> dict[str, list[float]
     return found
 
 
-def format_value(found: Estimate | None, share: bool, *, alone: bool) -> str:
-    """Format a mean, with its interval if there is no baseline."""
+def format_mean(comparison: Comparison, measure: str, name: str) -> str:
+    """Format the mean of a model, with its interval if there is no baseline."""
+    found, share = comparison.measures[measure][name], comparison.is_share
     if found is None:
         return "-"
+    if comparison.scores[name].has_only_failures:
+        return ALL_FAILED
     text = f"{found.mean:.1%}" if share else f"{found.mean:.3f}"
-    return f"{text}  {_format_interval(found, share)}" if alone else text
+    is_alone = len(comparison.scores) == 1
+    return f"{text}  {_format_interval(found, share)}" if is_alone else text
 
 
 def format_gain(comparison: Comparison, measure: str, name: str) -> str:

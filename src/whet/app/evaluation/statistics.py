@@ -51,6 +51,8 @@ class Scores:
     """Rewards of the samples, by task."""
     failures: tuple[Failure, ...] = ()
     """Failures of the rollouts that failed, whether or not they count as a reward."""
+    failed_tasks: tuple[int, ...] = ()
+    """The task of each failure."""
 
     @property
     def tasks(self) -> int:

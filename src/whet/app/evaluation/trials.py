@@ -80,11 +80,12 @@ def read_scores(trials: Sequence[Trial], ended: dict[str, RolloutRecord]) -> Sco
             greedy[trial.task] = reward
         else:
             sampled.setdefault(trial.task, []).append(reward)
-    failures = [ended[trial.rollout.id].failure for trial in trials]
+    failed = [(t.task, failure) for t in trials if (failure := ended[t.rollout.id].failure)]
     return Scores(
         greedy=tuple(greedy.values()),
         sampled=tuple(tuple(samples) for samples in sampled.values()),
-        failures=tuple(failure for failure in failures if failure is not None),
+        failures=tuple(failure for _, failure in failed),
+        failed_tasks=tuple(task for task, _ in failed),
     )
 
 
