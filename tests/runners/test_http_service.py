@@ -4,14 +4,17 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 
 import whet
+from support.run_agents import get_failure
 from whet.errors import AgentFailed, BadReward, ConfigError
 from whet.runners.executors.http_service import Service
+from whet.store.sqlite import SQLiteStore
 from whet.types import Endpoint
 
 pytestmark = pytest.mark.anyio
@@ -149,6 +152,25 @@ async def test_a_service_that_is_not_there_yet_is_waited_for_and_that_is_reporte
     assert caplog.messages == [f"waiting up to 20 s for the service {url}/chat"]
     with pytest.raises(AgentFailed, match="cannot connect to the service"):
         await Service(url, patience_s=0)({}, LLM)
+
+
+async def test_a_timeout_names_the_service_that_is_away_or_does_not_answer(tmp_path: Path) -> None:
+    async def never(body: dict[str, Any]) -> bytes:
+        await anyio.sleep_forever()
+        return b""
+
+    async with SQLiteStore(tmp_path / "store.db") as store:
+        async with serve(never) as url:
+            reason = await get_failure(Service(url), store, timeout_s=0.2)
+        assert reason == (
+            f"timeout: the attempt ran longer than 0.2 s: the service '{url}/chat' has not answered"
+        )
+    async with SQLiteStore(tmp_path / "other.db") as store:
+        reason = await get_failure(Service(url), store, timeout_s=0.2)
+        expected = (
+            f"timeout: the attempt ran longer than 0.2 s: cannot connect to the service '{url}"
+        )
+        assert reason.startswith(expected)
 
 
 async def test_requests_are_limited_to_its_concurrency() -> None:

@@ -44,6 +44,8 @@ class AttemptContext:
         self.tasks = weakref.WeakSet[asyncio.Task[Any]]()
         """Tasks that the agent has created. Any: their results are the agent's own."""
         self.has_ended = False
+        self.timeout_reason = ""
+        """What a timeout would be due to, if it is known."""
 
     def copy_for_hook(self) -> "AttemptContext":
         """Return a context for a hook of the attempt: rewards and spans are shared, tasks not."""

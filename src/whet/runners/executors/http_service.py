@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from whet.errors import AgentFailed, ConfigError
 from whet.io.attempt_url import parse_attempt_ids
 from whet.io.http_client import ConnectError, HttpClient, Response, TransportError
+from whet.runners.context import active_attempt
 from whet.runners.executors.external_agents import (
     fetch_posted_rewards,
     get_last_reward,
@@ -122,18 +123,20 @@ class Service:
         if not self.url:
             raise ConfigError("a Service needs a URL, or a method `chat` of its own")
         deadline = anyio.current_time() + self.patience_s
+        _set_timeout_reason(f"the service {self.url!r} has not answered")
         async with HttpClient() as http:
             while True:
                 try:
                     reply = await http.request(
                         "POST", self.url, json=body, max_bytes=MAX_ANSWER_BYTES
                     )
+                    _set_timeout_reason("")
                     return _parse_answer(reply, self.url)
                 except ConnectError as error:
+                    reason = f"cannot connect to the service {self.url!r}: {error}"
                     if anyio.current_time() + RECONNECT_PAUSE_S > deadline:
-                        raise AgentFailed(
-                            f"cannot connect to the service {self.url!r}: {error}"
-                        ) from error
+                        raise AgentFailed(reason) from error
+                    _set_timeout_reason(reason)
                     self._warn_waiting()
                 except TransportError as error:
                     raise AgentFailed(
@@ -146,6 +149,12 @@ class Service:
         if not self._has_warned:
             self._has_warned = True
             logger.warning("waiting up to %g s for the service %s", self.patience_s, self.url)
+
+
+def _set_timeout_reason(reason: str) -> None:
+    """Set what a timeout of this attempt would be due to, from now on."""
+    if (context := active_attempt.get()) is not None:
+        context.timeout_reason = reason
 
 
 def _parse_answer(reply: Response, url: str) -> JsonValue:

@@ -109,7 +109,8 @@ class UserCodeRunner:
         finally:
             context.has_ended = True
         if await job.cancel() and not job.is_evicted:
-            raise AttemptTimeout(f"the attempt ran longer than {timeout_s:g} s")
+            reason = context.timeout_reason and f": {context.timeout_reason}"
+            raise AttemptTimeout(f"the attempt ran longer than {timeout_s:g} s{reason}")
         raise await self._explain_still_running(job, timeout_s)
 
     async def call(self, function: Callable[[], Any], *, is_async: bool) -> Any:
