@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from support.records import call, claim, rollouts
 from whet.errors import LeaseLost, StoreClosed, StoreError
-from whet.store.database import Db
+from whet.store import DEFAULT_RUN
+from whet.store.database import Db, WorkItem
+from whet.store.queries.queue import Claim
 from whet.store.schema import VERSION
-from whet.store.sql_store import BatchedRead
+from whet.store.sql_store import BatchedRead, SQLStore
 from whet.store.sqlite import SQLiteDatabase, SQLiteStore
 from whet.types import (
     AttemptId,
@@ -324,6 +326,30 @@ async def test_a_call_survives_the_disk_exactly(
     )
     await store.append(written)
     assert await store.calls(attempt.id) == [written]
+
+
+async def test_a_lease_that_expired_in_a_transaction_that_was_redone_is_counted_once(
+    tmp_path: Path,
+) -> None:
+    now, tries = [1000.0], list[int]()
+    database = SQLiteDatabase(tmp_path / "store.db", lambda: now[0])
+
+    def claim_at_second_try(db: Db, _: object) -> list[None]:
+        tries.append(1)
+        database.queue.claim(db, DEFAULT_RUN, [Claim("w", MINUTE, wait_s=0, key=None)])
+        if len(tries) == 1:
+            raise StoreError("not yet")
+        return [None]
+
+    async with SQLStore(database, database.queue, DEFAULT_RUN) as store:
+        await store.enqueue(rollouts("a"))
+        await claim(store)
+        now[0] += 2 * MINUTE
+        done = asyncio.get_running_loop().create_future()
+        database.submit(WorkItem(claim_at_second_try, future=done))
+        await done
+        assert len(tries) == 2
+        assert store.expired_leases == 1
 
 
 async def test_one_read_answers_all_who_wait_for_it(tmp_path: Path) -> None:

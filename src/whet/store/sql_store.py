@@ -293,7 +293,7 @@ class SQLStore(Store):
     @property
     def expired_leases(self) -> int:
         """Leases that expired and ended their attempts, since this process started."""
-        return self._queue.expired
+        return len(self._queue.expired)
 
     # ------------------------------------------------------------------ retention
 

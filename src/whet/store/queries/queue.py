@@ -206,8 +206,8 @@ class Queue:
         self._notifier = notifier
         self.next_expiry = float("inf")
         """When the next lease expires, as of the last `expire_leases`."""
-        self.expired = 0
-        """Leases that expired and ended their attempts."""
+        self.expired = set[int]()
+        """Attempts whose lease expired. A transaction that is redone ends the same ones again."""
 
     def enqueue(self, db: Db, run: str, rollouts: Sequence[PackedRollout]) -> None:
         now = self.clock()
@@ -269,7 +269,7 @@ class Queue:
         if rollout.status == Status.RUNNING:
             for lost in self._select_running(db, "rollout.seq = ?", rollout.seq):
                 self._end_attempts(db, [(lost, _build_lost_outcome(lost))])
-                self.expired += 1
+                self.expired.add(lost.seq)
         parsed, number = parse_rollout(rollout.body), rollout.attempts + 1
         return Attempt(
             id=AttemptId(f"{parsed.id}.{number}"),
@@ -385,7 +385,7 @@ class Queue:
             outcome = _build_lost_outcome(lost)
             self._end_attempts(db, [(lost, outcome)])
             self._end_rollout(db, lost.run, lost.rollout_seq, lost.rollout, outcome)
-            self.expired += 1
+            self.expired.add(lost.seq)
         if self.next_expiry <= now:
             self._mark_claimable(db, now)
         (expiry,) = db.execute(NEXT_EXPIRY, (now,)).fetchone()
