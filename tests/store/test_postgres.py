@@ -1,16 +1,20 @@
 """The PostgreSQL store beyond the contract: several processes, lost connections."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 import anyio
 import psycopg
 import pytest
+from anyio import to_thread
 
 from support.postgres_server import own_schema
 from whet.errors import StoreError
-from whet.store import open_store
-from whet.store.postgres import PostgresStore
+from whet.store import DEFAULT_RUN, open_store
+from whet.store.database import Db, WorkItem
+from whet.store.postgres import PostgresDatabase, PostgresStore
+from whet.store.queries.queue import Claim
 from whet.store.schema import VERSION
 from whet.store.sqlite import SQLiteStore
 from whet.types import Outcome, Rollout, Status
@@ -86,6 +90,38 @@ async def test_a_lease_of_a_dead_process_ends_a_wait_in_another(
                     assert await second.claim("w", lease_s=0.05, wait_s=0)
                     clock.now += 1
         assert "worker_lost" in (await first.failures(["a"]))["a"]
+
+
+async def test_a_lease_of_a_transaction_that_was_redone_is_known_to_other_processes(
+    postgres_url: str, schema: str
+) -> None:
+    clock, tries = Clock(), list[int]()
+    database = PostgresDatabase(postgres_url, schema, clock)
+
+    def claim(db: Db, _: object) -> list[None]:
+        """Claim a rollout; the commit of the first try fails."""
+        tries.append(1)
+        database.queue.claim(db, DEFAULT_RUN, [Claim("w", lease_s=0.05, wait_s=0, key=None)])
+        if len(tries) == 1:
+            db.execute(
+                "CREATE TEMP TABLE number (n INT UNIQUE DEFERRABLE INITIALLY DEFERRED)"
+                " ON COMMIT DROP"
+            )
+            db.execute("INSERT INTO number VALUES (1), (1)")
+        return [None]
+
+    async with PostgresStore(postgres_url, schema=schema, clock=clock) as waiting:
+        await waiting.enqueue(rollouts("a", max_attempts=1))
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as group:
+                group.start_soon(waiting.wait, ["a"])
+                await anyio.wait_all_tasks_blocked()
+                done = asyncio.get_running_loop().create_future()
+                database.submit(WorkItem(claim, future=done))
+                await done
+                await to_thread.run_sync(database.close)
+                clock.now += 1
+    assert len(tries) == 2
 
 
 async def test_many_workers_of_two_processes_do_each_rollout_once(

@@ -54,6 +54,7 @@ class Writer:
         *,
         expire_leases: Callable[[Db], float | None],
         announce: Callable[[Db], None] | None = None,
+        on_commit: Callable[[], None] | None = None,
         errors: Callable[[], AbstractContextManager[None]] = _wrap_errors,
         turn: AbstractContextManager[object] | None = None,
         is_transient: Callable[[BaseException | None], bool] = _return_false,
@@ -66,6 +67,7 @@ class Writer:
             expire_leases: called in every transaction; returns the seconds until the next lease
                 expires.
             announce: called before every commit, to notify other processes of the marked keys.
+            on_commit: called after every commit.
             errors: a context that raises the database's errors as StoreError.
             turn: held during each transaction, where other processes write the same database.
             is_transient: whether an error came from a conflict with another process, so that the
@@ -75,6 +77,7 @@ class Writer:
         self._notifier = notifier
         self._expire_leases = expire_leases
         self._announce = announce
+        self._on_commit = on_commit
         self._errors = errors
         self._turn = turn or nullcontext()
         self._is_transient = is_transient
@@ -174,6 +177,8 @@ class Writer:
                 return
             else:
                 self._has_failed = False
+                if self._on_commit is not None:
+                    self._on_commit()
                 if self._notifier.marked:
                     self._notifier.flush()
                 _resolve(results)

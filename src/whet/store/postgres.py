@@ -150,6 +150,7 @@ class PostgresDatabase(Database):
         self._process_id = secrets.token_hex(8)
         self._closing = threading.Event()
         self._known_expiry = float("inf")
+        """The next expiry as of the last commit, which the other processes know."""
         self.notifier = Notifier()
         self.queue = Queue(clock, self.notifier)
         with boundary(StoreError, "cannot open the store"), ExitStack() as undo:
@@ -169,6 +170,7 @@ class PostgresDatabase(Database):
             self.notifier,
             expire_leases=self.queue.expire_leases,
             announce=self._announce,
+            on_commit=self._keep_expiry,
             is_transient=is_transient,
         )
         self._listener = threading.Thread(
@@ -220,11 +222,13 @@ class PostgresDatabase(Database):
 
     def _announce(self, db: Db) -> None:
         """Notify the other processes, with the commit, of marked keys and of an earlier expiry."""
-        expiry, self._known_expiry = self._known_expiry, self.queue.next_expiry
-        if self.queue.next_expiry < expiry:
+        if self.queue.next_expiry < self._known_expiry:
             self._notify(db, {"due": self.queue.next_expiry})
         for keys in _split_into_packets(self.notifier.marked):
             self._notify(db, {"keys": keys})
+
+    def _keep_expiry(self) -> None:
+        self._known_expiry = self.queue.next_expiry
 
     def _wake_listener(self, db: Db, _: object) -> list[None]:
         self._closing.set()
