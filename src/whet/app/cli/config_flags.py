@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from whet.app.cli.flags import (
     AFTER,
+    BOOLEAN,
     PREFIX,
     CommandParser,
     find_help_width,
@@ -39,21 +40,25 @@ TRAINING_KEYS = {
         *("steps", "tasks_per_step", "group_size", "adam.lr", "algorithm.name", "loss.name"),
         *("loop.name", "seed"),
     ),
-    "running agents": ("runner.concurrency", "runner.processes", "runner.timeout_s"),
-    "evaluation": ("evaluation.samples",),
+    "running agents": (
+        "runner.concurrency",
+        "runner.processes",
+        "runner.timeout_s",
+        "evaluation.samples",
+    ),
     "output": ("name", "dir", "tracking.names"),
 }
 """The config keys that `--help` shows, by group; `--help-config` shows all of them."""
 
 SHORT_HELP = {
-    "model": "tiny, smollm2, a folder, GGUF file, Hub name or run",
-    "engine.kind": "sample in this process, or with servers",
-    "engine.device": "device of the model in this process",
-    "engine.max_context": "longest prompt plus completion in tokens (default: the model's limit)",
+    "model": "tiny, smollm2, Hub name, folder or run",
+    "engine.kind": "local (this process), vllm or sglang",
+    "engine.device": "auto, cpu or cuda",
+    "engine.max_context": "longest sequence in tokens (default: the model's)",
     "engine.urls": "running servers, all with the same model and flags",
-    "trainer.kind": "train in this process, with Tinker or with verl",
-    "trainer.weights": "train LoRA adapters, or all weights",
-    "trainer.precision": "precision of sampling and training",
+    "trainer.kind": "local (this process), tinker or verl",
+    "trainer.weights": "lora (adapters) or full",
+    "trainer.precision": "of sampling and training: auto, fp32 or bf16",
     "trainer.micro_batch_tokens": "tokens in one forward and backward pass",
     "trainer.gradient_checkpointing": "recompute activations: slower, less memory",
     "trainer.compile": "compile the layers for training",
@@ -61,29 +66,29 @@ SHORT_HELP = {
     "tasks_per_step": "tasks in a step",
     "group_size": "rollouts of each task in a step",
     "adam.lr": "learning rate (default 1e-4, full weights 1e-6)",
-    "algorithm.name": "grpo, rloo, ..., or your own as module:Class",
-    "loss.name": "ppo, gspo, cispo, ..., or your own as file.py:function",
-    "loop.name": "overlapped collects the next step while training",
+    "algorithm.name": "grpo, rloo, ... or your module:Class",
+    "loss.name": "ppo, gspo, ... or your file.py:function",
+    "loop.name": "overlapped collects a step ahead",
     "seed": "seed of the task order and of new weights",
     "runner.concurrency": "attempts to run at once",
-    "runner.processes": "processes for agents, 0 for this one (default: from the cores)",
+    "runner.processes": "for agents, 0 for this one (default: from the cores)",
     "runner.timeout_s": "seconds an attempt may take",
-    "runner.temperature": "temperature of training rollouts (default: as the agent asks)",
+    "runner.temperature": "of training rollouts (default: as the agent asks)",
     "gateway.host": "address to listen on",
     "gateway.port": "port to listen on; 0 picks a free one",
     "gateway.models": "other model names that agents may ask for",
     "gateway.endpoints": "text-only models at other APIs, as NAME=MODEL@URL",
     "supervised.epochs": "passes over the data",
     "supervised.batch_size": "dialogues or pairs in an optimizer step",
-    "supervised.held_out": "share of the data to hold out, without --held-out",
+    "supervised.held_out": "share to hold out without --held-out",
     "supervised.beta": "weight of the log-ratio to the model before training",
-    "evaluation.greedy": "evaluate every task once at temperature 0",
+    "evaluation.greedy": "each task once at temperature 0",
     "evaluation.samples": "sampled rollouts of each held-out task",
     "evaluation.temperature": "temperature of the sampled rollouts",
-    "evaluation.pass_threshold": "reward from which a sample passes, for pass@k",
+    "evaluation.pass_threshold": "minimum reward of a pass, for pass@k",
     "name": "name of the run (default: from the date)",
     "dir": "folder of all runs, each in runs/NAME",
-    "tracking.names": "trackers: jsonl, tensorboard, wandb, mlflow",
+    "tracking.names": "jsonl, tensorboard, wandb, mlflow",
 }
 """One line for each config key that a command's `--help` shows."""
 NO_DEFAULTS: Mapping[str, str] = {}
@@ -113,21 +118,22 @@ def add_config_flags(
     for key in (*group_of, *(key for key in fields if key not in group_of)):
         field, title = fields[key], group_of.get(key)
         names = [f"--{key.replace('_', '-')}", *([ALIASES[key]] if key in ALIASES else [])]
-        parser.group(title or "config").add_argument(
+        parser.group(title or "help").add_argument(
             *names,
             dest=PREFIX + key,
             metavar=_format_metavar(field),
             type=READERS.get(get_origin(_unwrap_type(field.annotation)), str),
             help=_format_short_help(key, field, defaults) if title else argparse.SUPPRESS,
         )
-    group = parser.group("config")
+    group = parser.group("help")
+    group.title = "config and help"
     if file:
         group.add_argument("--config", metavar="FILE", help="TOML file with config keys; flags win")
     group.add_argument(
         "--help-config",
         action=_PrintConfigHelp,
         text=partial(format_config_help, fields),
-        help=f"list all {len(fields)} config keys, each of which is a flag, and exit",
+        help=f"list all {len(fields)} config keys, which are flags, and exit",
     )
 
 
@@ -239,10 +245,9 @@ def _list_choices(annotation: object) -> tuple[str, ...]:
 
 def _format_metavar(field: FieldInfo) -> str:
     kind = _unwrap_type(field.annotation)
-    choices = "|".join(_list_choices(kind))
-    if choices and len(choices) <= 20:
-        return choices
-    names = {int: "N", float: "X", bool: "true|false", Path: "DIR"}
+    if choices := _list_choices(kind):
+        return "|".join(choices)
+    names = {int: "N", float: "X", bool: BOOLEAN, Path: "DIR"}
     if get_origin(kind) is dict:
         return "JSON"
     return "A,B" if get_origin(kind) is tuple else names.get(cast(type, kind), "NAME")
@@ -257,7 +262,7 @@ def _format_type(field: FieldInfo) -> str:
         return f"list of {inner}, with commas"
     if get_origin(kind) is dict:
         return "JSON"
-    names = {int: "integer", float: "number", bool: "true|false", Path: "folder"}
+    names = {int: "integer", float: "number", bool: BOOLEAN, Path: "folder"}
     return names.get(cast(type, kind), "text")
 
 

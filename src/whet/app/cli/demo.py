@@ -113,7 +113,7 @@ def add_arguments(parser: CommandParser) -> None:
     )
     for title in TRAINING_KEYS:
         parser.group(title)
-    add_resume_flag(parser, "a run of this demo")
+    add_resume_flag(parser, "a run")
     add_output_flags(parser)
     add_config_flags(parser, TRAINING_KEYS, file=False, defaults=_describe_defaults())
     parser.add_examples(

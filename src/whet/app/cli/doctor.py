@@ -34,9 +34,7 @@ UNUSED_BESIDE = {
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the flags of `whet doctor`."""
-    parser.usage = (
-        "whet doctor [--model NAME | --template FILE --tokenizer DIR | --run RUN] [--json]"
-    )
+    parser.usage = "whet doctor --model NAME | --template FILE --tokenizer DIR | --run RUN"
     group = parser.group("what to check")
     group.add_argument("--model", metavar="NAME", help="a model, by name or folder")
     group.add_argument("--template", metavar="FILE", help="a chat template file")

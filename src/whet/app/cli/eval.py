@@ -48,36 +48,36 @@ def add_arguments(parser: CommandParser) -> None:
         action="append",
         default=[],
         metavar="[NAME=]MODEL",
-        help="model name or folder, PEFT adapter, run or checkpoint; repeatable",
+        help="name, folder, adapter, run, checkpoint; repeatable",
     )
     group.add_argument(
         "--endpoint",
         metavar="URL",
-        help="an OpenAI-compatible URL that serves the --model names",
+        help="OpenAI-compatible URL that serves the --model names",
     )
     group.add_argument(
         "--key-variable",
         metavar="NAME",
-        help="environment variable with the endpoint's key (default OPENAI_API_KEY)",
+        help="variable with its API key (default OPENAI_API_KEY)",
     )
     group.add_argument(
         "--prompt",
         action="append",
         default=[],
         metavar="[NAME=]FILE",
-        help="prompts of the model NAME, or of all: a run of `whet optimize-prompt`, or a file",
+        help="prompts of NAME or of all: file, optimize-prompt run",
     )
     parser.group("evaluation")
     parser.group("output").add_argument(
         "--results",
         metavar="FILE",
-        help="file of JSON lines to append to (default results.jsonl of the run)",
+        help="JSON lines to append to (default: in the run)",
     )
-    add_resume_flag(parser, "an evaluation, or add models to it")
+    add_resume_flag(parser, "or extend a run")
     add_output_flags(parser)
     add_config_flags(parser, SHOWN, only=SECTIONS)
     parser.add_examples(
-        "whet eval agent.py:answer --tasks held_out.jsonl --model base=tiny --model trained=mine",
+        "whet eval agent.py:answer --tasks held_out.jsonl --model tiny --model mine",
     )
     parser.set_defaults(run=run_eval)
 

@@ -28,6 +28,8 @@ PREFIX = "config:"
 AFTER = "after"
 """The arguments after `--`: an agent's command, or flags of an inference server."""
 DEFAULT_DIR = str(RunConfig.model_fields["dir"].default)
+BOOLEAN = "true|false"
+"""Metavar of a flag that is on or off."""
 MIN_WIDTH, MAX_WIDTH = 40, 100
 DEV_TASKS = 3
 """Tasks that `whet dev` runs by default."""
@@ -103,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         return {_convert_to_key(each): each for each in self._option_string_actions}
 
     def format_help(self) -> str:
-        self._action_groups.sort(key=lambda group: group.title == "help")  # to the end
+        self._action_groups.sort(key=lambda group: group is self._groups["help"])  # to the end
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -122,10 +124,13 @@ def find_help_width() -> int:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Help with the metavar once, and a config flag by its shorter name: `--engine KIND`."""
+    """Help with the metavar once, and a config flag by its shorter name: `--engine KIND`.
+
+    A metavar that lists choices, which shell completion reads, is too long to stand beside a text.
+    """
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=31, width=find_help_width())
+        super().__init__(prog, max_help_position=27, width=find_help_width())
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:  # examples
@@ -136,9 +141,11 @@ class HelpFormatter(argparse.HelpFormatter):
         if not action.option_strings:
             return super()._format_action_invocation(action)
         names = ", ".join(action.option_strings)
-        if action.dest.endswith(".kind"):
+        if "." in action.dest:
             names = min(action.option_strings, key=len)
-        return names if action.nargs == 0 else f"{names} {self._format_args(action, '')}"
+        value = self._format_args(action, "")
+        value = "KIND" if "|" in value and value != BOOLEAN else value
+        return names if action.nargs == 0 else f"{names} {value}"
 
 
 def _explain_extra(found: argparse.Namespace, extra: Sequence[str]) -> str:
@@ -173,33 +180,33 @@ def add_agent_flags(parser: CommandParser) -> None:
         "agent",
         nargs="?",
         metavar="AGENT",
-        help="module:function or file.py:function, or after -- a command",
+        help="module:function or file.py:function, or -- COMMAND",
     )
     group.add_argument(
         "--service",
         metavar="URL",
-        help="an HTTP service instead of AGENT, by URL or as module:object",
+        help="HTTP service instead of AGENT: URL or module:object",
     )
     group.add_argument(
         "--env",
         metavar="KIND:NAME",
-        help="an environment instead of AGENT and --tasks: reasoning-gym:NAME, ...",
+        help="instead of AGENT and --tasks: reasoning-gym:NAME, ...",
     )
     group.add_argument(
         "--env-python",
         metavar="PYTHON",
-        help="interpreter that has the environment's package and whet[runner]",
+        help="interpreter with its package and whet[runner]",
     )
     group.add_argument(
         "--reward",
         choices=["output", "exit", "post"],
         metavar="FROM",
-        help="reward of a command: output (last line, default), exit or post",
+        help="a command's: output (last line, default), exit, post",
     )
     group.add_argument(
         "--sandbox",
         metavar="NAME",
-        help="for a command: subprocess, bubblewrap, docker:IMAGE[,memory_mb=N...]",
+        help="of a command: subprocess, bubblewrap, docker:IMAGE",
     )
     group.add_argument(
         "--stdin", action="store_true", help="give a command its task on stdin as well"
@@ -209,17 +216,16 @@ def add_agent_flags(parser: CommandParser) -> None:
 def add_tasks_flags(parser: CommandParser, *, held_out: bool) -> None:
     """Add `--tasks` and, for commands that train, `--held-out`."""
     group = parser.group("agent and tasks")
-    tasks = "training tasks" if held_out else "tasks"
     group.add_argument(
         "--tasks",
         metavar="FILE",
-        help=f"{tasks}, one JSON a line; several: a.jsonl=0.7,b.jsonl=0.3",
+        help="tasks as JSON lines; several: a.jsonl=0.7,b.jsonl=0.3",
     )
     if held_out:
         group.add_argument(
             "--held-out",
             metavar="FILE",
-            help="tasks to evaluate the model on before and after training",
+            help="tasks to evaluate on before and after training",
         )
 
 
@@ -379,7 +385,7 @@ def add_output_flags(parser: CommandParser) -> None:
     group.add_argument(
         "--json",
         action="store_true",
-        help="end stdout with a JSON object of results; the rest goes to stderr",
+        help="results as JSON at the end of stdout, rest on stderr",
     )
 
 
@@ -395,7 +401,7 @@ def add_prompt_flag(parser: CommandParser) -> None:
     parser.group("agent and tasks").add_argument(
         "--prompt",
         metavar="FILE",
-        help="prompts: a run of `whet optimize-prompt`, or a .json or .txt file",
+        help="prompts: a .txt or .json file, or optimize-prompt run",
     )
 
 

@@ -63,7 +63,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.group("store").add_argument(
         "--gateway",
         metavar="URL",
-        help="gateway URL, or 'none' (default: discovered through the store)",
+        help="gateway URL, or 'none' (default: found in the store)",
     )
     group = parser.group("execution")
     group.add_argument(
@@ -77,38 +77,38 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="processes for agents, 0 for this one (default: from the number of cores)",
+        help="for agents, 0 for this one (default: from the cores)",
     )
     group.add_argument(
         "--lease",
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds without a heartbeat before a runner counts as dead (default 30)",
+        help="seconds without a heartbeat until it is lost (default 30)",
     )
     group.add_argument(
         "--grace",
         type=float,
         default=GRACE_S,
         metavar="S",
-        help=f"seconds that running attempts may finish after SIGTERM (default {GRACE_S:g})",
+        help=f"seconds to finish attempts after SIGTERM (default {GRACE_S:g})",
     )
     group.add_argument(
         "--worker",
         metavar="NAME",
-        help="worker name; restarting under the same name releases its old leases",
+        help="worker name; a restart under it releases its leases",
     )
     group.add_argument(
         "--hooks",
         action="append",
         default=[],
         metavar="CLASS",
-        help="module:Class of whet.Hooks to call around each attempt; repeatable",
+        help="module:Class of whet.Hooks around attempts; repeatable",
     )
     group.add_argument(
         "--tracer",
         metavar="NAME",
-        help="record the spans of the agent's SDK: otel or openai-agents",
+        help="record the spans of an SDK: otel or openai-agents",
     )
     _add_ray_flags(parser)
     parser.add_examples(
@@ -137,7 +137,7 @@ def _add_ray_flags(parser: CommandParser) -> None:
         "--scale",
         type=int,
         metavar="N",
-        help="change the number of runners of a running `whet runner --ray`, and exit",
+        help="set the number of runners of a running --ray, and exit",
     )
 
 

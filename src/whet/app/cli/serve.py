@@ -47,14 +47,14 @@ def add_arguments(parser: CommandParser) -> None:
     parser.group("model").add_argument(
         "--model",
         metavar="MODEL",
-        help="serve this run, adapter, checkpoint or model to any client, without a store",
+        help="run, adapter, checkpoint or model, without a store",
     )
     add_store_flags(parser)
     add_config_flags(parser, SHOWN, only=("engine", "gateway"), file=False)
     parser.group("gateway").add_argument(
         "--url",
         metavar="URL",
-        help="public URL to advertise to runners (default: the gateway's own)",
+        help="public URL for runners (default: the gateway's own)",
     )
     parser.add_examples(
         "whet serve --model mine --gateway.port 8000",

@@ -48,34 +48,34 @@ def add_arguments(parser: CommandParser) -> None:
     parser.usage = "whet train AGENT --tasks FILE [options] [-- COMMAND or server flags]"
     add_agent_flags(parser)
     add_tasks_flags(parser, held_out=True)
+    add_prompt_flag(parser)
     parser.group("agent and tasks").add_argument(
         "--debug", action="store_true", help="do not train: run a few tasks, as `whet dev` does"
     )
-    add_prompt_flag(parser)
     add_samples_flag(parser, "with --debug: ")
     for title in TRAINING_KEYS:
         parser.group(title)
     parser.group("training").add_argument(
         "--algorithm",
         metavar="FUNCTION",
-        help="run this @whet.algorithm function instead of the training loop",
+        help="@whet.algorithm to run instead of the training loop",
     )
     parser.group("training").add_argument(
         "--judge",
         metavar="JUDGE",
-        help="a whet.judge as file.py:name, which ranks the answers of each group",
+        help="whet.judge that ranks a group, as file.py:name",
     )
-    add_resume_flag(parser, "a run of `whet train`")
+    add_resume_flag(parser, "a run")
     add_output_flags(parser)
-    parser.group("several processes").add_argument(
+    parser.group("running agents").add_argument(
         "--store",
         default=os.environ.get(STORE_VARIABLE),
         metavar="URL",
-        help=f"train only; serve and runner use the same store (default ${STORE_VARIABLE})",
+        help=f"the store of serve and runner (default ${STORE_VARIABLE})",
     )
     add_config_flags(parser, TRAINING_KEYS)
     parser.add_examples(
-        "whet train agent.py:answer --tasks tasks.jsonl --held-out held_out.jsonl --steps 20",
+        "whet train agent.py:answer --tasks tasks.jsonl --held-out held_out.jsonl",
         "whet train --tasks tasks.jsonl --reward exit -- node agent.js",
     )
     parser.set_defaults(run=run_train)

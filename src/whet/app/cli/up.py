@@ -48,7 +48,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--db",
         metavar="DB",
-        help="SQLite file, or postgresql://... (default store.db in --dir)",
+        help="SQLite file or postgresql://... (default DIR/store.db)",
     )
     add_config_flags(parser, TRAINING_KEYS, defaults={"name": DEFAULT_RUN})
     parser.set_defaults(run=run_up)

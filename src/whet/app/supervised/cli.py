@@ -77,7 +77,7 @@ def add_arguments(parser: CommandParser) -> None:
         )
     for title in SHOWN:
         parser.group(title)
-    add_resume_flag(parser, f"a run of `whet {kind}`")
+    add_resume_flag(parser, "a run")
     add_output_flags(parser)
     more = () if kind == "sft" else ("supervised.beta",)
     shown = SHOWN | {"training": (*SHOWN["training"], *more)}
