@@ -145,6 +145,21 @@ def test_a_step_in_which_all_fails_stops_the_run_with_the_reason(
     assert "whet/runners" not in record.failure.traceback
 
 
+def test_the_reason_of_a_run_in_which_all_fails_is_printed_at_once_in_the_table_and_in_the_error(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert train(model, "raises") == 2
+    output, error = capsys.readouterr()
+    at_once, table = output.split("failed rollouts by reason")
+    assert at_once.count("KeyError: 'missing' (bad.py:") == 1
+    assert table.count("KeyError: 'missing'") == 1
+    assert error.count(KEY_ERROR) == 1
+    assert caplog.messages == ["4 of 4 rollouts failed (train-000000-000 to train-000001-001)"]
+
+
 def test_a_step_in_which_all_fails_stops_an_overlapped_run(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

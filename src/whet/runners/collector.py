@@ -7,7 +7,7 @@ from typing import Literal
 
 from whet.config import FailureRewardConfig
 from whet.protocols import CallLog, Collector, RolloutQueue
-from whet.types import Group, Rollout, Trajectory
+from whet.types import Group, Mode, Rollout, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +40,10 @@ class QueueCollector(Collector):
         failures = await self.log.failures(ids)
         if failures:
             # The ids begin with the evaluation that they are of, or with `train`.
-            logger.warning(
-                "%d of %d rollouts failed (%s to %s), such as: %s",
-                *(len(failures), len(ids), ids[0], ids[-1]),
-                next(iter(failures.values())),
-            )
+            warning = f"{len(failures)} of {len(ids)} rollouts failed ({ids[0]} to {ids[-1]})"
+            if any(groups.values()) or rollouts[0].mode is not Mode.TRAIN:
+                warning += f", such as: {next(iter(failures.values()))}"
+            logger.warning(warning)  # without a reason where the error that ends the run has it
         return list(groups.values())
 
     def _reward_failure(self, trajectory: Trajectory) -> Trajectory | None:

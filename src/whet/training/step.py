@@ -156,7 +156,7 @@ async def update_policy(
     metrics |= build_cause_metrics(count_causes(batch.zero_signal, config))
     if built.rows:
         _warn_of_equal_answers(batch.groups, metrics, done)
-    else:
+    elif "reward" in metrics:  # else all rollouts failed, which their collector reports
         _warn_of_no_update(metrics, done, policy)
     return metrics
 
