@@ -451,3 +451,17 @@ async def test_an_attempt_that_outlives_its_limit_by_a_lease_is_ended(
     with pytest.raises(LeaseLost):
         await store.heartbeat(attempt.id, lease_s=MINUTE)
     assert await store.failures(["a"]) == {"a": "timeout: the attempt ran longer than 100 s"}
+
+
+async def test_an_attempt_whose_limit_passed_while_its_worker_was_suspended_is_retried(
+    store: Store, clock: Clock
+) -> None:
+    await store.enqueue([Rollout(id="a", task=1, group="g", timeout_s=100)])
+    attempt = await claim(store)
+    clock.now += 3600
+    with pytest.raises(LeaseLost):
+        await store.heartbeat(attempt.id, lease_s=MINUTE)
+    assert (await claim(store)).id == "a.2"
+    [lost, _] = await store.attempts("a")
+    assert lost.failure
+    assert lost.failure.kind == FailureKind.WORKER_LOST

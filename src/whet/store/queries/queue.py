@@ -94,7 +94,8 @@ WHERE seq = ?
 
 RUNNING_ATTEMPTS = """
 SELECT attempt.seq, attempt.id, attempt.number, attempt.worker, attempt.started,
-    attempt.resources, rollout.seq, rollout.id, rollout.tries_left, rollout.body, run.name
+    attempt.resources, rollout.seq, rollout.id, rollout.tries_left, rollout.lease_until,
+    rollout.body, run.name
 FROM rollout
 JOIN attempt ON attempt.rollout = rollout.seq AND attempt.number = rollout.attempts
 JOIN run ON run.seq = rollout.run
@@ -145,6 +146,7 @@ class RunningAttempt(NamedTuple):
     rollout_seq: int
     rollout: str
     tries_left: int
+    lease_until: float
     body: str
     run: str
 
@@ -316,8 +318,11 @@ class Queue:
         """Renew the lease. Returns False for an attempt past its time limit, which it ends."""
         running, now = self._find_running(db, run, attempt), self.clock()
         limit = parse_rollout(running.body).timeout_s
-        if now > running.started + limit + lease_s:
-            self._finish(db, [(running, _build_timeout_outcome(limit))])
+        is_expired, excess = running.lease_until <= now, now - running.started - limit
+        if excess > (0 if is_expired else lease_s):
+            # A worker without a lease was suspended, as a laptop is: its agent may not be slow.
+            lost, timeout = _build_lost_outcome(running), _build_timeout_outcome(limit)
+            self._finish(db, [(running, lost if is_expired else timeout)])
             return False
         until = now + lease_s
         db.execute(HEARTBEAT, (until, until, running.rollout_seq))
@@ -402,9 +407,8 @@ class Queue:
             self._notifier.mark(work_key(run))
 
     def _select_running(self, db: Db, where: str, *values: Column) -> list[RunningAttempt]:
-        return [
-            RunningAttempt(*row) for row in db.execute(f"{RUNNING_ATTEMPTS} AND {where}", values)
-        ]
+        rows = db.execute(f"{RUNNING_ATTEMPTS} AND {where}", values)
+        return [RunningAttempt(*row) for row in rows]
 
     def _select_attempts(
         self, db: Db, run: str, attempts: Sequence[AttemptId]
@@ -442,8 +446,9 @@ class Queue:
     # The next state of a rollout, as the values of END_LEASE.
 
     def _compute_next_state(self, running: RunningAttempt, outcome: Outcome) -> tuple[Column, ...]:
-        tries_back = int(outcome.failure is not None and outcome.failure.kind in NO_FAULT)
-        if running.tries_left + tries_back > 0 and _is_retryable(running, outcome):
+        kind = outcome.failure.kind if outcome.failure else None
+        tries_back = int(kind in NO_FAULT)
+        if running.tries_left + tries_back > 0 and kind in parse_rollout(running.body).retried:
             return self._build_requeue_state(running, tries_back)
         return self._end_state(running.run, running.rollout_seq, running.rollout, outcome)
 
@@ -475,11 +480,6 @@ def _build_row(run: int, packed: PackedRollout, now: float) -> tuple[Column, ...
 
 def _compute_precedence(rollout: Claimable) -> tuple[int, int]:
     return -rollout.priority, rollout.seq
-
-
-def _is_retryable(running: RunningAttempt, outcome: Outcome) -> bool:
-    failure = outcome.failure
-    return failure is not None and failure.kind in parse_rollout(running.body).retried
 
 
 def _serialize_failure(outcome: Outcome) -> str | None:
