@@ -4,7 +4,8 @@
     python scripts/walk.py --files    # and every file, in the order it is first entered
 
 A *switch* is a function call into another file than the call before it, in the same thread.
-Comprehensions, lambdas and what runs at import are left out.
+Comprehensions, lambdas and what runs at import are left out, and the HTTP server around the app,
+which limits the heads of requests.
 """
 
 import argparse
@@ -37,6 +38,8 @@ from whet.types import Attempt, Rollout
 
 SRC = Path(whet.__file__).parent
 SKIPPED = {"<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
+HTTP_SERVER = "_Protocol."
+"""Names of what the HTTP server does with the bytes of any request."""
 SECRET = b"0123456789abcdef"
 
 
@@ -85,7 +88,9 @@ class Tracer:
         if event != "call" or walk is None:
             return
         code = frame.f_code
-        if code.co_name in SKIPPED or not code.co_filename.startswith(str(SRC)):
+        if code.co_name in SKIPPED or code.co_qualname.startswith(HTTP_SERVER):
+            return
+        if not code.co_filename.startswith(str(SRC)):
             return
         if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a class, run at import
             return

@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 import pydantic_core
-from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from whet.errors import StoreError, boundary
 from whet.types import (
@@ -19,7 +19,6 @@ from whet.types import (
     Call,
     CallId,
     Generation,
-    Name,
     Origin,
     Rollout,
     Sampling,
@@ -58,17 +57,6 @@ class PackedCall(NamedTuple):
     id: CallId
     row: CallRow
     generations: list[GenerationRow]
-
-
-_NAME = TypeAdapter[str](Name)
-
-
-def check_name(name: str) -> str:
-    """Return the name of a run or a resource. Raises StoreError if it is invalid."""
-    try:
-        return _NAME.validate_python(name)
-    except ValidationError as error:
-        raise StoreError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
 
 
 def pack_call(call: Call) -> PackedCall:

@@ -15,14 +15,14 @@ from pydantic import JsonValue
 from whet.errors import LeaseLost, StoreClosed, StoreError, WhetError, boundary
 from whet.io.threads import resolve_all
 from whet.protocols import Store
-from whet.store.codec import check_name, pack_call, to_json
+from whet.store.codec import pack_call, to_json
 from whet.store.database import Database, Db, WorkItem, no_change
 from whet.store.notify import ALL, end_key, work_key
 from whet.store.queries import archive, calls, listing, resources, retention, steps
 from whet.store.queries.idempotency import idempotent
 from whet.store.queries.queue import Claim, OutcomeReport, Queue, list_unfinished, pack_rollout
 from whet.store.queries.spans import insert_spans, read_owners, read_spans
-from whet.store.queries.tables import find_statuses
+from whet.store.queries.tables import check_name, find_statuses
 from whet.types import (
     NO_ADVANTAGES,
     Attempt,

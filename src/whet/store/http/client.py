@@ -18,12 +18,13 @@ from whet.io.files import atomic_file
 from whet.io.http_client import Response
 from whet.protocols import Store
 from whet.store import DEFAULT_RUN
-from whet.store.codec import check_name, to_json_fast
+from whet.store.codec import to_json_fast
 from whet.store.http import rpc
 from whet.store.http.batching import Batcher
 from whet.store.http.errors import ErrorDetail, from_http
 from whet.store.http.rpc import METHODS, BatchResult, RemoteMethod
 from whet.store.http.transport import TIMEOUT_S, Request, RetryingClient
+from whet.store.queries.tables import check_name
 from whet.types import (
     NO_ADVANTAGES,
     Attempt,

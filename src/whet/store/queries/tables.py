@@ -1,4 +1,4 @@
-"""Shared access to the tables: find runs and attempts by their names, insert many rows."""
+"""Shared access to the tables: check names, find runs and attempts by them, insert many rows."""
 
 import re
 from collections.abc import Sequence
@@ -6,10 +6,12 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from whet.errors import LeaseLost, NotFound, StoreError
 from whet.store.codec import to_json
 from whet.store.database import Column, Db
-from whet.types import AttemptId, Status
+from whet.types import AttemptId, Name, Status
 
 MAX_ROWS = 64
 """Rows that one statement inserts at most."""
@@ -26,6 +28,17 @@ SELECT id, seq, status FROM attempt
 WHERE run = {RUN_BY_NAME} AND id IN (SELECT value FROM json_each(?) AS wanted)
 """
 LOCKED_ATTEMPTS = f"{ATTEMPTS} ORDER BY seq /* SHARE */"
+
+
+_NAME = TypeAdapter[str](Name)
+
+
+def check_name(name: str) -> str:
+    """Return the name of a run or a resource. Raises StoreError if it is invalid."""
+    try:
+        return _NAME.validate_python(name)
+    except ValidationError as error:
+        raise StoreError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
 
 
 def find_run(db: Db, name: str) -> int:
