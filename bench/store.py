@@ -76,7 +76,7 @@ def call(attempt: Attempt, number: int) -> Call:
         parent=None,
         root="root",
         messages=(PROMPT,),
-        context=ids,
+        prompt_suffix=ids,
         prompt_length=TOKENS,
         prompt_digest="digest",
         generations=(
