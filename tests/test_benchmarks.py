@@ -28,9 +28,11 @@ pytestmark = pytest.mark.slow
             "calls recorded",
         ),
         (("path.py", "--rollouts", "32", "--steps", "1", "--agent", "shared_client"), "idle"),
+        (("store.py", "--cycles", "20", "--rounds", "1", "--no-postgres"), "cycles_per_s"),
+        (("runners.py", "--rollouts", "100"), "rollouts/s  0 failed"),
         (("overfitting.py",), "stopped: no evaluation since step"),
     ],
-    ids=["merge", "gateway", "path", "overfitting"],
+    ids=["merge", "gateway", "path", "store", "runners", "overfitting"],
 )
 def test_a_benchmark_runs(arguments: tuple[str, ...], says: str) -> None:
     program, *options = arguments
