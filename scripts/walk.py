@@ -39,7 +39,7 @@ from whet.types import Attempt, Rollout
 SRC = Path(whet.__file__).parent
 SKIPPED = {"<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
 HTTP_SERVER = "_Protocol."
-"""Names of what the HTTP server does with the bytes of any request."""
+"""Prefix of the methods of the HTTP server in `io/server.py`, which run for any request."""
 SECRET = b"0123456789abcdef"
 
 

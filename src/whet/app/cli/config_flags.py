@@ -71,7 +71,7 @@ SHORT_HELP = {
     "loop.name": "overlapped collects a step ahead",
     "seed": "seed of the task order and of new weights",
     "runner.concurrency": "attempts to run at once",
-    "runner.processes": "for agents, 0 for this one (default: from the cores)",
+    "runner.processes": "agent processes, 0: in this one (default: from cores)",
     "runner.timeout_s": "seconds an attempt may take",
     "runner.temperature": "of training rollouts (default: as the agent asks)",
     "gateway.host": "address to listen on",

@@ -195,18 +195,18 @@ def add_agent_flags(parser: CommandParser) -> None:
     group.add_argument(
         "--env-python",
         metavar="PYTHON",
-        help="interpreter with its package and whet[runner]",
+        help="Python with the environment's package, whet[runner]",
     )
     group.add_argument(
         "--reward",
         choices=["output", "exit", "post"],
         metavar="FROM",
-        help="a command's: output (last line, default), exit, post",
+        help="reward of a command: output (default), exit or post",
     )
     group.add_argument(
         "--sandbox",
         metavar="NAME",
-        help="of a command: subprocess, bubblewrap, docker:IMAGE",
+        help="run a command in subprocess, bubblewrap, docker:IMAGE",
     )
     group.add_argument(
         "--stdin", action="store_true", help="give a command its task on stdin as well"

@@ -77,14 +77,14 @@ def add_arguments(parser: CommandParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help="for agents, 0 for this one (default: from the cores)",
+        help="agent processes, 0: in this one (default: from cores)",
     )
     group.add_argument(
         "--lease",
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds without a heartbeat until it is lost (default 30)",
+        help="seconds without a heartbeat before a runner counts as dead (default 30)",
     )
     group.add_argument(
         "--grace",
