@@ -161,7 +161,7 @@ def parse_export(body: bytes, encoding: Encoding) -> Export:
     if encoding is Encoding.PROTOBUF:
         message: object = protobuf.read_message("ExportTraceServiceRequest", body)
     else:
-        protobuf.check_number(body.count(b"{"))  # no fewer than its messages
+        protobuf.check_message_count(body.count(b"{"))  # no fewer than its messages
         try:
             message = json.loads(body)
         except (ValueError, RecursionError) as error:

@@ -80,7 +80,7 @@ def read_message(name: str, data: bytes) -> dict[str, JsonValue]:
     return _Reader().read(name, data)
 
 
-def check_number(messages: int) -> None:
+def check_message_count(messages: int) -> None:
     """Raise RequestError if an export has more messages than are read."""
     if messages > MAX_MESSAGES:
         raise RequestError(
@@ -95,7 +95,7 @@ class _Reader:
 
     def read(self, name: str, data: bytes, depth: int = 0) -> dict[str, JsonValue]:
         self._messages += 1
-        check_number(self._messages)
+        check_message_count(self._messages)
         if depth > MAX_DEPTH:
             raise RequestError(f"the export nests messages more than {MAX_DEPTH} deep")
         fields, found = MESSAGES[name], dict[str, JsonValue]()

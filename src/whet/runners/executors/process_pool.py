@@ -319,7 +319,7 @@ class _Worker:
     async def _send(self, message: Mapping[str, object]) -> None:
         """Send a message; those of one turn of the event loop are written together."""
         assert self._process.stdin is not None
-        # Models are written by their fields: a copy by `model_dump` costs as much as the JSON.
+        # `vars` gives the fields of a model, without the copy that `model_dump` makes.
         self._unsent.append(json.dumps(message, default=vars).encode() + b"\n")
         if len(self._unsent) > 1:
             return  # another task sends it; if that fails, the reader reports that the process died
