@@ -68,15 +68,21 @@ def span(rollout: str, attempt: str, number: int) -> Any:
     )
 
 
+async def enqueue(store: Any, count: int, batch: int) -> None:
+    for first in range(0, count, batch):
+        requests = [
+            agl.EnqueueRolloutRequest(input={"n": 1}, mode="train")
+            for _ in range(min(batch, count - first))
+        ]
+        await store.enqueue_many_rollouts(requests)
+
+
 async def measure(
     stores: list[Any], cycles: int, workers: int, *, whole: bool, many: bool
 ) -> dict[str, float]:
     store, result, before = stores[0], {}, rss_mb()
     began = time.perf_counter()
-    for _ in range(cycles // 100):
-        await store.enqueue_many_rollouts(
-            [agl.EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(100)]
-        )
+    await enqueue(store, cycles, batch=100)
     result["enqueue_per_s"] = cycles / (time.perf_counter() - began)
     done: list[str] = []
 
@@ -109,10 +115,7 @@ async def measure(
 async def listing(store: Any, known: int) -> dict[str, float]:
     result = {}
     for size in (1000, 10_000, 100_000):
-        for _ in range((size - known) // 500):
-            await store.enqueue_many_rollouts(
-                [agl.EnqueueRolloutRequest(input={"n": 1}, mode="train") for _ in range(500)]
-            )
+        await enqueue(store, size - known, batch=500)
         known = max(known, size)
         took = []
         for _ in range(10):
