@@ -28,7 +28,7 @@ test-slow: $(READY) ## run the slow suites, two files at a time: crashes, exampl
 
 test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else a CPU build is installed
 	@test -n "$$WHET_VLLM" || $(MAKE) --no-print-directory .vllm/.installed
-	WHET_VLLM=$${WHET_VLLM:-.vllm/bin/vllm} $(BIN)/python -m pytest tests/vllm_serving -m slow -s $(ARGS)
+	WHET_VLLM=$${WHET_VLLM:-$(CURDIR)/.vllm/bin/vllm} $(BIN)/python -m pytest tests/vllm_serving -m slow -s $(ARGS)
 
 # torchvision and the like are builds for GPUs, which break the CPU build; and its own command asks
 # for a version under the name vllm, which says what it is built for.
@@ -51,7 +51,7 @@ test-cookbook: $(READY) ## run recipes of tinker-cookbook against the Tinker ser
 
 test-agents: $(READY) ## run coding agents against the gateway; WHET_CODING_AGENTS names the folder of their programs
 	@test -n "$$WHET_CODING_AGENTS" || $(MAKE) --no-print-directory .coding-agents/.installed
-	WHET_CODING_AGENTS=$${WHET_CODING_AGENTS:-.coding-agents} $(BIN)/python -m pytest tests/coding_agents -m slow $(ARGS)
+	WHET_CODING_AGENTS=$${WHET_CODING_AGENTS:-$(CURDIR)/.coding-agents} $(BIN)/python -m pytest tests/coding_agents -m slow $(ARGS)
 
 # npm runs no install scripts by itself; these two put the program for this machine in its place.
 .coding-agents/.installed:

@@ -71,7 +71,7 @@ def test_rows_are_ours_token_for_token(verl: Verl, batch: Any) -> None:
     per_session = Counter(key.rsplit("_", 1)[0] for key in batch.keys)
     assert set(per_session.values()) == {1, 2}, "some sessions have two rows"
     fields = ["prompts", "responses", "input_ids", "response_mask", "rollout_log_probs"]
-    data = verl.read(credited, fields)
+    data = verl.read(batch, fields)
     for place, key in enumerate(batch.keys):
         row = rows[key]
         start = row.segments[0].start
