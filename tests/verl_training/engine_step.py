@@ -146,7 +146,8 @@ def build_engine() -> Any:
             model_dtype="fp32",
             mixed_precision=precision,
         ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-4, total_training_steps=100),
+        # Small steps: Adam moves every weight by the rate, however small the advantages are.
+        optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=100),
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()

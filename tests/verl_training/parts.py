@@ -3,6 +3,7 @@
 import json
 import os
 import urllib.request
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,16 @@ def talk(task: dict[str, Any], llm: Any) -> float:
         time.sleep(0.1)
     if task.get("fails"):
         raise ValueError("this task always fails")
-    length = 0
     for conversation in range(task["conversations"]):
         messages = [{"role": "user", "content": f"{task['name']} {conversation}"}]
         for _ in range(2):
             reply = post(llm, messages)
-            length += len(reply)
             messages += [
                 {"role": "assistant", "content": reply},
                 {"role": "user", "content": "and then?"},
             ]
-    return length % 7 / 7
+    # By the rollout: the tiny model often gives all sessions of a prompt the same answers.
+    return zlib.crc32(llm.base_url.encode()) % 7 / 7
 
 
 def post(llm: Any, messages: list[dict[str, str]]) -> str:
