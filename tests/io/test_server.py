@@ -58,6 +58,21 @@ def test_headers_without_end_are_refused(port: int) -> None:
             assert b" 431 " in connection.recv(100)
 
 
+def test_trailers_without_end_close_the_connection(port: int) -> None:
+    with connect(port) as connection:
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"1\r\nx\r\n0\r\nX: ")
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"a" * 2**24)
+
+
+def test_a_large_body_in_small_chunks_is_received(port: int) -> None:
+    with connect(port) as connection:
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head + b"1\r\nx\r\n" * 2**18 + b"0\r\nX: 1\r\n\r\n")
+        assert connection.recv(4096).decode().endswith(f"\r\n\r\n{2**18}")
+
+
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
     with pytest.raises(ConfigError, match=f"invalid port {port}: expected 0 to 65535"):

@@ -22,7 +22,8 @@ its way would be lost."""
 HEAD_TIMEOUT_S = 60.0
 """Time for the headers of a request to arrive, so that idle strangers hold no connections."""
 MAX_HEAD_BYTES = 512 * 2**10
-"""Largest request line with headers, of which each byte costs more than the one before it."""
+"""Largest request line with headers, or trailers of a body: each byte of these costs more than the
+one before it."""
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n"
 
 MAX_PORT = 65535
@@ -86,6 +87,7 @@ class _Protocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._head_timeout_s = head_timeout_s
         self._head_bytes = 0
+        """Received since the request began, or since the last part of its body."""
         self._head_timer: asyncio.TimerHandle | None = None
         """Set from the first byte of a request, and from the start, to the end of its headers."""
 
@@ -99,11 +101,11 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            if self._head_timer is not None:  # else a reply may be under way
                 self.transport.write(TOO_LARGE)
-                self.transport.close()
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         self._expect_head()
@@ -112,6 +114,10 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def _expect_head(self) -> None:
         self._stop_timer()
