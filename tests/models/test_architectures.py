@@ -15,7 +15,7 @@ from whet.app.composition.trainers import check_served
 from whet.config import AdamStep, LossConfig, resolve
 from whet.engines.local.forward import CudaGraphForward, agrees_with_model, check_sampling
 from whet.errors import ConfigError
-from whet.models.huggingface import LocalPolicy
+from whet.models.huggingface import LocalPolicy, count_saved_numbers
 from whet.trainers.local import LocalTrainer
 from whet.types import Row
 
@@ -259,6 +259,15 @@ def test_checkpointed_layers_have_the_same_gradients_wherever_a_model_has_them(
         anyio.run(trainer.forward_backward, rows_of(policy), LossConfig())
         norms.append(anyio.run(trainer.optim_step, AdamStep())["grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "falcon", "gemma3n_text", "qwen3_5_moe_text"])
+def test_the_memory_of_a_pass_is_estimated_whatever_a_config_calls_its_sizes(kind: str) -> None:
+    sizes = {name: SMALL[name] for name in ("hidden_size", "num_hidden_layers")}
+    config = CONFIG_MAPPING[kind](**sizes)
+    assert count_saved_numbers(config, checkpointing=True) == 2 * 64
+    width = 11_008 if kind == "llama" else 4 * 64
+    assert count_saved_numbers(config, checkpointing=False) == 2 * (10 * 64 + 5 * width)
 
 
 def test_a_model_whose_layers_cannot_be_checkpointed_is_refused_in_one_line(make: Make) -> None:

@@ -224,13 +224,11 @@ class LocalPolicy:
         """Default number of tokens of a training pass, from the device's memory."""
         if self.device.type == "cpu":
             return 2048
-        config = cast(dict[str, int], self.wrapped.config.get_text_config().to_dict())
-        # Numbers a layer saves per token for the backward pass, measured.
-        kept = 10 * config["hidden_size"] + 5 * config["intermediate_size"]
-        if self.config.gradient_checkpointing:
-            kept = config["hidden_size"]
+        kept = count_saved_numbers(
+            self.wrapped.config, checkpointing=self.config.gradient_checkpointing
+        )
         _, total = torch.cuda.mem_get_info(self.device)
-        tokens = total // (2 * kept * config["num_hidden_layers"] * self.dtype.itemsize)
+        tokens = total // (2 * kept * self.dtype.itemsize)
         return max(2048, min(65_536, tokens))
 
     def _swap_in(self, weights: Mapping[str, Tensor]) -> None:
@@ -364,6 +362,18 @@ def find_layers(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, GradientCheckpointingLayer):
         return [module]
     return [layer for child in module.children() for layer in find_layers(child)]
+
+
+def count_saved_numbers(config: PretrainedConfig, *, checkpointing: bool) -> int:
+    """Numbers that the layers save per token for the backward pass, as measured."""
+    text = config.get_text_config()
+    hidden, layers = cast(int, text.hidden_size), cast(int, text.num_hidden_layers)
+    if checkpointing:
+        return layers * hidden
+    width: object = getattr(text, "intermediate_size", None)
+    if not isinstance(width, int):  # by another name, or each layer or expert has its own
+        width = 4 * hidden
+    return layers * (10 * hidden + 5 * width)
 
 
 def _wrap_layers_for_training(body: nn.Module, config: LocalTrainerConfig) -> None:
