@@ -120,6 +120,8 @@ class LocalEngine(Engine):
         self._waiting: deque[_PendingRequest] = deque()
         self._wake = threading.Condition()
         self._closed = False
+        self._reason = "the engine is closed"
+        """Why requests fail once it is."""
         self._random = Random()
         """For requests without a seed. Not seeded by the run, so that equal requests differ."""
         self._revision = policy.revision
@@ -185,7 +187,7 @@ class LocalEngine(Engine):
     def _submit(self, request: _PendingRequest) -> None:
         with self._wake:
             if self._closed:
-                raise EngineError("the engine is closed")
+                raise EngineError(self._reason)
             self._waiting.append(request)
             self._wake.notify()
 
@@ -194,17 +196,16 @@ class LocalEngine(Engine):
     def _run(self) -> None:
         if self._threads:
             torch.set_num_threads(self._threads)
-        reason = EngineError("the engine was closed")
         try:
             with boundary(EngineError, "the engine stopped"):
                 while self._wait_for_requests():
                     self._try_pass()
         except EngineError as error:  # not even the cache can be cleared, as on a lost GPU
             logger.error("%s", error)
-            reason = error
+            self._reason = str(error)
         with self._wake:
             self._closed = True
-        self._fail_all(reason)
+        self._fail_all(EngineError(self._reason))
 
     def _wait_for_requests(self) -> bool:
         """Wait until there is something to sample; returns False once the engine is closed."""
