@@ -13,6 +13,7 @@ import pytest
 from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from support.scripted_gateway import (
     CALLING,
@@ -26,6 +27,11 @@ from support.scripted_gateway import (
 from whet.errors import NotFound, RequestError
 from whet.gateway import http
 from whet.gateway.app import DIALECTS
+from whet.gateway.dialects.anthropic import AnthropicRequest
+from whet.gateway.dialects.chat import ChatRequest
+from whet.gateway.dialects.responses import ResponsesRequest
+from whet.gateway.dialects.tokenize import DetokenizeRequest, TokenizeRequest
+from whet.gateway.dialects.wire import Wire
 from whet.gateway.graph import Graph
 from whet.io.server import AppServer
 
@@ -232,6 +238,28 @@ async def test_a_wrong_type_is_named(gateway: Gateway, change: Json, named: str)
     response = await gateway.send("POST", "/v1/chat/completions", good | change)
     assert response.status_code == 400
     assert named in error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (ChatRequest, "messages"),
+        (ChatRequest, "tools"),
+        (AnthropicRequest, "messages"),
+        (AnthropicRequest, "tools"),
+        (ResponsesRequest, "tools"),
+        (ResponsesRequest, "include"),
+        (TokenizeRequest, "messages"),
+        (DetokenizeRequest, "tokens"),
+    ],
+)
+def test_of_a_list_of_invalid_items_the_first_alone_is_reported(
+    kind: type[Wire], field: str
+) -> None:
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate({"model": "policy", "max_tokens": 1, field: [None] * 9})
+    found = [each["loc"] for each in error.value.errors() if each["loc"][0] == field]
+    assert found == [(field, 0)]
 
 
 async def test_arguments_no_template_could_print_are_taken_as_they_are(gateway: Gateway) -> None:

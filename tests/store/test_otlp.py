@@ -23,6 +23,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
+from pydantic import ValidationError
 
 from support.served_store import TOKEN
 from whet.errors import RequestError
@@ -444,6 +445,14 @@ def test_messages_inside_each_other_without_end_are_refused() -> None:
 def test_a_small_export_of_very_many_messages_is_refused(body: bytes, encoding: Encoding) -> None:
     with pytest.raises(RequestError, match="more than 1,000,000 attributes"):
         parse_export(body, encoding)
+
+
+def test_of_many_invalid_items_of_an_export_the_first_alone_is_reported() -> None:
+    attributes = b'{"scopeSpans": [{"spans": [{"attributes": [1, 2, 3]}, 4]}, 5]}'
+    with pytest.raises(RequestError, match=r"resourceSpans\.0\.scopeSpans\.0\.spans\.0") as error:
+        parse_export(b'{"resourceSpans": [' + attributes + b", 6]}", Encoding.JSON)
+    assert isinstance(error.value.__cause__, ValidationError)
+    assert error.value.__cause__.error_count() == 1
 
 
 def test_the_table_of_fields_is_that_of_opentelemetry() -> None:

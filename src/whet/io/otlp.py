@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic.alias_generators import to_camel
@@ -70,6 +70,12 @@ FindOwners = Callable[[Sequence[str]], Awaitable[dict[str, AttemptId]]]
 """The attempts of traces that were stored before, by trace id."""
 
 
+T = TypeVar("T")
+
+_List = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first invalid item is reported, and not each: there may be millions."""
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, extra="ignore")
 
@@ -90,15 +96,15 @@ class _KeyValue(_Message):
 
 
 class _ArrayValue(_Message):
-    values: list[_AnyValue] = []
+    values: _List[_AnyValue] = []
 
 
 class _KeyValueList(_Message):
-    values: list[_KeyValue] = []
+    values: _List[_KeyValue] = []
 
 
 class _Attributed(_Message):
-    attributes: list[_KeyValue] = []
+    attributes: _List[_KeyValue] = []
 
     def to_json(self) -> dict[str, JsonValue]:
         return {each.key: _to_json(each.value) for each in self.attributes}
@@ -122,7 +128,7 @@ class _Span(_Attributed):
     kind: int = 0
     start_time_unix_nano: int = 0
     end_time_unix_nano: int = 0
-    events: list[_Event] = []
+    events: _List[_Event] = []
     status: _Status = _Status()
 
 
@@ -132,16 +138,16 @@ class _Scope(_Message):
 
 class _ScopeSpans(_Message):
     scope: _Scope = _Scope()
-    spans: list[_Span] = []
+    spans: _List[_Span] = []
 
 
 class _ResourceSpans(_Message):
     resource: _Attributed = _Attributed()
-    scope_spans: list[_ScopeSpans] = []
+    scope_spans: _List[_ScopeSpans] = []
 
 
 class _Request(_Message):
-    resource_spans: list[_ResourceSpans] = []
+    resource_spans: _List[_ResourceSpans] = []
 
 
 def parse_encoding(content_type: str) -> Encoding:

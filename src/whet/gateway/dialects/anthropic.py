@@ -18,12 +18,12 @@ from whet.gateway.dialects.dialect import (
     WireError,
 )
 from whet.gateway.dialects.wire import (
-    MAX_TOOLS,
     AnyJson,
     Count,
     Lenient,
     SamplingFields,
     StopStrings,
+    Tools,
     Wire,
     build_tool,
     format_event,
@@ -116,7 +116,7 @@ class _ContextEdit(Lenient):
 
 
 class _ContextManagement(Lenient):
-    edits: Annotated[tuple[_ContextEdit, ...], Field(strict=False)] = ()
+    edits: Annotated[tuple[_ContextEdit, ...], Field(strict=False, fail_fast=True)] = ()
 
     def check(self) -> None:
         """Raise RequestError for edits of the prompt; thinking is dropped as the template does."""
@@ -132,9 +132,9 @@ class Conversation(Wire):
     """The fields of a request that is sampled or only counted."""
 
     model: str
-    messages: Annotated[list[_AnthropicMessage], Field(min_length=1)]
+    messages: Annotated[list[_AnthropicMessage], Field(min_length=1, fail_fast=True)]
     system: str | list[JsonValue] = ""
-    tools: Annotated[tuple[_Tool, ...], Field(max_length=MAX_TOOLS, strict=False)] = ()
+    tools: Tools[_Tool] = ()
     tool_choice: _ToolChoice = _ToolChoice(type="auto")
     thinking: _Thinking = _Thinking(type="adaptive")
     output_config: _OutputConfig = _OutputConfig()

@@ -10,7 +10,6 @@ from typing_extensions import TypedDict
 from whet.gateway.dialects.dialect import Dialect, Json, Reply
 from whet.gateway.dialects.wire import (
     DONE,
-    MAX_TOOLS,
     OPENAI_ERRORS,
     AnyJson,
     Count,
@@ -18,6 +17,7 @@ from whet.gateway.dialects.wire import (
     One,
     SamplingFields,
     StopStrings,
+    Tools,
     TopsByToken,
     Wire,
     Zero,
@@ -66,7 +66,7 @@ class ChatMessage(TypedDict, total=False):
 
     role: Required[Literal["system", "developer", "user", "assistant", "tool"]]
     content: AnyJson
-    tool_calls: list[_ToolCall] | None
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None
     tool_call_id: str | None
     name: str | None
     reasoning: AnyJson
@@ -163,8 +163,8 @@ class ChatRequest(SamplingFields):
     """The supported fields; any other field, or a value outside its type, is a 400."""
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MAX_TOOLS, strict=False)] = ()
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Tools[ChatTool] = ()
     tool_choice: Literal["auto", "none", "required"] | _NamedChoice = "auto"
     parallel_tool_calls: bool = True
     stream: bool = False

@@ -18,11 +18,11 @@ from whet.gateway.dialects.responses_items import (
 )
 from whet.gateway.dialects.responses_reply import ResponsesReply, build_response, finish_response
 from whet.gateway.dialects.wire import (
-    MAX_TOOLS,
     AnyJson,
     Count,
     Lenient,
     SamplingFields,
+    Tools,
     Wire,
     build_tool,
     format_error,
@@ -90,14 +90,14 @@ class ResponsesRequest(SamplingFields):
     store: bool = True
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    tools: Annotated[tuple[_Tool, ...], Field(max_length=MAX_TOOLS, strict=False)] = ()
+    tools: Tools[_Tool] = ()
     tool_choice: Literal["auto", "none", "required"] | _NamedChoice = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Count | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     text: _Text = _Text()
     metadata: dict[str, str] | None = None
-    include: tuple[str, ...] = Field((), strict=False)
+    include: Annotated[tuple[str, ...], Field(strict=False, fail_fast=True)] = ()
     """Only log-probabilities need to be requested; everything else is always included."""
     return_token_ids: bool = False
     # Accepted only with values that change nothing.

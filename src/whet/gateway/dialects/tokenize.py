@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue
 from whet.errors import RequestError
 from whet.gateway.dialects.chat import ChatMessage, ChatTool, to_canonical
 from whet.gateway.dialects.dialect import Json
-from whet.gateway.dialects.wire import MAX_TOOLS, Wire
+from whet.gateway.dialects.wire import Tools, Wire
 from whet.gateway.templates.chat_template import ChatTemplate
 
 
@@ -16,8 +16,8 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: Annotated[tuple[ChatTool, ...], Field(max_length=MAX_TOOLS, strict=False)] = ()
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Tools[ChatTool] = ()
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     # Accepted only with values that change nothing.
@@ -48,7 +48,7 @@ class DetokenizeRequest(Wire):
     """Token ids to decode."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
     def build_reply(self, template: ChatTemplate) -> Json:
         """Return the text of the ids, with special tokens."""

@@ -26,7 +26,9 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 StopStrings = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=64)]
-MAX_TOOLS = 1024
+Tools = Annotated[tuple[T, ...], Field(max_length=1024, strict=False, fail_fast=True)]
+"""The tools of a request. As in every list, the first invalid item is reported, and not each: a
+body has room for millions, which would take minutes and all memory."""
 
 MIN_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON lacks."""
