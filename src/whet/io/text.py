@@ -12,7 +12,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def escape_control_characters(text: str) -> str:
-    """Return text that cannot control the terminal: control characters are shown as symbols."""
+    """Replace the characters of a text that control a terminal, by symbols or spaces."""
     text = BIDIRECTIONAL.sub("\ufffd", text)
     return "".join(
         "␛" if char == "\x1b" else " " if unicodedata.category(char) == "Cc" else char
