@@ -20,7 +20,10 @@ def port() -> Iterator[int]:
     async def count(request: Request) -> Response:
         return PlainTextResponse(str(len(await request.body())))
 
-    routes = [Route("/", count, methods=["GET", "POST"])]
+    async def refuse(request: Request) -> Response:
+        return PlainTextResponse("no", 401)
+
+    routes = [Route("/", count, methods=["GET", "POST"]), Route("/no", refuse, methods=["POST"])]
     server = AppServer(Starlette(routes=routes), head_timeout_s=0.5)
     yield int(server.url.rpartition(":")[2])
     server.close()
@@ -46,6 +49,14 @@ def test_a_connection_is_kept_for_its_next_request_however_large_the_first(port:
             assert reply.endswith(f"\r\n\r\n{size}"), reply
             if not size:
                 assert select([connection], [], [], 1)[0] == []
+
+
+def test_a_refused_request_that_does_not_end_is_closed(port: int) -> None:
+    with connect(port) as connection:
+        for body in (b"12", b"1"):  # after a whole one
+            connection.sendall(b"POST /no HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n" + body)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+        assert connection.recv(1) == b""
 
 
 def test_headers_without_end_are_refused(port: int) -> None:

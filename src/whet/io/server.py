@@ -20,7 +20,8 @@ KEEP_ALIVE_S = 120
 its way would be lost."""
 
 HEAD_TIMEOUT_S = 60.0
-"""Time for the headers of a request to arrive, so that idle strangers hold no connections."""
+"""Time for the headers of a request to arrive, and for what is left of a body after the reply, so
+that idle strangers hold no connections."""
 MAX_HEAD_BYTES = 512 * 2**10
 """Largest request line with headers, or trailers of a body: each byte of these costs more than the
 one before it."""
@@ -81,15 +82,16 @@ class AppServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """HTTP without requests whose headers are too large, or do not come."""
+    """HTTP without requests whose headers are too large, or do not come, or that do not end."""
 
     def __init__(self, *arguments: Any, head_timeout_s: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._head_timeout_s = head_timeout_s
         self._head_bytes = 0
         """Received since the request began, or since the last part of its body."""
-        self._head_timer: asyncio.TimerHandle | None = None
-        """Set from the first byte of a request, and from the start, to the end of its headers."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Set from the first byte of a request, and from the start, to the end of its headers; and
+        from a reply that came before the request was complete to its end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -103,7 +105,7 @@ class _Protocol(HttpToolsProtocol):
         super().data_received(data)
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
-            if self._head_timer is not None:  # else a reply may be under way
+            if not self.cycle or self.cycle.response_complete:  # else a reply may be under way
                 self.transport.write(TOO_LARGE)
             self.transport.close()
 
@@ -119,15 +121,27 @@ class _Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_body(body)
 
-    def _expect_head(self) -> None:
+    def on_message_complete(self) -> None:
         self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.cycle.response_complete and self.cycle.more_body:  # not of a pipelined request
+            self._start_timer()
+        super().on_response_complete()
+
+    def _expect_head(self) -> None:
         self._head_bytes = 0
-        self._head_timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
+        self._start_timer()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
 
     def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def get_url(listener: socket.socket) -> str:
