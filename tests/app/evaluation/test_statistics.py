@@ -4,7 +4,9 @@ import math
 import random
 from io import StringIO
 from itertools import combinations, product
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,6 +27,7 @@ from whet.app.evaluation.statistics import (
     estimate,
     estimate_gain,
 )
+from whet.app.experiment import Result
 from whet.config import EvaluationConfig
 from whet.types import Failure, FailureKind
 
@@ -116,6 +119,26 @@ def test_where_every_rollout_failed_the_table_has_no_gain(failing: str) -> None:
     text = console.export_text()
     assert text.count("all failed") == 2, "the model and the gain"
     assert "points" not in text
+
+
+@pytest.mark.parametrize("failing", ["base", "trained"])
+def test_where_every_rollout_failed_the_numbers_for_machines_are_null(failing: str) -> None:
+    failure = Failure(kind=FailureKind.AGENT, message="the agent raised")
+    scores = {"base": Scores(greedy=(1.0, 0.0)), "trained": Scores(greedy=(1.0, 0.0))}
+    scores[failing] = Scores(greedy=(0.0, 0.0), failures=(failure, failure))
+    found = compare(scores, EvaluationConfig())
+    numbers: dict[str, Any] = found.as_json()
+    [other] = scores.keys() - {failing}
+    assert (numbers[failing]["greedy"], numbers[failing]["failed"]) == (None, 2)
+    assert numbers[other]["greedy"]["mean"] == 0.5
+    assert numbers["trained"]["gain"] == {"greedy": None}
+    result = Result(Path("run"), (), found, 1.0)
+    report: dict[str, Any] = result.as_json()
+    assert report["gain_ci95"] is None
+    means = {"base": report["before"]["greedy"], "trained": report["after"]["greedy"]}
+    assert means == {failing: None, other: 0.5}
+    compared = {name for name in result.metrics() if name.endswith("/greedy")}
+    assert compared == {f"{other}/greedy"}
 
 
 def test_where_every_rollout_of_a_policy_failed_its_table_has_no_gain() -> None:

@@ -37,9 +37,11 @@ class Comparison:
     per_task: Mapping[str, Mapping[str, Sequence[float]]]
     """One number for each compared task; by measure, then by model."""
     measures: Mapping[str, Mapping[str, Estimate | None]]
-    """By measure (`greedy`, `sampled`, `pass@4`), then by model; None if no task is compared."""
+    """By measure (`greedy`, `sampled`, `pass@4`), then by model; None if no task is compared, or
+    every rollout of the model failed."""
     gains: Mapping[str, Mapping[str, Estimate | None]]
-    """Gains over the baseline, paired by task; by measure, then by model."""
+    """Gains over the baseline, paired by task; by measure, then by model. None if either side has
+    no estimate."""
     is_share: bool
     """Whether all rewards lie between 0 and 1, so that means are shown as percentages."""
 
@@ -92,20 +94,29 @@ def compare(scores: Mapping[str, Scores], config: EvaluationConfig) -> Compariso
         measure: {name: by_model[name][measure] for name in by_model} for measure in by_model[base]
     }
     bounded = {measure: share or measure.startswith("pass@") for measure in per_task}
+
+    def estimate_mean(measure: str, name: str) -> Estimate | None:
+        if scores[name].has_only_failures:
+            return None
+        return estimate(per_task[measure][name], bounded=bounded[measure])
+
+    def estimate_change(measure: str, name: str) -> Estimate | None:
+        if scores[base].has_only_failures or scores[name].has_only_failures:
+            return None
+        values = per_task[measure]
+        return estimate_gain(values[base], values[name], bounded=bounded[measure])
+
     return Comparison(
         scores=scores,
         compared=compared,
         per_task=per_task,
         measures={
-            measure: {name: estimate(each[name], bounded=bounded[measure]) for name in each}
-            for measure, each in per_task.items()
+            measure: {name: estimate_mean(measure, name) for name in by_model}
+            for measure in per_task
         },
         gains={
-            measure: {
-                name: estimate_gain(each[base], each[name], bounded=bounded[measure])
-                for name in others
-            }
-            for measure, each in per_task.items()
+            measure: {name: estimate_change(measure, name) for name in others}
+            for measure in per_task
         },
         is_share=share,
     )
@@ -210,7 +221,8 @@ def _list_changes(comparison: Comparison, measure: str) -> dict[str, list[float]
     per_task = comparison.per_task[measure]
     found: dict[str, list[float]] = {}
     for name in others:
-        pairs = zip(per_task[base], per_task[name], strict=True)
+        is_known = comparison.gains[measure][name] is not None
+        pairs = zip(per_task[base], per_task[name], strict=True) if is_known else ()
         changes = sorted((after - before for before, after in pairs), reverse=True)
         every = -(-len(changes) // MAX_BARS)
         found[name] = changes[:: every or 1]
@@ -221,23 +233,19 @@ def format_mean(comparison: Comparison, measure: str, name: str) -> str:
     """Format the mean of a model, with its interval if there is no baseline."""
     found, share = comparison.measures[measure][name], comparison.is_share
     if found is None:
-        return "-"
-    if comparison.scores[name].has_only_failures:
-        return ALL_FAILED
+        return ALL_FAILED if comparison.scores[name].has_only_failures else "-"
     text = f"{found.mean:.1%}" if share else f"{found.mean:.3f}"
     is_alone = len(comparison.scores) == 1
     return f"{text}  {_format_interval(found, share)}" if is_alone else text
 
 
 def format_gain(comparison: Comparison, measure: str, name: str) -> str:
-    """Format the gain of a model with its interval; none is shown if all its rollouts failed, or
-    all of the baseline."""
+    """Format the gain of a model with its interval."""
     base, share = next(iter(comparison.scores)), comparison.is_share
-    if any(comparison.scores[each].has_only_failures for each in (base, name)):
-        return ALL_FAILED
     found = comparison.gains[measure][name]
     if found is None:
-        return "-"
+        has_failed = any(comparison.scores[each].has_only_failures for each in (base, name))
+        return ALL_FAILED if has_failed else "-"
     text = f"{100 * found.mean:+.1f} points" if share else f"{found.mean:+.3f}"
     return f"{text}  {_format_interval(found, share, sign='+')}"
 
