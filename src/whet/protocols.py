@@ -239,8 +239,8 @@ class Retention(Protocol):
     async def prune(self, before: float) -> int:
         """Delete calls, rewards and spans of rollouts that ended before a time; return how many.
 
-        The rollouts stay with their outcomes, so none runs or trains again. A succeeded training
-        rollout that no step has consumed keeps everything.
+        The rollouts stay with their outcomes, so none runs or trains again. A training rollout that
+        no step has consumed keeps everything, also if it failed.
         """
         ...
 

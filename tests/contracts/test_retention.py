@@ -50,16 +50,18 @@ async def test_the_size_of_every_run_is_known(store: Store) -> None:
 
 async def test_pruning_forgets_calls_but_not_how_rollouts_ended(store: Store, clock: Clock) -> None:
     val = Rollout(id="val", task=1, group="g", mode=Mode.VAL)
-    await store.enqueue([rollout("used"), rollout("unused"), val, rollout("bad", max_attempts=1)])
-    used, unused, val_attempt, bad = [await claim(store) for _ in range(4)]
-    for attempt in (used, unused, val_attempt, bad):
+    unretried = [rollout(id_, max_attempts=1) for id_ in ("bad", "unused_bad")]
+    await store.enqueue([rollout("used"), rollout("unused"), val, *unretried])
+    used, unused, val_attempt, *bad = [await claim(store) for _ in range(5)]
+    for attempt in (used, unused, val_attempt, *bad):
         await store.append(full_call(attempt.id))
         await store.record(attempt.id, [span(1)])
         await store.emit(attempt.id, Reward(value=1))
     for attempt in (used, unused, val_attempt):
         await store.finish(attempt.id, WON)
-    await store.finish(bad.id, failed())
-    await store.commit(step(0, "used"))
+    for attempt in bad:
+        await store.finish(attempt.id, failed())
+    await store.commit(step(0, "used", "bad"))
 
     assert await store.prune(clock.now) == 0
     clock.now += 10
@@ -68,12 +70,13 @@ async def test_pruning_forgets_calls_but_not_how_rollouts_ended(store: Store, cl
     assert await store.prune(clock.now) == 0
     await store.vacuum()
 
-    kept = [t.attempt.rollout.id for t in await store.trajectories(["used", "unused", "val"])]
-    assert kept == ["unused"]
+    ids = ["used", "unused", "val", "bad", "unused_bad"]
+    kept = [t.attempt.rollout.id for t in await store.trajectories(ids, failed=True)]
+    assert kept == ["unused", "unused_bad"], "those that a step may still train"
     assert await store.calls(unused.id) == [full_call(unused.id)]
     assert await store.calls(used.id) == []
     assert (await store.spans(unused.id), await store.spans(used.id)) == ([span(1)], [])
-    assert (await store.counts())["calls"] == 1
+    assert (await store.counts())["calls"] == 2
     assert set(await store.failures(["bad"])) == {"bad"}
     await store.enqueue([rollout("used"), val, rollout("bad")])
     assert await nothing_to_claim(store)

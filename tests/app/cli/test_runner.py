@@ -19,7 +19,7 @@ from whet.store import DEFAULT_RUN
 from whet.store.http.client import HTTPStore
 from whet.store.http.server import StoreServer
 from whet.store.sqlite import SQLiteStore
-from whet.types import FailureKind, Rollout, Status
+from whet.types import FailureKind, Mode, Rollout, Status
 
 AGENT = """
 import asyncio, pathlib, time
@@ -193,7 +193,7 @@ def test_the_stores_token_is_made_once_and_only_its_owner_reads_it(folder: Path)
 async def fill_store(file: Path, run: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     async with SQLiteStore(file, run=run) as store:
-        await store.enqueue([Rollout(id="a", group="a", task="x")])
+        await store.enqueue([Rollout(id="a", group="a", task="x", mode=Mode.VAL)])
         await store.cancel(["a"])
 
 

@@ -38,11 +38,12 @@ JOIN run ON run.seq = attempt.run
 GROUP BY run.name
 """
 
+# A failed rollout may be trained, too, with a `failure_reward`.
 ENDED_BEFORE = """
 SELECT rollout.seq FROM rollout
 WHERE run = ? AND pruned = 0 AND status IN ('succeeded', 'failed')
   AND coalesce((SELECT max(ended) FROM attempt WHERE attempt.rollout = rollout.seq), created) < ?
-  AND (status = 'failed' OR mode <> 'train' OR EXISTS (
+  AND (mode <> 'train' OR EXISTS (
     SELECT 1 FROM consumed WHERE consumed.run = rollout.run AND consumed.rollout = rollout.id))
 """
 
