@@ -17,6 +17,7 @@ from whet.app.cli.main import main
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
+from whet.io.genai_spans import PROMPT_IDS, SAMPLED_IDS
 from whet.types import (
     Attempt,
     AttemptId,
@@ -157,6 +158,23 @@ def test_dev_shows_the_spans_of_an_sdk_with_the_calls_they_are_about(
     assert "ms  call 2 by time" in shown
 
 
+def samples_beside_the_gateway(task: str, llm: Endpoint) -> float:
+    with trace.get_tracer("sdk").start_as_current_span("chat") as span:
+        span.set_attributes({PROMPT_IDS: [1, 2], SAMPLED_IDS: [3]})
+    return 1.0
+
+
+def test_dev_finds_no_problem_in_calls_that_only_spans_have_the_tokens_of(
+    model: Path, tmp_path: Path
+) -> None:
+    settings: Any = {"model": str(model), "dir": str(tmp_path)}
+    done = whet.Trainer(tracer="otel", quiet=True, **settings).dev(
+        samples_beside_the_gateway, ["a"]
+    )
+    [view] = done.attempts
+    assert (view.calls, done.problem) == ((), None)
+
+
 def test_the_command_shows_the_same_as_json(
     model: Path,
     tmp_path: Path,
@@ -168,9 +186,10 @@ def test_the_command_shows_the_same_as_json(
     monkeypatch.chdir(tmp_path)
     for command in (["dev"], ["train", "--debug"]):
         line = [*command, "plain.py:solve", "--tasks", "tasks.jsonl", "--samples", "1", "--json"]
-        assert main([*line, "--model", str(model)]) == 0
+        assert main([*line, "--model", str(model)]) == 1
         found = json.loads(capsys.readouterr().out)
         assert [attempt["reward"] for attempt in found["attempts"]] == [1.0]
+        assert "made no model call" in found["problem"]
     assert main(["dev", "plain.py:solve", "--tasks", "tasks.jsonl", "--samples", "0"]) == 2
     assert "invalid --samples 0: expected at least 1" in capsys.readouterr().err
 

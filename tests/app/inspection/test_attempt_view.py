@@ -50,16 +50,25 @@ async def constrained(task, llm):
     await ask(llm, [user("first")], response_format={"type": "json_object"})
     return 1.0
 
+async def partly_constrained(task, llm):
+    await ask(llm, [user("first")], response_format={"type": "json_object"})
+    await ask(llm, [user("second")])
+    return 1.0
+
 async def silent(task, llm):
     return 1.0
 """
 
 
-def run_dev(folder: Path, model: Path, agent: str, capsys: pytest.CaptureFixture[str]) -> str:
+def run_dev(
+    folder: Path, model: Path, agent: str, capsys: pytest.CaptureFixture[str], code: int = 0
+) -> str:
     (folder / "shown.py").write_text(AGENTS)
     (folder / "tasks.jsonl").write_text('"one"\n')
-    assert main(["dev", f"shown.py:{agent}", "--tasks=tasks.jsonl", f"--model={model}"]) == 0
-    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert main(["dev", f"shown.py:{agent}", "--tasks=tasks.jsonl", f"--model={model}"]) == code
+    out, err = capsys.readouterr()
+    assert err.count("\n") == (1 if code else 0)
+    return " ".join((out + err).replace("│", " ").split())
 
 
 @pytest.fixture
@@ -80,14 +89,40 @@ def test_dev_shows_the_call_that_forks_and_why(
 def test_dev_shows_an_answer_that_is_constrained(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "constrained: never trained" in run_dev(folder, model, "constrained", capsys)
+    assert "constrained: never trained" in run_dev(folder, model, "constrained", capsys, code=1)
+    shown = run_dev(folder, model, "partly_constrained", capsys)
+    assert shown.count("constrained: never trained") == 1
 
 
-def test_dev_advises_to_train_an_agent_that_called_its_model_only(
+def test_dev_advises_to_train_an_agent_with_answers_that_can_be_trained(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "next: `whet train shown.py:forks" in run_dev(folder, model, "forks", capsys)
-    assert "next: fix the agent, then `whet dev shown" in run_dev(folder, model, "silent", capsys)
+    for agent in ("forks", "partly_constrained"):
+        assert f"next: `whet train shown.py:{agent}" in run_dev(folder, model, agent, capsys)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        (
+            "silent",
+            "1 x rollouts made no model call: give the agent's client base_url=llm.base_url and "
+            "api_key=llm.api_key, and turn off its cache",
+        ),
+        (
+            "constrained",
+            "1 x an answer was constrained by a JSON schema or a forced tool call, which is not "
+            "trained: let the model answer freely",
+        ),
+    ],
+)
+def test_dev_fails_where_training_would_learn_nothing_and_says_why(
+    agent: str, reason: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = run_dev(folder, model, agent, capsys, code=1)
+    assert "whet train" not in shown
+    assert f"next: fix the agent, then `whet dev shown.py:{agent}" in shown
+    assert shown.endswith(f"whet: training would learn nothing from 1 attempt: {reason}")
 
 
 def test_show_counts_the_forks_of_rollouts_and_names_them_in_one(
@@ -191,7 +226,7 @@ def list_shown(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
 def test_a_run_without_a_finished_step_shows_its_ended_rollouts(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dev(folder, model, "silent", capsys)
+    run_dev(folder, model, "silent", capsys, code=1)
     assert main(["show"]) == 0
     assert "dev-000.1  reward 1" in capsys.readouterr().out
     run = make_folder(folder / ".whet")

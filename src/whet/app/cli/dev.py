@@ -57,11 +57,10 @@ def run_dev(args: argparse.Namespace) -> int:
     result = dev_run(agent, tasks, values, console, samples=samples)
     if args.json:
         sys.stdout.write(json.dumps(result.as_json()) + "\n")
-    ended = [view for view in result.attempts if view.record.failure is None]
-    if not args.json:
-        _print_next(console, args, values, can_train=any(view.calls for view in ended))
-    if not ended:
-        sys.stderr.write("whet: every attempt failed\n")
+    else:
+        _print_next(console, args, values, can_train=result.problem is None)
+    if result.problem:
+        sys.stderr.write(f"whet: {result.problem}\n")
         return 1
     return 0
 
