@@ -423,8 +423,9 @@ def test_an_evaluation_in_which_all_fails_fails(
     assert main(["eval", "bad.py:raises", *where]) == 1
     shown = capsys.readouterr()
     assert "every rollout failed" in shown.err
-    advice = "`whet dev bad.py:raises --tasks tasks.jsonl` shows the error of one"
-    assert shown.out.endswith(f"next: {advice}\n")
+    assert "`whet show .whet/runs/e --failed` for errors" in shown.out
+    assert main(["show", ".whet/runs/e", "--failed"]) == 0
+    assert 'return {}["missing"]' in capsys.readouterr().out
     assert f"4 evaluation rollouts failed (agent) and count as 0, such as: {KEY_ERROR}" in shown.out
 
 

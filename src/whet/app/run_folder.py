@@ -21,7 +21,7 @@ from whet.app.composition.distributed import DATABASE, STORE_VARIABLE
 from whet.app.inputs import TaskMix
 from whet.config import UNIONS, RunConfig, explain, list_leaves, merge, resolve
 from whet.errors import ConfigError
-from whet.io.files import atomic_file
+from whet.io.files import JsonLines, atomic_file
 from whet.io.text import format_count
 from whet.models.card import write_card
 from whet.protocols import Store
@@ -96,6 +96,8 @@ class RunFolder:
         self.picture = path / "curve.png"
         self.report = path / "report.json"
         self.metrics = path / "metrics.jsonl"
+        self.models = path / "models.jsonl"
+        """Models of an evaluation, each with its source."""
         self._log_ratios = path / "log_ratios"
         self._is_new = False
         self._kind = path / "kind"
@@ -197,6 +199,12 @@ class RunFolder:
     def read_kind(self) -> str:
         """Read which command made the run: `train`, `dev`, `eval` and so on."""
         return self._kind.read_text() if self._kind.is_file() else ""
+
+    def list_models(self) -> list[str]:
+        """Names of the models of an evaluation, each a run of its store; none of another run."""
+        if not self.models.is_file():
+            return []
+        return [line["name"] for line in JsonLines(self.models).read()]
 
     def save_log_ratios(self, step: int, found: Mapping[GenerationId, Sequence[float]]) -> None:
         """Write the log-ratios of a step's trained tokens, which are for display only."""

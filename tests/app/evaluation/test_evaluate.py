@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 import whet
+from whet.app.cli.main import main
 from whet.app.evaluation.trials import plan_trials
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, resolve
@@ -96,6 +97,38 @@ def test_models_are_compared_and_every_result_is_a_line(tmp_path: Path, model: P
     assert {line["task"] for line in failed} == {2}
     assert {line["reward"] for line in failed} == {None}
     assert len(failed) == 10
+
+
+def test_rollouts_of_an_evaluation_are_shown_by_model_as_those_of_a_run(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def agent(task: str, llm: whet.Endpoint) -> float:
+        if task == "raises":
+            raise ValueError("no JSON")
+        return float(len(task))
+
+    models = {"base": str(model), "same": str(model)}
+    evaluation = whet.evaluate(
+        *(agent, ["raises", "ends", "longest"], models),
+        quiet=True, dir=str(tmp_path), name="compared", evaluation={"samples": 1},
+    )  # fmt: skip
+    same = ["compared", "--model=same", "--dir", str(tmp_path)]
+    whet.show(evaluation.run, model="base", failed=True)
+    shown = capsys.readouterr().out
+    assert "eval-greedy-00000.1  failed, agent: the agent raised: ValueError: no JSON" in shown
+    assert "Traceback" in shown
+    assert "eval-sampled-00000-000.1  failed" in shown
+    assert main(["show", *same, "--worst", "--limit=1"]) == 0
+    assert capsys.readouterr().out.startswith("eval-greedy-00001.1  reward 4")
+    for name in (["eval-sampled-00002-000"], ["compared", "--rollout=eval-sampled-00002-000"]):
+        assert main(["show", *name, *same[1:]]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("eval-sampled-00002-000.1  reward 7")
+        assert "task  longest" in shown
+    assert main(["rollouts", *same, "--status=succeeded", "--order=best", "--limit=2"]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert {row.split()[0] for row in rows[:2]} == {"eval-greedy-00002", "eval-sampled-00002-000"}
+    assert "all of one rollout: whet show compared --model same --rollout ID" in rows
 
 
 def test_an_agent_that_raises_is_not_tried_again_and_counts(tmp_path: Path, model: Path) -> None:

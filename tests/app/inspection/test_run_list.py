@@ -10,12 +10,14 @@ from pathlib import Path
 import anyio
 import pytest
 
+import whet
 from support.recorded_run import record_run
 from whet.app.cli.main import main
 from whet.app.inspection.run_list import EVALUATION_KIND, find_newest, list_runs
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
 from whet.errors import ConfigError
+from whet.io.files import JsonLines
 
 
 def test_runs_are_listed_while_their_checkpoints_come_and_go(tmp_path: Path) -> None:
@@ -84,16 +86,6 @@ def test_the_table_of_runs_fits_80_columns_with_whole_names(
             assert any(row.startswith(f"{name} ") for row in rows)
 
 
-def test_the_newest_run_may_be_looked_for_among_some_kinds_only(tmp_path: Path) -> None:
-    for name, kind in (("a", "train"), ("b", EVALUATION_KIND)):
-        folder = RunFolder.create(resolve({"dir": str(tmp_path), "name": name}), kind)
-        os.utime(folder.config_file, (ord(name), ord(name)))
-
-    assert find_newest(tmp_path, excluded=(EVALUATION_KIND,)) == "a"
-    with pytest.raises(ConfigError, match="no runs"):
-        find_newest(tmp_path, excluded=("train", EVALUATION_KIND))
-
-
 @pytest.mark.parametrize("name", ["config.json", "report.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_a_run_with_a_damaged_file_is_listed_among_the_others(
@@ -136,13 +128,21 @@ def test_a_run_that_is_only_read_becomes_no_newer(tmp_path: Path) -> None:
     assert find_newest(tmp_path) == "newest"
 
 
-def test_an_evaluation_is_refused_with_the_file_of_its_results(
+def test_of_an_evaluation_of_several_models_one_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(tmp_path, "compared", kind=EVALUATION_KIND)
+    JsonLines(folder.models).append({"name": "base"}, {"name": "trained"})
+    make_run(tmp_path, "mine")
     for command in ("show", "rollouts"):
-        assert main([command, "compared", "--dir", str(tmp_path)]) == 2
-        assert f"a line of '{folder.path}/results.jsonl'" in capsys.readouterr().err
+        for flags in (["compared"], ["compared", "--model=other"]):
+            assert main([command, *flags, "--dir", str(tmp_path)]) == 2
+            expected = "'compared' has the models base, trained: choose one with --model trained"
+            assert expected in capsys.readouterr().err
+        assert main([command, "mine", "--model=base", "--dir", str(tmp_path)]) == 2
+        assert "the run 'mine' is not an evaluation of models" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="choose one with model='trained'"):
+        whet.show(folder.path)
 
 
 def test_the_hint_below_the_table_of_runs_breaks_no_command(

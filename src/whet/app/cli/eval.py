@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -23,6 +24,9 @@ from whet.app.prompts.saved import read_prompts
 from whet.app.run_folder import RunFolder
 from whet.config import resolve
 from whet.errors import requires_extra
+
+if TYPE_CHECKING:  # imports numpy and starlette
+    from whet.app.evaluation.evaluate import Evaluation
 
 SHOWN = {
     "models": ("engine.kind", "engine.device"),
@@ -114,18 +118,19 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(evaluation.as_json()) + "\n")
     else:
-        _print_next(console, args, prepared.folder, has_failed=has_failed)
+        _print_next(console, args, evaluation)
     if has_failed:
         sys.stderr.write("whet: every rollout failed\n")
         return 1
     return 0
 
 
-def _print_next(
-    console: Console, args: argparse.Namespace, folder: RunFolder, *, has_failed: bool
-) -> None:
-    another = format_resume(format_command("eval", args, KEPT, ["--model", "MODEL"]), folder)
-    advice = f"`whet view {folder.path}` in a browser, `{another}` to compare another model"
-    if has_failed:
-        advice = f"`{format_command('dev', args, ('tasks',))}` shows the error of one"
-    console.print(f"next: {advice}", highlight=False, soft_wrap=True)
+def _print_next(console: Console, args: argparse.Namespace, evaluation: "Evaluation") -> None:
+    run, scores = evaluation.run, evaluation.comparison.scores
+    another = format_command("eval", args, KEPT, ["--model", "MODEL"])
+    advice = [f"`whet view {run}` in a browser"]
+    if failed := [name for name, each in scores.items() if each.failures]:
+        model = f" --model {failed[0]}" if len(scores) > 1 else ""
+        advice.append(f"`whet show {run}{model} --failed` for errors")
+    advice.append(f"`{format_resume(another, RunFolder(run))}` to compare another model")
+    console.print(f"next: {', '.join(advice)}", highlight=False, soft_wrap=True)

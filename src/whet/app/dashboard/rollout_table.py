@@ -19,11 +19,10 @@ from whet.app.dashboard.pages.rollout_list import RolloutQuery, read_rollouts
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.store_session import open_session
 from whet.app.inspection.run_list import (
-    EVALUATION_KIND,
     build_narrow_table,
+    choose_model,
     find_newest,
     print_rows,
-    refuse_evaluation,
 )
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError
@@ -59,6 +58,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "name", nargs="?", metavar="RUN", help="a run, by name or folder (default: the newest)"
     )
+    group.add_argument("--model", metavar="NAME", help="of this model of an evaluation")
     only = group.add_mutually_exclusive_group()
     only.add_argument("--failed", action="store_true", help="only those that failed")
     only.add_argument("--status", metavar="STATUS", help="queued, running, succeeded or failed")
@@ -104,18 +104,20 @@ def run_rollouts(args: argparse.Namespace) -> int:
     _parse(query)  # before anything is opened
     if args.name is None and args.store is not None:
         raise ConfigError("found no RUN, expected the name of a run of the store")
-    run = args.name or find_newest(Path(args.dir), excluded=(EVALUATION_KIND,))
+    if args.model is not None and args.store is not None:
+        raise ConfigError("found --model and --store: evaluations are not in a shared store")
+    run = args.name or find_newest(Path(args.dir))
     if args.store is None:
-        run_folder = RunFolder.find(run, Path(args.dir))
-        refuse_evaluation(run_folder)
-        folder = run_folder.path.resolve()
-        found = run_async(_read_folder, folder.parent.parent, folder.name, query, args.limit)
+        folder = RunFolder.find(run, Path(args.dir))
+        model = choose_model(folder, args.model)
+        found = run_async(_read_folder, folder.path.resolve(), model, query, args.limit)
     else:
         found = run_async(_read_store, args.store, run, Path(args.dir), query, args.limit)
     if args.json:
         sys.stdout.write(to_browser_json(found.rows).decode() + "\n")
     else:
-        _print(open_console(), run, found)
+        model = f" --model {args.model}" if args.model else ""
+        _print(open_console(), f"{run}{model}", found)
     return 0
 
 
@@ -128,13 +130,17 @@ def _parse(query: dict[str, Any]) -> RolloutQuery:
         raise ConfigError(f"invalid --{flag}: {first['msg'].lower()}") from error
 
 
-async def _read_folder(directory: Path, name: str, query: dict[str, Any], limit: int) -> Listing:
-    catalog = FolderCatalog(directory)
+async def _read_folder(
+    folder: Path, model: str | None, query: dict[str, Any], limit: int
+) -> Listing:
+    catalog = FolderCatalog(folder.parent.parent)
     rows: ListedRows = []
     judged = False
     after: object = None
     try:
-        run = await catalog.open(name)
+        run = await catalog.open(folder.name)
+        if model is not None:
+            run = run._replace(store=run.store.for_run(model))
         while len(rows) < limit:  # a search is answered in parts
             part = query | {"after": after, "limit": min(PAGE, limit - len(rows))}
             page: dict[str, Any] = await read_rollouts(run, _parse(part))
@@ -209,7 +215,8 @@ def _build_table(rows: ListedRows, *, with_tasks: bool) -> Table:
     return table
 
 
-def _print(console: Console, name: str, found: Listing) -> None:
+def _print(console: Console, run: str, found: Listing) -> None:
+    """Print a listing; `run` names the run to `whet show`."""
     rows = found.rows
     if not rows:
         console.print("no such rollouts")
@@ -226,4 +233,4 @@ def _print(console: Console, name: str, found: Listing) -> None:
         )
     if found.cut_off:
         console.print(f"these are {len(rows)}: a higher --limit lists more", highlight=False)
-    console.print(f"all of one rollout: whet show {name} --rollout ID", highlight=False)
+    console.print(f"all of one rollout: whet show {run} --rollout ID", highlight=False)

@@ -366,7 +366,7 @@ def _remember_models(
     Raises:
         ConfigError: a name had other weights before, or its weights are missing now.
     """
-    lines = JsonLines(folder.path / "models.jsonl")
+    lines = JsonLines(folder.models)
     known = {line["name"]: line for line in lines.read()}
     by_name = {model.name: model for model in models}
     common = prompts.get(ALL_MODELS, {})

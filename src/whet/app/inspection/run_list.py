@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,24 +62,33 @@ def list_runs(directory: Path) -> list[RunSummary]:
     return sorted(found, key=lambda run: -run.changed)
 
 
-def find_newest(directory: Path, *, excluded: Container[str] = ()) -> str:
-    """Return the name of the newest run of a directory. Raises ConfigError if there is none.
-
-    Kinds of runs that are `excluded` do not count.
-    """
-    runs = [run for run in list_runs(directory) if run.kind not in excluded]
+def find_newest(directory: Path) -> str:
+    """Return the name of the newest run of a directory. Raises ConfigError if there is none."""
+    runs = list_runs(directory)
     if not runs:
         raise ConfigError(f"no runs in {str(directory)!r}: `whet demo` or `whet train` makes one")
     return runs[0].name
 
 
-def refuse_evaluation(folder: RunFolder) -> None:
-    """Raise ConfigError for a run of `whet eval`, whose rollouts belong to its models."""
-    if folder.read_kind() == EVALUATION_KIND:
-        raise ConfigError(
-            f"{folder.path.name!r} is an evaluation, whose rollouts are not listed: each result is "
-            f"a line of {str(folder.path / 'results.jsonl')!r}"
+def choose_model(folder: RunFolder, model: str | None) -> str | None:
+    """The model of an evaluation whose rollouts are read; None for another run.
+
+    Raises:
+        ConfigError: there is no such model, or none is named and there are several.
+    """
+    names, run = folder.list_models(), folder.path.name
+    if not names and model is None:
+        return None
+    if not names:
+        raise ConfigError(f"the run {run!r} is not an evaluation of models: leave {model!r} out")
+    if model is None and len(names) == 1:
+        return names[0]
+    if model not in names:
+        found = f"the evaluation {run!r} has the models {', '.join(names)}: choose one"
+        raise ConfigError.phrase(
+            python=f"{found} with model={names[-1]!r}", command=f"{found} with --model {names[-1]}"
         )
+    return model
 
 
 def summarize_folder(folder: RunFolder) -> RunSummary:

@@ -20,12 +20,11 @@ from whet.app.inspection.attempt_view import (
     read_attempt,
 )
 from whet.app.inspection.run_list import (
-    EVALUATION_KIND,
     build_narrow_table,
+    choose_model,
     find_newest,
     list_runs,
     print_rows,
-    refuse_evaluation,
 )
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError, NotFound, StoreError
@@ -54,6 +53,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "--step", type=int, metavar="N", help="number of a step, from 1 (default: the last)"
     )
+    group.add_argument("--model", metavar="NAME", help="rollouts of this model of an evaluation")
     only = group.add_mutually_exclusive_group()
     only.add_argument("--worst", action="store_true", help="rollouts with the lowest reward")
     only.add_argument("--failed", action="store_true", help="failed rollouts, with tracebacks")
@@ -76,13 +76,11 @@ def add_arguments(parser: CommandParser) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Run `whet show`."""
     directory = Path(args.dir)
-    folder, rollout = run_async(
-        _find, args.name or find_newest(directory, excluded=(EVALUATION_KIND,)), directory
-    )
+    folder, rollout = run_async(_find, args.name or find_newest(directory), directory)
     if rollout and (args.step or args.worst or args.failed or args.rollout):
         raise ConfigError(f"{args.name!r} is a rollout: choose among the rollouts of a run instead")
     selection = RolloutSelection(
-        args.step, args.worst, args.failed, rollout or args.rollout, args.limit
+        args.step, args.worst, args.failed, rollout or args.rollout, args.limit, args.model
     )
     found = run_async(_read, folder, selection, args.store)
     if args.json:
@@ -100,22 +98,23 @@ def show(
     failed: bool = False,
     rollout: str | None = None,
     limit: int = 3,
+    model: str | None = None,
     dir: str | Path = DEFAULT_DIR,
     store: str | None = None,
 ) -> None:
     """Print the rollouts of a run as `whet show` does: those of its last step, or of `step`.
 
     `worst` and `failed` print up to `limit` attempts whole, as does a run without a finished step;
-    `rollout` prints one by its id. The run is a folder, or a name in `dir`; `store` is the store of
-    a run of several processes.
+    `rollout` prints one by its id. Of an evaluation the rollouts are those of one `model`. The run
+    is a folder, or a name in `dir`; `store` is the store of a run of several processes.
 
     Raises:
-        ConfigError: there is no such run, step or rollout.
+        ConfigError: there is no such run, step, rollout or model.
     """
     if worst + failed + (rollout is not None) > 1:
         raise ConfigError("worst, failed and rollout exclude each other: give one of them")
     folder = RunFolder.find(run, Path(dir))
-    selection = RolloutSelection(step, worst, failed, rollout, limit)
+    selection = RolloutSelection(step, worst, failed, rollout, limit, model)
     _print(open_console(), folder, run_async(_read, folder, selection, store))
 
 
@@ -131,10 +130,12 @@ async def _find(name: str, directory: Path) -> tuple[RunFolder, str | None]:
         no_run = error
     for run in list_runs(directory):
         folder = RunFolder(directory / "runs" / run.name)
-        with suppress(ConfigError, StoreError):  # no records on this machine, or no such rollout
+        with suppress(ConfigError, StoreError):  # no records on this machine
             async with folder.open_records() as store:
-                if await store.attempts(name):
-                    return folder, name
+                for records in (store, *map(store.for_run, folder.list_models())):
+                    with suppress(NotFound):
+                        if await records.attempts(name):
+                            return folder, name
     raise ConfigError(f"{no_run}; and no run there has such a rollout") from no_run
 
 
@@ -150,6 +151,7 @@ class RolloutSelection:
     failed: bool
     rollout: str | None
     limit: int
+    model: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,9 @@ async def _read(
         raise ConfigError(f"invalid limit {selection.limit}: expected at least 1")
     if selection.rollout and selection.step is not None:
         raise ConfigError("a step and a rollout exclude each other: give one of them")
-    refuse_evaluation(folder)
-    async with folder.open_records(address) as store:
+    model = choose_model(folder, selection.model)
+    async with folder.open_records(address) as opened:
+        store = opened if model is None else opened.for_run(model)
         steps = await store.steps()
         if selection.rollout:
             views = [await read_attempt(store, await _read_rollout(store, selection.rollout))]
