@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.readers import read_wandb
+
 pytestmark = pytest.mark.slow
 
 AGENT = """
@@ -56,7 +58,8 @@ def test_every_step_is_tracked_once_however_often_the_run_is_killed(tmp_path: Pa
     (tmp_path / "tasks.jsonl").write_text('"one"\n"two"\n')
     run = tmp_path / ".whet" / "runs" / "killed"
     small = ["--tasks-per-step=1", "--group-size=2", f"--steps={STEPS}", "--trainer.weights=full"]
-    arguments = ["--name=killed", *small, "--tracking.names=jsonl,tensorboard"]
+    trackers = ["--tracking.names=jsonl,tensorboard,wandb", "--tracking.wandb-mode=offline"]
+    arguments = ["--name=killed", *small, *trackers]
     for point in (2, 5):
         with start(tmp_path, *arguments) as process:
             deadline = time.monotonic() + 300
@@ -74,3 +77,4 @@ def test_every_step_is_tracked_once_however_often_the_run_is_killed(tmp_path: Pa
     found = EventAccumulator(str(run / "tensorboard"))
     found.Reload()
     assert [event.step for event in found.Scalars("reward")] == list(range(1, STEPS + 1))
+    assert [step for step, _ in read_wandb(run).steps] == list(range(1, STEPS + 1))

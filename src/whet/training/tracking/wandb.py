@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import shutil
+from pathlib import Path
 
 import wandb
 
@@ -18,7 +20,9 @@ ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_DISABLE_WEAVE": "true"}
 class WandbTracker(Tracker):
     """Writes a W&B run; a resumed run continues it under the same id.
 
-    An offline W&B run cannot be read back, so its last step is kept beside it.
+    A W&B run cannot be read back, so its last step is kept beside it. Offline, W&B's own process
+    writes its file long after a step is handed over, and not at all after a kill: the last step is
+    kept at the end, and the folder of a process that was killed is replaced.
     """
 
     def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
@@ -28,6 +32,8 @@ class WandbTracker(Tracker):
         known = self._state.read()
         self._id = known.get("id") or secrets.token_hex(4)
         self.last_step = int(known.get("last_step", 0))
+        if killed := known.get("writing"):
+            shutil.rmtree(run.folder / "wandb" / killed, ignore_errors=True)
         try:
             self._run = wandb.init(
                 project=config.project,
@@ -45,18 +51,21 @@ class WandbTracker(Tracker):
                 f"W&B cannot start: {error} (without an account: set tracking.wandb_mode to "
                 "'offline')"
             ) from error
-        self._remember(self.last_step)
+        self._remember(writing=Path(self._run.dir).parent.name if self._run.offline else None)
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
-        self._remember(step)
+        self.last_step = step
+        if not self._run.offline:
+            self._remember()
 
     def finish(self, result: Metrics) -> None:
         self._run.summary.update({f"result/{name}": value for name, value in result.items()})
 
     def close(self) -> None:
         self._run.finish()
+        self._remember()
 
-    def _remember(self, step: int) -> None:
-        self.last_step = step
-        self._state.write({"id": self._id, "last_step": step})
+    def _remember(self, *, writing: str | None = None) -> None:
+        """Keep the last step, and the folder that is being written if a kill would spoil it."""
+        self._state.write({"id": self._id, "last_step": self.last_step, "writing": writing})
