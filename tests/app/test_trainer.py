@@ -5,14 +5,17 @@ import json
 import zlib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from opentelemetry import trace
 from rich.console import Console
 from rich.text import Text
+from starlette.responses import JSONResponse
 
 import whet
+from support.judge_server import serve_judge
 from whet.app.cli.main import main
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt
 from whet.app.run_folder import RunFolder
@@ -156,6 +159,40 @@ def test_dev_shows_the_spans_of_an_sdk_with_the_calls_they_are_about(
     shown = console.export_text()
     assert "ms  call 1 by response id" in shown
     assert "ms  call 2 by time" in shown
+
+
+async def ask_traced(llm: Endpoint) -> str:
+    """Ask as an instrumented client does: its span names the reply and the server."""
+    address = urlsplit(llm.base_url)
+    with trace.get_tracer("sdk").start_as_current_span("chat") as span:
+        reply = await ask(llm, "How much?", part="id")
+        span.set_attributes({"gen_ai.operation.name": "chat", "gen_ai.response.id": reply})
+        span.set_attributes({"server.address": address.hostname, "server.port": address.port})
+    return reply
+
+
+def test_a_rollout_that_makes_some_of_its_calls_at_another_server_is_reported_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def own_calls(task: str, llm: Endpoint) -> float:
+        return float(len(await ask_traced(llm) + await ask_traced(llm)))
+
+    reply = {"id": "chatcmpl-0", "choices": []}
+    with serve_judge(lambda prompt, number: JSONResponse(reply)) as server:
+
+        async def other_calls(task: str, llm: Endpoint) -> float:
+            other = llm.model_copy(update={"base_url": server.url, "api_key": "another"})
+            return float(len(await ask_traced(llm) + await ask_traced(other)))
+
+        trainer = whet.Trainer(tracer="otel", model=str(model), dir=str(tmp_path))
+        trainer.dev(own_calls, ["a", "b"])
+        assert "warning" not in capsys.readouterr().out
+        done = trainer.dev(other_calls, ["a", "b"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert [len(view.calls) for view in done.attempts] == [1, 1]
+    assert shown.count("made only some of its model calls at the gateway") == 1
+    assert f"went to {server.url.removeprefix('http://').removesuffix('/v1')}" in shown
+    assert "base_url=llm.base_url" in shown
 
 
 def samples_beside_the_gateway(task: str, llm: Endpoint) -> float:

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import anyio
 import pytest
+from pydantic import JsonValue
 
 from support.run_agents import FixedEndpoint
 from support.trajectories import Conversation, generation
@@ -124,6 +125,33 @@ async def test_a_client_that_another_server_rejected_is_reported(store: SQLiteSt
     [_, line] = runner.warnings
     assert "rollout b failed and the gateway served none of its calls" in line
     assert "does 'openai' use another server or key? give its client base_url" in line
+
+
+async def test_only_spans_that_name_reply_and_server_show_that_calls_bypassed_the_gateway(
+    store: SQLiteStore,
+) -> None:
+    def calling(number: int, **attributes: JsonValue) -> Span:
+        chat: dict[str, JsonValue] = {"gen_ai.operation.name": "chat"}
+        return Span(
+            trace_id="0" * 32, span_id=f"{number:016x}", name=f"chat {number}", start=1, end=2,
+            attributes=chat | attributes,
+        )  # fmt: skip
+
+    def replied(number: int, id: str, server: str) -> Span:
+        return calling(number, **{"gen_ai.response.id": id, "server.address": server})
+
+    runner = EndedAttempts(store, OPENAI)
+    own = replied(1, "chatcmpl-a.1.c0", "127.0.0.1")
+    unnamed = calling(2, **{"server.address": "api.openai.com"})
+    unplaced = calling(3, **{"gen_ai.response.id": "chatcmpl-x"})
+    lost = replied(4, "chatcmpl-y", "127.0.0.1")  # its stream was left
+    await runner.ends("a", 1, spans=[own, unnamed, unplaced, lost])
+    assert not runner.warnings
+    own = replied(1, "chatcmpl-b.1.c0", "127.0.0.1")
+    await runner.ends("b", 1, spans=[own, replied(5, "chatcmpl-z", "api.openai.com")])
+    [line] = runner.warnings
+    assert "rollout b made only some of its model calls at the gateway: call 'chat 5'" in line
+    assert "went to api.openai.com" in line
 
 
 async def test_a_call_to_another_server_without_token_ids_is_reported(store: SQLiteStore) -> None:

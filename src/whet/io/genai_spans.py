@@ -197,6 +197,31 @@ def find_untrainable_calls(attempt: AttemptId, spans: Sequence[Span]) -> list[Un
     return [_explain(attempt, s) for s in spans if is_model_call(s) and _read_token_ids(s) is None]
 
 
+def find_bypassing_calls(
+    attempt: AttemptId, spans: Sequence[Span], calls: Sequence[Call]
+) -> list[UntrainableCall]:
+    """Return the calls among the spans of an attempt that went to another server than its `calls`.
+
+    Both have to name their replies and their servers: a span without an id may be about one of the
+    recorded calls, too.
+    """
+    recorded = {call.id for call in calls}
+    named = [
+        (span, id)
+        for span in spans
+        if is_model_call(span)
+        and _read_token_ids(span) is None
+        and span.attributes.get("server.address")
+        and (id := parse_response_id(str(span.attributes.get("gen_ai.response.id") or "")))
+    ]
+    own = {_read_server(span) for span, id in named if id in recorded}
+    return [
+        _explain(attempt, span)
+        for span, id in named
+        if own and id not in recorded and _read_server(span) not in own
+    ]
+
+
 def _explain(attempt: AttemptId, span: Span) -> UntrainableCall:
     attributes = span.attributes
     server = _read_server(span)

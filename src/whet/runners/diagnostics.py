@@ -11,9 +11,24 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
 from whet.errors import NotFound
-from whet.io.genai_spans import find_refusals, find_untrainable_calls, has_trainable_calls
+from whet.io.genai_spans import (
+    find_bypassing_calls,
+    find_refusals,
+    find_untrainable_calls,
+    has_trainable_calls,
+)
 from whet.protocols import CallLog, Resources, SpanLog
-from whet.types import NO_FAULT, Attempt, Call, FailureKind, Mode, Outcome, Reward, Rollout
+from whet.types import (
+    NO_FAULT,
+    Attempt,
+    Call,
+    FailureKind,
+    Mode,
+    Outcome,
+    Reward,
+    Rollout,
+    Span,
+)
 
 Modules = Mapping[str, ModuleType | None]
 
@@ -100,12 +115,12 @@ class Diagnostics:
     async def _check_calls(self, attempt: Attempt, outcome: Outcome) -> dict[str, str]:
         try:
             calls = await self.store.calls(attempt.id)
-            spans = [] if calls else await self.store.spans(attempt.id)
+            spans = await self.store.spans(attempt.id)
         except NotFound:  # its run was dropped
             return {}
         self._calls[attempt.rollout.group] += len(calls)
         if calls:
-            return find_fixed_sampling(attempt.rollout, calls)
+            return find_fixed_sampling(attempt.rollout, calls) | _find_bypass(attempt, spans, calls)
         if refusals := find_refusals(spans):
             reason = refusals[0].message
             if "failed" not in self._reported and _is_reason(reason, outcome):
@@ -148,6 +163,17 @@ class Diagnostics:
             "no-call": f"rollout {rollout} made no model call, so there is nothing to train on; "
             "an agent calls its model at llm.base_url with llm.api_key"
         }
+
+
+def _find_bypass(attempt: Attempt, spans: Sequence[Span], calls: Sequence[Call]) -> dict[str, str]:
+    """Return a warning about a model call that went to another server than the recorded ones."""
+    found = find_bypassing_calls(attempt.id, spans, calls)
+    if not found:
+        return {}
+    return {
+        "bypass": f"rollout {attempt.rollout.id} made only some of its model calls at the gateway: "
+        f"{found[0].reason}"
+    }
 
 
 def _is_reason(refusal: str, outcome: Outcome) -> bool:
