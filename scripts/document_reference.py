@@ -51,7 +51,8 @@ def signature(name: str, found: object) -> str:
         return f"class {name}"
     assert callable(found)
     made = inspect.signature(found)
-    prefix, end = "def ", f" -> {annotate(made.return_annotation)}"
+    prefix = "async def " if inspect.iscoroutinefunction(found) else "def "
+    end = f" -> {annotate(made.return_annotation)}"
     if inspect.isclass(found):
         prefix, end = "class ", ""
     parts = [*list_parameters([*made.parameters.values()])]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from whet.app.prompts.gepa import GEPA
     from whet.app.prompts.search import PromptSearch
     from whet.app.supervised.tuning import dpo, sft
-    from whet.app.train import train
+    from whet.app.train import train, train_async
     from whet.app.trainer import Trainer
     from whet.app.verl.algorithm import VERL
     from whet.config import RunConfig
@@ -73,6 +73,7 @@ __all__ = [
     "sft",
     "show",
     "train",
+    "train_async",
     "training_loop",
 ]
 
@@ -114,6 +115,7 @@ _HOME = {
     "sft": "whet.app.supervised.tuning",
     "show": "whet.app.inspection.show",
     "train": "whet.app.train",
+    "train_async": "whet.app.train",
     "training_loop": "whet.training.loop:train",
 }
 """The module that defines each name, and its name there if it has another."""

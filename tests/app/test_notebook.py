@@ -1,7 +1,9 @@
 """Interactive use: running event loops, notebooks, names, clients that are never closed."""
 
+import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 import whet
 from whet.app.cli.main import main
+from whet.app.run_folder import RunFolder
 
 SMALL: Any = {"steps": 1, "tasks_per_step": 1, "group_size": 2}
 
@@ -53,6 +56,58 @@ def test_train_works_inside_a_running_event_loop(model: Path, tmp_path: Path) ->
     result = anyio.run(cell)
     assert result.total("failed_rollouts") == 0
     assert len(result.steps) == 1
+
+
+def test_a_canceled_training_ends_cleanly_and_is_resumed(model: Path, tmp_path: Path) -> None:
+    settings: Any = SMALL | {"model": str(model), "dir": str(tmp_path), "name": "it", "steps": 40}
+    folder = RunFolder(tmp_path / "runs" / "it")
+    running = threading.Event()
+
+    def watched(task: float, llm: whet.Endpoint) -> float:
+        if folder.read_rewards():
+            running.set()
+        return agent(task, llm)
+
+    async def cancel() -> None:
+        training = asyncio.create_task(whet.train_async(watched, [1.0], quiet=True, **settings))
+        await anyio.to_thread.run_sync(running.wait, 120)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert not folder.is_in_use()
+
+    asyncio.run(cancel())
+    done = len(folder.read_rewards())
+    assert 0 < done < 40
+
+    async def resume() -> whet.Result:
+        settings["steps"] = done + 2
+        return await whet.train_async(agent, [1.0], quiet=True, resume=True, **settings)
+
+    assert len(asyncio.run(resume()).steps) == done + 2
+
+
+def test_a_training_that_is_canceled_before_its_start_runs_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    def never(task: float, llm: whet.Endpoint) -> float:
+        raise AssertionError("it ran")
+
+    async def cancel_at_once() -> None:
+        with anyio.move_on_after(0) as scope:
+            await whet.train_async(never, [1.0], model=str(model), dir=str(tmp_path), **SMALL)
+        assert scope.cancelled_caught
+
+    anyio.run(cancel_at_once)
+    assert not list(tmp_path.glob("runs/*/report.json"))
+
+
+def test_an_error_of_an_awaited_training_is_raised(tmp_path: Path) -> None:
+    async def cell() -> None:
+        await whet.train_async(agent, [1.0], model="nowhere", dir=str(tmp_path))
+
+    with pytest.raises(whet.ConfigError, match="there is no model 'nowhere'"):
+        anyio.run(cell)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from anyio import to_thread
 from pydantic import JsonValue
@@ -39,7 +40,7 @@ from whet.app.inputs import (
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig, SupervisedConfig, merge, resolve
 from whet.errors import ConfigError, RunFailed
-from whet.io.threads import run_async
+from whet.io.threads import run_async, run_in_thread
 from whet.models.catalog import resolve_model
 from whet.protocols import Algorithm
 from whet.runners.agent import Agent, check_agent, get_name
@@ -112,6 +113,15 @@ def train(
     )
     check_trained(result)
     return result
+
+
+async def train_async(agent: Agent, tasks: Tasks, **arguments: Any) -> Result:  # Any: of `train`
+    """Call `train` with the same arguments in a thread, and wait for it without blocking.
+
+    The run has an event loop of its own. A cancellation ends it cleanly before it is raised, as
+    Ctrl-C does; `resume` continues it.
+    """
+    return await run_in_thread(partial(train, agent, tasks, **arguments))
 
 
 def _read_algorithm(

@@ -8,10 +8,12 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from types import FrameType
 from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import anyio
+import anyio.to_thread
 from anyio.from_thread import start_blocking_portal
 
 from whet.io.process import REPEAT_S
@@ -54,6 +56,8 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
     Inside a running event loop, as in a notebook, the work gets a thread with a loop of its own.
     """
     with unwrap_group():
+        if (cancellation := _cancellation.get()) is not None:
+            return anyio.run(cancellation.run, work, *args)
         if not _is_in_loop():
             return anyio.run(_run_interruptible, work, *args)
         with start_blocking_portal() as portal:
@@ -64,6 +68,67 @@ def run_async(work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
             except KeyboardInterrupt:
                 future.cancel()
                 raise
+
+
+async def run_in_thread(work: Callable[[], T]) -> T:
+    """Run sync work in a thread. A cancellation of the caller cancels what it runs by `run_async`.
+
+    The caller waits for the end of the work also then.
+    """
+    cancellation = _Cancellation()
+    context = copy_context()
+    context.run(_cancellation.set, cancellation)
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(anyio.to_thread.run_sync(work), context=context)
+    try:
+        await asyncio.wait([running])
+    except asyncio.CancelledError:
+        cancellation.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # seen: the cancellation is raised
+        raise
+    return running.result()
+
+
+class _Cancellation:
+    """The cancellation of a caller, for the work that its thread runs in an event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_canceled = False
+        self._cancel_work: Callable[[], object] | None = None
+
+    async def run(self, work: Callable[[Unpack[Args]], Awaitable[T]], *args: *Args) -> T:
+        """Run work that is canceled with the caller."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def cancel() -> None:
+            call_in_loop(task.get_loop(), task.cancel)
+
+        with self._lock:
+            if self._is_canceled:
+                raise asyncio.CancelledError
+            self._cancel_work = cancel
+        _cancellation.set(None)  # not for what the work itself runs
+        try:
+            return await work(*args)
+        finally:
+            with self._lock:
+                self._cancel_work = None
+
+    def cancel(self) -> None:
+        """Cancel the work, or what is to be run next."""
+        with self._lock:
+            self._is_canceled = True
+            if self._cancel_work is not None:
+                self._cancel_work()
+
+
+_cancellation: ContextVar[_Cancellation | None] = ContextVar("cancellation", default=None)
+"""That of the caller whose thread this is."""
 
 
 class _MergedInterrupts:
