@@ -331,6 +331,20 @@ async def test_a_request_with_the_same_key_is_done_once(http: httpx.AsyncClient)
     assert "Idempotency-Key" in message(response)
 
 
+async def test_an_outcome_that_came_too_late_is_kept_once_however_often_it_is_sent(
+    http: httpx.AsyncClient,
+) -> None:
+    await claim(http)
+    finish = {"items": [{"attempt": "a.1", "outcome": {"reward": 1}}]}
+    late = {"items": [{"attempt": "a.1", "outcome": {"reward": 0.5}}]}
+    await http.post(f"{RUN}/outcomes", json=finish, headers={"Idempotency-Key": "first"})
+    for _ in range(2):  # the reply to the first was lost
+        sent = await http.post(f"{RUN}/outcomes", json=late, headers={"Idempotency-Key": "late"})
+        assert sent.json()["errors"][0]["code"] == "lease_lost"
+    [attempt] = (await http.get(f"{RUN}/rollouts/a/attempts")).json()
+    assert len(attempt["late"]) == 1
+
+
 async def test_a_claim_can_be_given_back_by_its_key(http: httpx.AsyncClient) -> None:
     await http.post(f"{RUN}/rollouts", json={"rollouts": [rollout("a")]})
     key = {"Idempotency-Key": "mine"}

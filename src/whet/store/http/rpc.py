@@ -218,7 +218,7 @@ _RESOURCES = f"{_RUN}/resources"
 _TABLE: tuple[RemoteMethod[Any], ...] = (  # Any: each row has its own; the most frequent first
     RemoteMethod("POST", f"{_RUN}/calls", Store.append, batched=True),
     RemoteMethod("POST", f"{_RUN}/claims", Store.claim, polls=True, keyed=True),
-    RemoteMethod("POST", f"{_RUN}/outcomes", Store.finish, batched=True),
+    RemoteMethod("POST", f"{_RUN}/outcomes", Store.finish, batched=True, keyed=True),
     RemoteMethod("POST", f"{_RUN}/rewards", Store.emit, batched=True, keyed=True),
     RemoteMethod("POST", f"{_RUN}/heartbeats", Store.heartbeat, batched=True),
     RemoteMethod("POST", f"{_RUN}/spans", Store.record, batched=True),
