@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.scripted_gateway import Gateway, Json, NewGateway
+from support.scripted_gateway import CHAT_TOOL, Gateway, Json, NewGateway
 from whet.gateway.templates.renderer import Renderer
 from whet.training.rows import build_rows
 from whet.types import Credit, Fork, Outcome
@@ -128,3 +128,26 @@ async def test_of_two_turns_that_differ_in_white_space_the_one_sent_back_unchang
         await ask(gateway, TASK)
     await ask(gateway, TASK, say(tries[0]), OBSERVED)
     await check_first_is_continued(gateway)
+
+
+@pytest.mark.parametrize(
+    ("echoed", "is_edited"),
+    [
+        ('{"n": [1, true]}', False),
+        ('{"n":[1.0,true]}', False),  # JavaScript writes no other number for 1.0
+        ('{"n": [true, true]}', True),
+        ('{"n": [1, 1]}', True),
+    ],
+)
+async def test_a_call_whose_argument_became_true_instead_of_1_is_an_edit(
+    new_gateway: NewGateway, echoed: str, is_edited: bool
+) -> None:
+    written = '<tool_call>\n{"name": "calculator", "arguments": {"n": [1, true]}}\n</tool_call>'
+    gateway = await new_gateway(written, "yes")
+    body: Json = {"model": "policy", "tools": [CHAT_TOOL], "messages": [TASK]}
+    turn = (await gateway.post(CHAT, body))["choices"][0]["message"]
+    turn["tool_calls"][0]["function"]["arguments"] = echoed
+    result = {"role": "tool", "tool_call_id": turn["tool_calls"][0]["id"], "content": "5"}
+    await gateway.post(CHAT, body | {"messages": [TASK, turn, result]})
+    fork = Fork.EDITED_HISTORY if is_edited else None
+    assert [call.origin.fork for call in await gateway.calls()] == [None, fork]

@@ -39,7 +39,7 @@ class ToolCall(NamedTuple):
         if self.id != echo.id or self.name != echo.name:
             return False
         mine = self.parse_arguments()
-        return mine is None or mine == echo.parse_arguments()
+        return mine is None or equals_with_defaults(mine, echo.parse_arguments(), None)
 
     def to_json(self) -> JsonValue:
         """Serialize for the store."""
@@ -220,24 +220,33 @@ def _read_schema(tool: JsonValue) -> tuple[str, JsonValue]:
 
 def equals_with_defaults(mine: JsonValue, echo: JsonValue, schema: JsonValue) -> bool:
     """Return whether `echo` is `mine` with nothing added but defaults of a JSON schema."""
-    match mine, echo, schema:
-        case dict(), dict(), {"properties": dict(properties)}:
+    schema = schema if isinstance(schema, dict) else {}
+    match mine, echo:
+        case dict(), dict():
+            found = schema.get("properties")
+            properties = found if isinstance(found, dict) else {}
             return mine.keys() <= echo.keys() and all(
                 equals_with_defaults(mine[key], value, properties.get(key))
                 if key in mine
                 else _is_default(value, properties.get(key))
                 for key, value in echo.items()
             )
-        case list(), list(), {"items": items}:
+        case list(), list():
             return len(mine) == len(echo) and all(
-                equals_with_defaults(m, e, items) for m, e in zip(mine, echo, strict=True)
+                equals_with_defaults(m, e, schema.get("items"))
+                for m, e in zip(mine, echo, strict=True)
             )
         case _:
-            return mine == echo
+            # In Python true is 1. That 1.0 is 1 is intended: JavaScript sends it back as 1.
+            return mine == echo and isinstance(mine, bool) == isinstance(echo, bool)
 
 
 def _is_default(value: JsonValue, schema: JsonValue) -> bool:
-    return isinstance(schema, dict) and "default" in schema and schema["default"] == value
+    match schema:
+        case {"default": default}:
+            return equals_with_defaults(default, value, None)
+        case _:
+            return False
 
 
 # ------------------------------------------------------------------- omissions
