@@ -122,8 +122,10 @@ class CallLog(Protocol):
 class RewardLog(Protocol):
     """Rewards of attempts, other than the final one: durable once `emit` returns."""
 
-    async def emit(self, attempt: AttemptId, reward: Reward) -> None:
-        """Record a reward. Raises LeaseLost if the attempt has ended."""
+    async def emit(
+        self, attempt: AttemptId, reward: Reward, *, idempotency_key: str | None = None
+    ) -> None:
+        """Record a reward, once per key of the attempt. Raises LeaseLost if it has ended."""
         ...
 
     async def rewards(self, attempt: AttemptId) -> list[Reward]:

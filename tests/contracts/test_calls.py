@@ -132,6 +132,17 @@ async def test_rewards_are_read_while_an_attempt_runs(store: Store) -> None:
     assert (await store.rewards(attempt.id), await store.rewards(other.id)) == (emitted, [])
 
 
+async def test_a_reward_is_recorded_once_for_an_idempotency_key_of_its_attempt(
+    store: Store,
+) -> None:
+    await store.enqueue([rollout("a"), rollout("b")])
+    attempts = [await claim(store) for _ in range(2)]
+    for attempt in attempts * 2:
+        await store.emit(attempt.id, Reward(value=1), idempotency_key="one")
+    await store.emit(attempts[0].id, Reward(value=1), idempotency_key="two")
+    assert [len(await store.rewards(attempt.id)) for attempt in attempts] == [2, 1]
+
+
 # ------------------------------------------------------------------ spans
 
 

@@ -49,6 +49,21 @@ async def test_the_key_that_a_models_tools_may_see_posts_no_reward(gateway: Gate
     assert await gateway.store.rewards(gateway.attempt.id) == []
 
 
+async def test_a_reward_that_is_sent_again_with_its_idempotency_key_is_recorded_once(
+    gateway: Gateway,
+) -> None:
+    async def post(value: float, **headers: str) -> None:
+        key = gateway.reward_key
+        await gateway.post("/v1/rewards", {"value": value}, authorization=key, **headers)
+
+    for value, key in ((1, "first"), (1, "first"), (1, "second"), (0, "second"), (0, "second")):
+        await post(value, idempotency_key=key)
+    await gateway.store.finish(gateway.attempt.id, Outcome(reward=0))
+    await post(1, idempotency_key="first")  # its reply may come after the end
+    values = [reward.value for reward in await gateway.store.rewards(gateway.attempt.id)]
+    assert values == [1, 1, 0]
+
+
 async def test_an_invalid_reward_is_refused(gateway: Gateway) -> None:
     bad: list[Json | bytes] = [
         {},

@@ -1,5 +1,6 @@
 """Endpoints for agents in other processes, with the key of their attempt: rewards and traces."""
 
+import hashlib
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,11 +51,14 @@ class Telemetry:
     """Raises RequestError for a reward that nothing reads."""
 
     async def post_reward(self, request: GatewayRequest) -> Response:
-        """Record a reward."""
+        """Record a reward, once for an idempotency key and body."""
         attempt = require_attempt(self.find_attempt(request, REWARDS))
-        reward = parse_body(Reward, await request.read_body())
+        body = await request.read_body()
+        reward = parse_body(Reward, body)
         self.check_reward(reward)
-        await self.log.emit(attempt, reward)
+        key = request.headers.get("idempotency-key", "")
+        digest = hashlib.blake2b(key.encode() + b"\0" + body, digest_size=16).hexdigest()
+        await self.log.emit(attempt, reward, idempotency_key=digest if key else None)
         return JsonResponse({"recorded": True})
 
     async def list_rewards(self, request: GatewayRequest) -> Response:

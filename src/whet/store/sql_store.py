@@ -179,8 +179,14 @@ class SQLStore(Store):
     async def append(self, call: Call) -> None:
         await self._write_batched(calls.append, pack_call(call))
 
-    async def emit(self, attempt: AttemptId, reward: Reward) -> None:
-        await self._write(self._bind_run(calls.emit, attempt=attempt, reward=reward))
+    async def emit(
+        self, attempt: AttemptId, reward: Reward, *, idempotency_key: str | None = None
+    ) -> None:
+        change = self._bind_run(calls.emit, attempt=attempt, reward=reward)
+        if idempotency_key is not None:
+            key = f"{attempt}/{idempotency_key}"
+            change = idempotent(change, self.run, key, self._queue.clock())
+        await self._write(change)
 
     async def rewards(self, attempt: AttemptId) -> list[Reward]:
         return await self._read(self._bind_run(calls.read_rewards, attempt=attempt))

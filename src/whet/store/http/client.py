@@ -148,8 +148,10 @@ class HTTPStore(Store):
     async def append(self, call: Call) -> None:
         await self._add(Store.append, call)
 
-    async def emit(self, attempt: AttemptId, reward: Reward) -> None:
-        await self._add(Store.emit, attempt, reward)
+    async def emit(
+        self, attempt: AttemptId, reward: Reward, *, idempotency_key: str | None = None
+    ) -> None:
+        await self._add(Store.emit, attempt, reward, idempotency_key=idempotency_key)
 
     async def rewards(self, attempt: AttemptId) -> list[Reward]:
         return await self._call(Store.rewards, attempt)

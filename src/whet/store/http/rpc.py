@@ -76,6 +76,7 @@ _BOUNDS: dict[str, Any] = {  # Any: annotations
     "wait_s": Annotated[FiniteFloat, Field(ge=0, le=MAX_WAIT_S)],
     "before": FiniteFloat,
     "limit": Annotated[int, Field(ge=0, le=MAX_PAGE)],
+    "idempotency_key": Annotated[str | None, Field(pattern=f"^{KEY.pattern}$")],
 }
 """Limits of parameters that arrive from outside, by name."""
 _BOUNDED_INT = Annotated[int, Field(ge=-1, lt=2**31)]
