@@ -36,12 +36,14 @@ from whet.algorithms.grpo import GRPO
 from whet.config import AdamConfig, AdamStep, AlgorithmConfig, LocalEngineConfig, LossConfig
 from whet.engines.local.engine import LocalEngine
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError
+from whet.io.files import compute_checksum
 from whet.models.distribution import SamplingTransform, compute_log_probs
 from whet.models.huggingface import LocalPolicy
 from whet.models.tree_attention import Branches
 from whet.trainers.local import LocalTrainer
 from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import pack
+from whet.trainers.snapshot import STATE
 from whet.training.rows import build_rows, normalize
 from whet.types import Row, Sampling
 
@@ -734,6 +736,25 @@ async def test_a_checkpoint_of_something_else_is_refused(
     assert_same(values(policy), before)
 
 
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors"])
+async def test_a_checkpoint_with_a_flipped_bit_is_refused_before_anything_changes(
+    tiny_folder: Path, tmp_path: Path, file: str
+) -> None:
+    policy = load(tiny_folder)
+    trainer = LocalTrainer(policy, threads=1)
+    await steps(trainer, 1)
+    await trainer.save(tmp_path / "one")
+    await trainer.restore(tmp_path / "one")
+    before = values(policy)
+    content = bytearray((tmp_path / "one" / file).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "one" / file).write_bytes(content)
+    for load_again in (trainer.restore, trainer.start_from):
+        with pytest.raises(TrainerError, match=f"damaged: '{file}'"):
+            await load_again(tmp_path / "one")
+    assert_same(values(policy), before)
+
+
 async def test_half_an_optimizer_is_refused_before_anything_changes(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -755,6 +776,9 @@ def drop_a_moment(path: Path) -> None:
     moments = load_file(path)
     del moments[next(name for name in moments if name.endswith("/exp_avg"))]
     save_file(moments, path)
+    state = json.loads((path.parent / STATE).read_text())
+    state["crc32"][path.name] = compute_checksum(path)
+    (path.parent / STATE).write_text(json.dumps(state))
 
 
 def logits(model: nn.Module) -> Tensor:

@@ -21,7 +21,7 @@ def test_tensors_of_all_types_and_shapes_are_read_back_by_safetensors(tmp_path: 
         "gradient": torch.randn(2, 2, requires_grad=True),
     }
     file = tmp_path / "some.safetensors"
-    write_safetensors(tensors, file)
+    assert write_safetensors(tensors, file) == files.compute_checksum(file)
     found = safetensors.load_file(file)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import stat
+import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -85,22 +86,34 @@ def stat_files(folder: Path) -> list[os.stat_result]:
     return found
 
 
-def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write a large file, and sync it while it grows.
+def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> int:
+    """Write a large file, and sync it while it grows; returns its checksum.
 
     A sync of another file, such as a commit of the store, waits for what was queued for the disk
     before it: here for little.
     """
     with file.open("wb") as out:
-        unsynced = 0
+        unsynced = checksum = 0
         for part in parts:
             content = memoryview(part)
             for start in range(0, len(content), SYNC_BYTES):
-                unsynced += out.write(content[start : start + SYNC_BYTES])
+                chunk = content[start : start + SYNC_BYTES]
+                checksum = zlib.crc32(chunk, checksum)
+                unsynced += out.write(chunk)
                 if unsynced >= SYNC_BYTES:
                     out.flush()
                     os.fdatasync(out.fileno())
                     unsynced = 0
+    return checksum
+
+
+def compute_checksum(file: Path) -> int:
+    """Compute the CRC-32 of a file: gigabytes a second, where a cryptographic hash takes longer."""
+    checksum = 0
+    with file.open("rb") as content:
+        while chunk := content.read(SYNC_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 class JsonLines:

@@ -4,7 +4,6 @@
 that fit into memory and halves them when memory runs out.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -33,7 +32,7 @@ from whet.trainers.loss import (
 )
 from whet.trainers.master_weights import MasterWeights
 from whet.trainers.packing import MASKED_TREE_NODES, Batch, PrefixTree, R, check_rows, pack
-from whet.trainers.snapshot import STATE, Snapshot
+from whet.trainers.snapshot import Snapshot, check_checkpoint, is_checkpoint
 from whet.types import GenerationId, Metrics, Row
 
 logger = logging.getLogger(__name__)
@@ -225,17 +224,13 @@ class LocalTrainer(TrainingBackend):
 
     def _start_from(self, folder: Path) -> None:
         self._complete_snapshot()
+        if is_checkpoint(folder):
+            check_checkpoint(folder)
         self._weights.start_from(folder)
 
     def _restore(self, folder: Path) -> None:
         self._complete_snapshot()
-        self._weights.restore(folder, read_version(folder))
-
-
-def read_version(folder: Path) -> int:
-    """Version of the weights in a checkpoint. Raises TrainerError if it cannot be read."""
-    with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
-        return int(json.loads((folder / STATE).read_text())["version"])
+        self._weights.restore(folder, check_checkpoint(folder))
 
 
 class MicroBatches:

@@ -15,7 +15,7 @@ from whet.config import AdamStep
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError, boundary
 from whet.models.export import convert_parameter_name
 from whet.models.huggingface import LocalPolicy
-from whet.trainers.snapshot import write_safetensors
+from whet.trainers.snapshot import write_checkpoint
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -102,9 +102,12 @@ class MasterWeights:
         return torch.nn.utils.get_total_norm([g for g in self.get_accumulated() if g is not None])
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state."""
-        for name, tensors in self.list_tensors().items():
-            write_safetensors({key: value.cpu() for key, value in tensors.items()}, folder / name)
+        """Write weights and optimizer state into an existing folder."""
+        tensors = {
+            file: {name: tensor.cpu() for name, tensor in named.items()}
+            for file, named in self.list_tensors().items()
+        }
+        write_checkpoint(tensors, self._policy.version, folder)
 
     def list_tensors(self) -> dict[str, dict[str, Tensor]]:
         """Weights and optimizer state by file; not copied."""

@@ -11,7 +11,8 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from whet.io.files import atomic_folder, write_synced
+from whet.errors import TrainerError, boundary
+from whet.io.files import atomic_folder, compute_checksum, write_synced
 
 STATE = "state.json"
 PINNED_BYTES = 64 * 2**20
@@ -63,13 +64,42 @@ class Snapshot:
         self.copy()
         tensors, self._tensors = self._tensors, {}
         with atomic_folder(folder) as to:
-            for file, named in tensors.items():
-                write_safetensors(named, to / file)
-            (to / STATE).write_text(json.dumps({"version": self._version}))
+            write_checkpoint(tensors, self._version, to)
 
 
-def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+def write_checkpoint(
+    tensors: Mapping[str, Mapping[str, Tensor]], version: int, folder: Path
+) -> None:
+    """Write tensors in memory, by file and name, into an existing folder."""
+    checksums = {file: write_safetensors(named, folder / file) for file, named in tensors.items()}
+    (folder / STATE).write_text(json.dumps({"version": version, "crc32": checksums}))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, and not a PEFT adapter."""
+    return (folder / STATE).is_file()
+
+
+def check_checkpoint(folder: Path) -> int:
+    """Check that the files of a checkpoint are as they were written; returns its version.
+
+    Raises:
+        TrainerError: they are not, or cannot be read.
+    """
+    with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
+        state = json.loads((folder / STATE).read_text())
+        for name, checksum in state["crc32"].items():
+            if compute_checksum(folder / name) != checksum:
+                raise TrainerError(
+                    f"the checkpoint {str(folder)!r} is damaged: {name!r} is not as it was written"
+                )
+        return int(state["version"])
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> int:
     """Write tensors in memory to a safetensors file, which is synced while it grows.
+
+    Returns its checksum.
 
     The library's own function writes all of it first, and copies the tensors once more.
     """
@@ -90,7 +120,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for _, tensor in ordered
     )
-    write_synced(file, chain([LENGTH.pack(len(packed)), packed], contents))
+    return write_synced(file, chain([LENGTH.pack(len(packed)), packed], contents))
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from whet.models.huggingface import LocalPolicy
 from whet.trainers.local import MicroBatches
 from whet.trainers.loss import LOSSES, compute_ratios
 from whet.trainers.packing import Batch, PrefixTree
+from whet.trainers.snapshot import check_checkpoint
 
 Floats = NDArray[np.float32]
 
@@ -107,9 +108,12 @@ class DatumTrainer:
         """Load what `save` wrote. Raises TrainerError before changing anything."""
         version = self._policy.version + 1
         weights = self._micro_batches.weights
-        await self._micro_batches.run_in_thread(
-            lambda: weights.restore(folder, version, optimizer=optimizer)
-        )
+
+        def work() -> None:
+            check_checkpoint(folder)
+            weights.restore(folder, version, optimizer=optimizer)
+
+        await self._micro_batches.run_in_thread(work)
 
     # ----------------------------------------------------------------- in a worker thread
 

@@ -19,14 +19,14 @@ from whet.errors import NonFiniteUpdate, TrainerError, boundary
 from whet.io.files import atomic_folder
 from whet.models.huggingface import LocalPolicy
 from whet.protocols import TrainingBackend
-from whet.trainers.local import LocalTrainer, MicroBatches, is_out_of_memory, read_version
+from whet.trainers.local import LocalTrainer, MicroBatches, is_out_of_memory
 from whet.trainers.logprobs import PolicyScores
 from whet.trainers.loss import LossFunction
 from whet.trainers.packing import Batch, PrefixTree, R, check_rows, pack
 from whet.trainers.parallel.data_parallel import deal_rows, merge_metrics, restore_order
 from whet.trainers.parallel.ranks import RankAddress, RankCommand, RankGroup, RankReply
 from whet.trainers.parallel.shards import ShardWeights, shard_policy
-from whet.trainers.snapshot import Snapshot
+from whet.trainers.snapshot import Snapshot, check_checkpoint, is_checkpoint
 from whet.types import GenerationId, Metrics, Row, SampledSegment
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class ShardedTrainer(TrainingBackend):
         await self._part.run_in_thread(lambda: write(folder))
 
     async def restore(self, folder: Path) -> None:
-        version = read_version(folder)
+        version = await self._part.run_in_thread(lambda: check_checkpoint(folder))
         with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
             self._part.check(folder)  # before other ranks change theirs
         await self._run(RankCommand(name="restore", folder=folder, version=version))
@@ -136,6 +136,8 @@ class ShardedTrainer(TrainingBackend):
         Raises:
             TrainerError: they do not fit the model; nothing was changed.
         """
+        if is_checkpoint(folder):
+            await self._part.run_in_thread(lambda: check_checkpoint(folder))
         with boundary(TrainerError, f"cannot start from {str(folder)!r}"):
             self._part.check(folder)
         await self._run(RankCommand(name="start_from", folder=folder))
