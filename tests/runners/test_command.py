@@ -74,7 +74,7 @@ async def why(code: str, llm: Endpoint, task: JsonValue = None) -> str:
 async def test_it_finds_its_task_its_model_and_its_attempt(
     llm: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (secrets := ("WHET_STORE_TOKEN", "WHET_JUDGE_KEY")):
+    for name in (secrets := ("WHET_STORE", "WHET_STORE_TOKEN", "WHET_JUDGE_KEY")):
         monkeypatch.setenv(name, "secret")
     seen = tmp_path / "seen.json"
     code = (

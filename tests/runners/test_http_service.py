@@ -118,6 +118,27 @@ async def test_every_error_is_the_reason_of_the_failed_attempt(
     assert says in str(raised.value)
 
 
+async def test_the_password_in_its_url_is_in_no_failure() -> None:
+    async def answer(body: dict[str, Any]) -> bytes:
+        return http({"detail": "boom"}, "500 Error")
+
+    async with serve(answer) as url:
+        with pytest.raises(AgentFailed) as refused:
+            await Service(url.replace("//", "//ann:secret@"))({}, LLM)
+    with pytest.raises(AgentFailed) as away:
+        await Service(url.replace("//", "//ann:secret@"), patience_s=0)({}, LLM)
+    with pytest.raises(ConfigError) as invalid:
+        Service("ftp://ann:secret@host")
+    for raised in (refused, away, invalid):
+        assert "://...@" in str(raised.value)
+        assert "secret" not in str(raised.value)
+
+
+async def test_a_task_with_a_key_of_the_request_is_refused_in_one_line() -> None:
+    with pytest.raises(AgentFailed, match=r"the task has the key 'llm'.*rename it"):
+        await Service("http://127.0.0.1:9")({"llm": "mine"}, LLM)
+
+
 async def test_a_chunked_answer_is_read() -> None:
     async def answer(body: dict[str, Any]) -> bytes:
         chunks = b'5\r\n{"rew\r\n8\r\nard": 1}\r\n0\r\n\r\n'

@@ -1,4 +1,4 @@
-"""Text for people: words for numbers, and what a terminal may print."""
+"""Text for people: words for numbers, and what a terminal or a log may have."""
 
 import re
 import unicodedata
@@ -9,6 +9,12 @@ BIDIRECTIONAL = re.compile("[\u202a-\u202e\u2066-\u2069]")
 def format_count(number: int, noun: str) -> str:
     """Format a number of things: `1 task`, `2 tasks`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def hide_passwords(text: str) -> str:
+    """Return text with URLs, such as a message, without the users and passwords in them."""
+    text = re.sub(r'://[^/\s"]*@', "://...@", text)
+    return re.sub(r'(?<=[?&]password=)[^&\s"]*', "...", text)
 
 
 def escape_control_characters(text: str) -> str:

@@ -1,7 +1,6 @@
 """Durable record of a run: its queue, calls, rewards, spans, steps and resources."""
 
 import importlib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +36,6 @@ def open_store(address: str | Path, *, run: str = DEFAULT_RUN, token: str | None
 def is_postgres(address: str) -> bool:
     """Whether the address of a store is that of a PostgreSQL."""
     return address.startswith(POSTGRES)
-
-
-def hide_password(address: str) -> str:
-    """Return the address of a store as it may be printed: without a user's name and password."""
-    return re.sub(r"(?<=[?&]password=)[^&]*", "...", re.sub(r"://[^/]*@", "://...@", address))
 
 
 def open_database(address: str | Path, *, run: str = DEFAULT_RUN) -> "SQLStore":

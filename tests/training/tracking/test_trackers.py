@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from support.readers import Written, read_jsonl, read_mlflow, read_tensorboard, read_wandb
 from whet.config import TrackingConfig
+from whet.errors import ConfigError
 from whet.protocols import Tracker
 from whet.training.tracking import build_tracker
 from whet.training.tracking.run import TrackedRun
@@ -150,3 +151,14 @@ def test_a_finished_run_that_takes_more_steps_has_a_result_after_them(run: Track
     lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     results = [line["steps"] for line in lines if line["kind"] == "result"]
     assert results == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_password_in_the_address_of_mlflow_is_in_no_message(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:secret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ConfigError, match="MLflow cannot start") as raised:
+        build_tracker("mlflow", TrackingConfig(), run)
+    assert "secret" not in str(raised.value)

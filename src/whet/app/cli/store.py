@@ -20,9 +20,10 @@ from whet.app.dashboard.serving import StorePages
 from whet.errors import ConfigError, StoreError
 from whet.gateway import auth
 from whet.io.process import follow_supervisor, handle_stop_signals
+from whet.io.text import hide_passwords
 from whet.io.threads import run_async
 from whet.protocols import Store
-from whet.store import DEFAULT_RUN, hide_password, open_database, open_store
+from whet.store import DEFAULT_RUN, open_database, open_store
 from whet.store.http.server import StoreServer
 from whet.store.http.token import FILE, make_token
 from whet.types import AttemptId
@@ -99,7 +100,7 @@ async def _serve(args: argparse.Namespace) -> None:
             read_key=_make_key_reader(token.value),
             wrap=pages.wrap,
         )
-        print_line(f"store listens at {server.url}, database {hide_password(database)}")
+        print_line(f"store listens at {server.url}, database {hide_passwords(database)}")
         if token.is_new:
             print_line(f"new token, written to {directory / FILE}: {token.value}")
         print_line(f"dashboard {pages.create_link(server.url)}")

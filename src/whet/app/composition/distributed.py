@@ -19,8 +19,9 @@ import anyio
 from anyio import create_task_group
 
 from whet.errors import ConfigError, StoreError
+from whet.io.text import hide_passwords
 from whet.protocols import Resources, Store
-from whet.store import DEFAULT_RUN, hide_password, is_postgres, open_store
+from whet.store import DEFAULT_RUN, is_postgres, open_store
 from whet.store.http import token
 from whet.types import GatewayAddress, Reward
 
@@ -56,7 +57,7 @@ class StoreAddress(NamedTuple):
     @property
     def shown_url(self) -> str:
         """The URL without a password, to be printed."""
-        return hide_password(self.url)
+        return hide_passwords(self.url)
 
     @property
     def secret(self) -> bytes:
@@ -92,7 +93,7 @@ async def find_store(
     """
     if is_postgres(url) and not _has_token(directory):
         raise ConfigError(
-            f"no token for {hide_password(url)}: set {token.VARIABLE} to a secret of your choice, "
+            f"no token for {hide_passwords(url)}: set {token.VARIABLE} to a secret of your choice, "
             "the same for every process of the run"
         )
     if not _has_token(directory):

@@ -12,6 +12,7 @@ import anyio
 from anyio import create_task_group
 
 from whet.app.composition.distributed import (
+    STORE_VARIABLE,
     StoreAddress,
     connect_store,
     watch_workers,
@@ -19,6 +20,7 @@ from whet.app.composition.distributed import (
 from whet.config import RunnerConfig
 from whet.errors import ConfigError, NotFound
 from whet.io.http_client import is_loopback
+from whet.io.text import hide_passwords
 from whet.protocols import Resources, Store
 from whet.runners.agent import Agent
 from whet.runners.loading import get_spec
@@ -116,12 +118,12 @@ async def _open_pool(
     progress: Callable[[str], None],
 ) -> AsyncGenerator[RunnerPool]:
     async with connect_ray(settings.ray):
-        flags = ["--run", address.run, "--store", _make_reachable(address.url)]
+        flags = ["--run", address.run]
         if gateway is not None:
             flags += ["--gateway", _make_reachable(gateway)]
         async with open_pool(
             [*flags, *arguments],
-            {token.VARIABLE: address.token},
+            {token.VARIABLE: address.token, STORE_VARIABLE: _make_reachable(address.url)},
             name=settings.name,
             cpus=settings.cpus,
             grace_s=settings.grace_s,
@@ -145,7 +147,7 @@ def _make_reachable(address: str) -> str:
     others = list_node_addresses() - {own, "127.0.0.1"}
     if is_loopback(url.hostname) and others:
         raise ConfigError(
-            f"{address} is this machine alone, and the cluster has nodes at "
+            f"{hide_passwords(address)} is this machine alone, and the cluster has nodes at "
             f"{', '.join(sorted(others))}: let the store and the gateway listen on an address that "
             "they reach, such as gateway.host 0.0.0.0"
         )

@@ -14,8 +14,9 @@ from whet.types import Endpoint, Reward
 
 TIMEOUT_S = 30.0
 
-HIDDEN_VARIABLES = re.compile(r"WHET_STORE_TOKEN|WHET_.*_KEY")
-"""Variables of the runner that agents do not inherit: the store's, and keys of other models."""
+HIDDEN_VARIABLES = re.compile(r"WHET_STORE|WHET_STORE_TOKEN|WHET_.*_KEY")
+"""Variables of the runner that commands do not inherit: the store's, whose address may have a
+password, and keys of other models."""
 
 
 def build_environment(llm: Endpoint, *, posts_rewards: bool) -> dict[str, str]:

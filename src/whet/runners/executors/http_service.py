@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from whet.errors import AgentFailed, ConfigError
 from whet.io.attempt_url import parse_attempt_ids
 from whet.io.http_client import ConnectError, HttpClient, Response, TransportError
+from whet.io.text import hide_passwords
 from whet.runners.context import active_attempt
 from whet.runners.executors.external_agents import (
     fetch_posted_rewards,
@@ -27,6 +28,9 @@ RewardFunction = Callable[[JsonValue, Any], float | Awaitable[float]]
 RECONNECT_PAUSE_S = 0.5
 MAX_ANSWER_BYTES = 32 * 2**20
 SHOWN_CHARS = 300
+
+RESERVED_KEYS = {"self", "trace_id", "sampling_params", "max_turns", "llm"}
+"""Parameters of `Service.chat`, which gets the keys of a task besides."""
 
 HINT = "answer with a JSON object that has `reward`, post one to the reward_url, or pass reward="
 
@@ -59,6 +63,7 @@ class Service:
         """
         self.__name__ = type(self).__name__
         self.url = _check_url(url) if url else ""
+        self._shown_url = hide_passwords(self.url)
         self.max_turns = max_turns
         self.patience_s = patience_s
         self._has_warned = False
@@ -102,6 +107,11 @@ class Service:
     ) -> float:
         """Run one attempt and return its reward."""
         sample = cast(dict[str, Any], task) if isinstance(task, dict) else {"task": task}
+        if taken := RESERVED_KEYS & sample.keys():
+            raise AgentFailed(
+                f"the task has the key {min(taken)!r}, which a service gets beside the task: "
+                "rename it in the tasks"
+            )
         sampling = {} if rollout is None else rollout.sampling.model_dump(exclude_none=True)
         attempt = parse_attempt_ids(llm.base_url).attempt
         chat = self.chat(attempt, sampling, self.max_turns, llm=llm, **sample)
@@ -123,7 +133,7 @@ class Service:
         if not self.url:
             raise ConfigError("a Service needs a URL, or a method `chat` of its own")
         deadline = anyio.current_time() + self.patience_s
-        _set_timeout_reason(f"the service {self.url!r} has not answered")
+        _set_timeout_reason(f"the service {self._shown_url!r} has not answered")
         async with HttpClient() as http:
             while True:
                 try:
@@ -131,16 +141,16 @@ class Service:
                         "POST", self.url, json=body, max_bytes=MAX_ANSWER_BYTES
                     )
                     _set_timeout_reason("")
-                    return _parse_answer(reply, self.url)
+                    return _parse_answer(reply, self._shown_url)
                 except ConnectError as error:
-                    reason = f"cannot connect to the service {self.url!r}: {error}"
+                    reason = f"cannot connect to the service {self._shown_url!r}: {error}"
                     if anyio.current_time() + RECONNECT_PAUSE_S > deadline:
                         raise AgentFailed(reason) from error
                     _set_timeout_reason(reason)
                     self._warn_waiting()
                 except TransportError as error:
                     raise AgentFailed(
-                        f"the service {self.url!r} gave no answer: {error}"
+                        f"the service {self._shown_url!r} gave no answer: {error}"
                     ) from error
                 await anyio.sleep(RECONNECT_PAUSE_S)
 
@@ -148,7 +158,9 @@ class Service:
         """Log once that a service is not there."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("waiting up to %g s for the service %s", self.patience_s, self.url)
+            logger.warning(
+                "waiting up to %g s for the service %s", self.patience_s, self._shown_url
+            )
 
 
 def _set_timeout_reason(reason: str) -> None:
@@ -173,5 +185,7 @@ def _parse_answer(reply: Response, url: str) -> JsonValue:
 def _check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"a service has a URL such as http://host:8001/chat; found {url!r}")
+        raise ConfigError(
+            f"a service has a URL such as http://host:8001/chat; found {hide_passwords(url)!r}"
+        )
     return url if parts.path.strip("/") else f"{url.rstrip('/')}/chat"

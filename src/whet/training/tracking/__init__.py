@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from whet.config import TrackingConfig
 from whet.errors import MissingExtra, WhetError, boundary
 from whet.io.files import JsonLines
+from whet.io.text import hide_passwords
 from whet.protocols import Tracker
 from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics
@@ -161,4 +162,5 @@ class _Worker:
             self._failures += 1
             logger.debug("tracker failed", exc_info=True)
             if self._failures == 1:
-                self._warn(f"{' '.join(str(error).split())}; training continues")
+                reason = hide_passwords(" ".join(str(error).split()))
+                self._warn(f"{reason}; training continues")

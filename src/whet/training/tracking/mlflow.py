@@ -9,6 +9,7 @@ from mlflow.tracking import MlflowClient
 
 from whet.config import TrackingConfig
 from whet.errors import ConfigError, boundary
+from whet.io.text import hide_passwords
 from whet.protocols import Tracker
 from whet.training.tracking.run import TrackedRun, TrackerState
 from whet.types import Metrics
@@ -37,17 +38,13 @@ class MlflowTracker(Tracker):
         beside = run.folder.parent.parent / "mlflow.db"
         own = f"sqlite:///{beside.absolute()}"
         uri = config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
-        with boundary(ConfigError, f"MLflow cannot start at {uri!r}"):
-            self._client = MlflowClient(tracking_uri=uri)
-            state = TrackerState(run, "mlflow")
-            known = state.read()
-            if known.get("uri") == uri:
-                self._run = str(known["run"])
-                self._client.update_run(self._run, status="RUNNING")
-            else:
-                self._run = self._begin(config.project, run)
-                state.write({"uri": uri, "run": self._run})
-            history = self._client.get_metric_history(self._run, "reward")
+        try:
+            with boundary(ConfigError, f"MLflow cannot start at {uri!r}"):
+                self._client = MlflowClient(tracking_uri=uri)
+                self._run = self._open(config.project, run, hide_passwords(uri))
+                history = self._client.get_metric_history(self._run, "reward")
+        except ConfigError as error:  # MLflow's own messages have the address, too
+            raise ConfigError(hide_passwords(str(error))) from error.__cause__
         self.last_step = max((metric.step for metric in history), default=0)
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -60,6 +57,18 @@ class MlflowTracker(Tracker):
 
     def close(self) -> None:
         pass
+
+    def _open(self, project: str, run: TrackedRun, shown_uri: str) -> str:
+        """Continue the MLflow run that was begun at the address, or begin one; returns its id."""
+        state = TrackerState(run, "mlflow")
+        known = state.read()
+        if known.get("uri") == shown_uri:
+            begun = str(known["run"])
+            self._client.update_run(begun, status="RUNNING")
+        else:
+            begun = self._begin(project, run)
+            state.write({"uri": shown_uri, "run": begun})
+        return begun
 
     def _begin(self, project: str, run: TrackedRun) -> str:
         found = self._client.get_experiment_by_name(project)

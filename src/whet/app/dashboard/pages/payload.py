@@ -8,9 +8,10 @@ from typing import cast
 import pydantic_core
 from starlette.responses import Response
 
+from whet.io.text import hide_passwords
+
 SECRET = re.compile(r"(^|_)(api_?key|key|token|secret|password)$", re.IGNORECASE)
 """Names of values that are not shown."""
-CREDENTIALS = re.compile(r"://[^@/\s]*@")
 HIDDEN = "(hidden)"
 QUESTIONS = ("question", "prompt", "problem", "instruction", "query", "input", "task", "text")
 """Names under which tasks have their question."""
@@ -38,7 +39,7 @@ def hide_secrets(value: object, name: str = "") -> object:
     if isinstance(value, list | tuple):
         return [hide_secrets(below, name) for below in cast(Sequence[object], value)]
     if isinstance(value, str):
-        return HIDDEN if value and SECRET.search(name) else CREDENTIALS.sub("://...@", value)
+        return HIDDEN if value and SECRET.search(name) else hide_passwords(value)
     return value
 
 
