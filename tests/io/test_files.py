@@ -1,7 +1,9 @@
 """Files that are written whole or not at all."""
 
+import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +47,24 @@ def test_a_kill_while_writing_leaves_what_was_there_before(
     write("new", folder)
     assert read(folder) == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_the_content_of_a_whole_file_is_on_disk_before_its_name_and_that_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    synced: list[tuple[bool, bool]] = []
+    sync = os.fsync
+
+    def record(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        synced.append((is_folder, file.exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with atomic_file(file) as partial:
+        partial.write_text("all")
+    assert synced == [(False, False), (True, True)]
 
 
 def test_a_failure_while_writing_leaves_what_was_there_before(tmp_path: Path) -> None:

@@ -32,13 +32,17 @@ MEMORY = Path("/dev/shm")
 
 @contextmanager
 def atomic_file(file: Path) -> Generator[Path]:
-    """Yield a path to write to, which is renamed to the file at the end of the block."""
+    """Yield a path to write to, which is renamed to the file at the end of the block.
+
+    The rename is on disk, too, when the block has ended.
+    """
     file = file.absolute()  # '.' has no name
     partial = file.with_name(PARTIAL.format(file.name))
     partial.unlink(missing_ok=True)
     yield partial
     _sync(partial)
     os.replace(partial, file)
+    _sync(file.parent)
 
 
 @contextmanager
