@@ -50,7 +50,8 @@ async def check_service(folder: RunFolder) -> None:
     from whet.trainers.tinker import TinkerTrainer
 
     for name in TRAINED:
-        trainer = TinkerTrainer(await TinkerPolicy.open(folder.read_config().for_policy(name)))
+        policy = await TinkerPolicy.open(folder.read_config().for_policy(name))
+        trainer = TinkerTrainer(policy)
         await replay(folder, name, trainer)
         alone = folder.path / "replayed" / name
         await trainer.export(alone)
@@ -59,3 +60,4 @@ async def check_service(folder: RunFolder) -> None:
             for place in (folder.model / name, alone)
         )
         assert trained == replayed
+        await policy.close()

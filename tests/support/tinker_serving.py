@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from whet.config import RunConfig, resolve
@@ -48,7 +50,9 @@ async def open_tinker(server: "Server") -> "TinkerPolicy":
     """A policy at a server."""
     from whet.models.tinker import TinkerPolicy
 
-    return await TinkerPolicy.open(tinker_config(server))
+    policy = await TinkerPolicy.open(tinker_config(server))
+    server.close_before_stop(lambda: anyio.run(policy.close))
+    return policy
 
 
 class Server:
@@ -69,6 +73,7 @@ class Server:
         self.model = model
         self.flags = flags
         self.command = command
+        self._close_clients: list[Callable[[], object]] = []
         self.start()
 
     def start(self) -> None:
@@ -90,14 +95,23 @@ class Server:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
+    def close_before_stop(self, close: Callable[[], object]) -> None:
+        """Close a client before the server stops; it would log warnings to the process's end."""
+        self._close_clients.append(close)
+
     def stop(self) -> None:
+        if self.process.poll() is None:
+            for close in self._close_clients:
+                close()
         self.process.terminate()
         self.process.wait(60)
 
     def client(self) -> "tinker.ServiceClient":
         import tinker
 
-        return tinker.ServiceClient(base_url=self.url, api_key=KEY)
+        service = tinker.ServiceClient(base_url=self.url, api_key=KEY)
+        self.close_before_stop(lambda: service.close("success").result(60))
+        return service
 
     def rest(self) -> "tinker.RestClient":
         import tinker

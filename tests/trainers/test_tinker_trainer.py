@@ -1,13 +1,16 @@
 """The Tinker trainer: which checkpoints it keeps, and sampling from exported weights."""
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
 from support.tinker_serving import MARKS, Server, open_tinker, tinker_config
 from support.tiny_llama import row_of
+from whet.app.composition.trainers import open_trainer
 from whet.config import AdamStep, LossConfig
 from whet.errors import EngineError
 from whet.types import Sampling
@@ -67,3 +70,14 @@ async def test_another_policy_samples_from_exported_weights(tinker: Server, tmp_
     with pytest.raises(EngineError, match="cannot sample from 'tinker://gone'"):
         await other.sample_from("tinker://gone", 2)
     assert (await other.sample(PROMPT, greedy, 1)).version == 1
+    await other.close()
+
+
+async def test_the_end_of_a_run_ends_its_session(tinker: Server) -> None:
+    config = tinker_config(tinker)
+    before = {*tinker.rest().list_sessions(limit=100).result().sessions}
+    async with open_trainer(config, Path(config.model)) as (trainer, _):
+        await trainer.publish()
+    [session] = {*tinker.rest().list_sessions(limit=100).result().sessions} - before
+    with pytest.raises(HTTPError, match="410"):
+        tinker.post("session_heartbeat", json.dumps({"session_id": session}))

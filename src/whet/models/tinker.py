@@ -7,11 +7,13 @@ our own: the client has both. It must not be used before a fork.
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import tinker
+from anyio import move_on_after
 from numpy.typing import NDArray
 from tinker import types
 
@@ -26,6 +28,10 @@ Floats = NDArray[np.float32]
 
 KEPT = 2
 """Published samplers kept at the service: the previous one may still be in use."""
+
+
+CLOSE_TIMEOUT_S = 10.0
+"""Time to end a session, for a service that may be away; its own timeout ends it otherwise."""
 
 
 class TinkerDatum(NamedTuple):
@@ -99,6 +105,14 @@ class TinkerPolicy:
                 train_unembed="head" in layers,
             )
         return policy
+
+    async def close(self) -> None:
+        """End the session: the service releases its adapters, and saved weights stay.
+
+        An open session keeps them in the service's memory for as long as this process lives.
+        """
+        with move_on_after(CLOSE_TIMEOUT_S, shield=True), suppress(tinker.TinkerError):
+            await self._service.close("success")
 
     # ----------------------------------------------------------------- training
 

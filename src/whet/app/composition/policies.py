@@ -58,6 +58,12 @@ class Policies:
     trainer: PolicyTrainers
     update: Update
 
+    async def close(self) -> None:
+        """End the sessions of policies at a Tinker service."""
+        for policy in self.weights.values():
+            if not isinstance(policy, LocalPolicy):
+                await policy.close()
+
 
 async def open_policies(
     config: RunConfig,

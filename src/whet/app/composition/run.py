@@ -184,6 +184,7 @@ async def _open_training_parts(
 ) -> _TrainingParts:
     if config.policies:
         opened = await open_policies(config, algorithm, publication, progress)
+        stack.push_async_callback(opened.close)
         return _TrainingParts(opened, opened.algorithm, opened.trainer, opened.update)
     algorithm = algorithm or open_algorithm(config, model, progress=progress)
     trainer, policy = await stack.enter_async_context(open_trainer(config, model))

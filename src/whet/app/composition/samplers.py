@@ -290,8 +290,11 @@ async def _join_tinker(
         from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - the client's import takes long
     update = {"model": published.model, "trainer": published.trainer}
     policy = await TinkerPolicy.connect(config.model_copy(update=update))
-    async with open_tinker_sampler(policy, build_renderer(model, config)) as sampler:
-        yield sampler
+    try:
+        async with open_tinker_sampler(policy, build_renderer(model, config)) as sampler:
+            yield sampler
+    finally:
+        await policy.close()
 
 
 # ------------------------------------------------------------------- at vLLM or SGLang servers

@@ -55,7 +55,10 @@ async def open_trainer(
             from whet.models.tinker import TinkerPolicy  # noqa: PLC0415 - only if needed
             from whet.trainers.tinker import TinkerTrainer  # noqa: PLC0415
         tinker_policy = await TinkerPolicy.open(config)
-        yield TinkerTrainer(tinker_policy), tinker_policy
+        try:
+            yield TinkerTrainer(tinker_policy), tinker_policy
+        finally:
+            await tinker_policy.close()
         return
     if isinstance(config.trainer, VerlConfig):
         raise ConfigError("trainer.kind 'verl' is for training alone")
