@@ -1,8 +1,10 @@
 """The Tinker server's backend, which trains and samples, without HTTP."""
 
 import asyncio
+import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import anyio
@@ -24,7 +26,7 @@ from whet.app.tinker_server.backend import (
     Weights,
     name_folder,
 )
-from whet.app.tinker_server.state import ServerState
+from whet.app.tinker_server.state import SESSION_KEPT_S, ServerState
 from whet.app.tinker_server.storage import (
     Checkpoint,
     SamplingSession,
@@ -285,6 +287,34 @@ def test_names_of_models_are_clear(
     arguments = [flag.replace("FOLDER", str(tmp_path / "copy")) for flag in flags]
     assert main(["tinker-server", "--dir", str(tmp_path), *arguments]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_session_that_is_silent_for_a_month_and_left_no_weights_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    storage = Storage(tmp_path)
+    state = ServerState([], storage)
+    for id in ("empty", "saved", "alive"):
+        state.begin_session(Session(id=id, created=0))
+        run = TrainingRun(id=f"{id}:train:0", session=id, created=0, base_model="tiny", lora=LORA)
+        state.add_run(run)
+        storage.save_sampler(
+            SamplingSession(id=f"{id}:sample:0", session=id, base_model="tiny", model_path=None)
+        )
+    saved = Checkpoint(
+        run="saved:train:0", kind="weights", name="x", created=0, base_model="tiny", lora=LORA
+    )
+    with storage.write(saved):
+        pass
+    for file in (tmp_path / "sessions").iterdir():
+        os.utime(file, (0, time.time() - SESSION_KEPT_S - 9))
+    state.touch("alive")
+    state.begin_session(Session(id="new", created=1))
+    assert {session.id for session in storage.list_sessions()} == {"saved", "alive", "new"}
+    assert {run.session for run in storage.list_runs()} == {"saved", "alive"}
+    assert {path.name for path in (tmp_path / "samplers").iterdir()} == {
+        f"{id}:sample:0.json" for id in ("saved", "alive")
+    }
 
 
 @pytest.mark.anyio

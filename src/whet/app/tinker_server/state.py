@@ -14,6 +14,8 @@ from whet.errors import NotFound, RequestError
 SESSION_TIMEOUT_S = 3600.0
 """A client without a heartbeat for this long counts as gone: it sends one every ten seconds, but
 its machine may sleep."""
+SESSION_KEPT_S = 30 * 24 * 3600.0
+"""How long the record of a silent session is kept, if no checkpoint is left of it."""
 SAMPLES_TIMEOUT_S = 120.0
 """The samples of a client without a heartbeat for this long are stopped: others wait for them."""
 UNNAMED_KEPT = 8
@@ -48,6 +50,7 @@ class ServerState:
                 self._last_seen[session.id] = self._started
 
     def begin_session(self, session: Session) -> None:
+        self.storage.delete_old_sessions(time.time() - SESSION_KEPT_S)
         self.storage.save_session(session)
         self._last_seen[session.id] = self._clock()
 
@@ -56,6 +59,7 @@ class ServerState:
         if self.storage.read_session(id).finished:
             return False
         self._last_seen[id] = self._clock()
+        self.storage.mark_alive(id)
         return True
 
     def require_session(self, id: str) -> None:

@@ -6,6 +6,7 @@ runs/<run>/run.json
 runs/<run>/<weights | sampler_weights | external_weights>/<name>/checkpoint.json
 """
 
+import os
 import re
 import shutil
 import time
@@ -99,7 +100,10 @@ class Storage:
 
     def read_session(self, id: str) -> Session:
         """Return a session. Raises NotFound."""
-        return _read(self._folder / "sessions" / f"{_check_name(id)}.json", Session, "session")
+        return _read(self._find_session(id), Session, "session")
+
+    def _find_session(self, id: str) -> Path:
+        return self._folder / "sessions" / f"{_check_name(id)}.json"
 
     def list_sessions(self) -> list[Session]:
         """List all, newest first."""
@@ -107,7 +111,26 @@ class Storage:
         return sorted(found, key=lambda session: -session.created)
 
     def save_session(self, session: Session) -> None:
-        _write(self._folder / "sessions" / f"{session.id}.json", session)
+        _write(self._find_session(session.id), session)
+
+    def mark_alive(self, session: str) -> None:
+        """Keep the time of a session's last request, as that of its file's last change."""
+        os.utime(self._find_session(session))
+
+    def delete_old_sessions(self, before: float) -> None:
+        """Delete sessions without a request since a time, unless checkpoints are left of them."""
+        sessions = (self._folder / "sessions").glob("*.json")
+        silent = {file.stem for file in sessions if file.stat().st_mtime < before}
+        if not silent:
+            return
+        checkpoints = self._folder.glob(f"runs/*/*/*/{METADATA_FILE}")
+        silent -= {file.parents[2].name.partition(":")[0] for file in checkpoints}
+        for session in silent:
+            for run in self._folder.glob(f"runs/{session}:*"):
+                shutil.rmtree(run, ignore_errors=True)
+            for sampler in self._folder.glob(f"samplers/{session}:*.json"):
+                sampler.unlink(missing_ok=True)
+            self._find_session(session).unlink(missing_ok=True)
 
     def read_sampler(self, id: str) -> SamplingSession:
         """Return a sampler. Raises NotFound."""
