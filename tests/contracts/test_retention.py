@@ -193,3 +193,54 @@ async def test_an_invalid_export_is_not_loaded(store: Store, clock: Clock, tmp_p
         with pytest.raises(StoreError, match=f"has format '{found}', expected '"):
             await store.for_run("copy").load(tmp_path / "other.zip")
     assert list(await store.size()) == [store.run]
+
+
+def _rewrite(file: Path, to: Path, table: str, old: str, new: str) -> None:
+    """Copy an export with another text in the rows of a table."""
+    with zipfile.ZipFile(file) as whole, zipfile.ZipFile(to, "w") as changed:
+        for name in whole.namelist():
+            text = whole.read(name).decode()
+            if name == f"{table}.jsonl":
+                assert old in text
+                text = text.replace(old, new)
+            changed.writestr(name, text)
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new", "error"),
+    [
+        ("rollout", '"succeeded"', '"evil"', "rollout.status"),
+        ("rollout", '"a"', '"../../a"', "rollout.id"),
+        ("rollout", '"{', '"{{', "rollout.body"),
+        ("rollout", '"train"', '["train"]', "rollout.mode"),
+        ("attempt", '"w0"', "[1]", "attempt.worker"),
+        ("attempt", '"w0"', '{"base64": 7}', "cannot be loaded"),
+        ("resource", '"prompt"', '"../prompt"', "resource.name"),
+        ("step", '"step-', '"../../step-', "step.checkpoint"),
+    ],
+)
+async def test_an_export_with_a_value_that_no_run_has_is_not_loaded(
+    store: Store, clock: Clock, tmp_path: Path, table: str, old: str, new: str, error: str
+) -> None:
+    await fill(store, clock)
+    file, bad = tmp_path / "run.zip", tmp_path / "bad.zip"
+    await store.export(file)
+    _rewrite(file, bad, table, old, new)
+    with pytest.raises(StoreError, match=error):
+        await store.for_run("copy").load(bad)
+    assert list(await store.size()) == [store.run]
+
+
+async def test_gateways_are_neither_exported_nor_loaded(
+    store: Store, clock: Clock, tmp_path: Path
+) -> None:
+    await fill(store, clock)
+    file, forged = tmp_path / "run.zip", tmp_path / "forged.zip"
+    await store.publish("gateway-1", {"url": "http://elsewhere", "model": "m"})
+    await store.export(file)
+    with zipfile.ZipFile(file) as whole:
+        assert "gateway-1" not in whole.read("resource.jsonl").decode()
+    _rewrite(file, forged, "resource", '"prompt"', '"gateway-2"')
+    copy = store.for_run("copy")
+    await copy.load(forged)
+    assert "gateway-2" not in [resource.name for resource in await copy.resources()]

@@ -1,20 +1,25 @@
 """Export and import of a run: a zip of JSON lines, the same for every database.
 
 Rows refer to each other by their position in the file, not by the database's row numbers, so an
-imported run is exported again byte for byte.
+imported run is exported again byte for byte. Gateways are left out: they serve the run where it
+was, and runners of the imported one would send them its tasks.
 """
 
 import base64
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
+
+from pydantic import ValidationError
 
 from whet.errors import StoreError
 from whet.io.files import atomic_file
 from whet.store.database import Column, Db
+from whet.store.queries.archive_rows import build_row_model
 from whet.store.queries.tables import NO_RUN, find_run, make_run
+from whet.types import GATEWAY_PREFIX
 
 FORMAT = "whet-run-5"
 MEMBER_TIME = (1980, 1, 1, 0, 0, 0)
@@ -134,7 +139,7 @@ def load_run(db: Db, run: str, file: Path, now: float) -> None:
                 )
             for table in TABLES:
                 _load_table(db, table, archive, positions)
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise StoreError(f"{str(file)!r} cannot be loaded: {error}") from error
 
 
@@ -145,6 +150,8 @@ def _dump_rows(db: Db, table: Table, run: int, positions: Positions) -> Iterator
         if table.is_referenced:
             own[row[0]] = len(own)
             row = row[1:]
+        if _is_gateway(table, row):
+            continue
         cells = [
             _to_cell(value) if known is None else known[cast(int, value)]
             for value, known in zip(row, references, strict=True)
@@ -155,22 +162,36 @@ def _dump_rows(db: Db, table: Table, run: int, positions: Positions) -> Iterator
 def _load_table(db: Db, table: Table, archive: zipfile.ZipFile, positions: Positions) -> None:
     own = positions.setdefault(table.name, {})
     references = _map_references(table, positions)
-    insert = table.insert()
+    insert, model = table.insert(), build_row_model(table.name, table.columns, table.references)
 
     def parse_values(line: bytes) -> list[Column]:
         cells: list[Cell] = json.loads(line)
-        return [
+        values = [
             _decode_cell(cell) if known is None else known[cast(int, cell)]
             for cell, known in zip(cells, references, strict=True)
         ]
+        try:
+            model.model_validate(dict(zip(table.columns, values, strict=True)))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            raise ValueError(f"{table.name}.{first['loc'][0]}: {first['msg']}") from error
+        return values
 
     with archive.open(f"{table.name}.jsonl") as lines:
+        rows = (row for row in map(parse_values, lines) if not _is_gateway(table, row))
         if table.is_referenced:
-            for line in lines:
-                (seq,) = db.execute(insert, parse_values(line)).fetchone()
+            for row in rows:
+                (seq,) = db.execute(insert, row).fetchone()
                 own[len(own)] = seq
         else:
-            db.executemany(insert, map(parse_values, lines))
+            db.executemany(insert, rows)
+
+
+def _is_gateway(table: Table, row: Sequence[Column]) -> bool:
+    """Whether a row is a resource by which a gateway announces itself."""
+    return table.name == "resource" and str(row[table.columns.index("name")]).startswith(
+        GATEWAY_PREFIX
+    )
 
 
 def _map_references(table: Table, positions: Positions) -> list[dict[int, int] | None]:
