@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -194,6 +195,31 @@ CHILD = (
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     "open({file!r}, 'w').write(str(child.pid))\n"
 )
+
+
+KILLED = """
+import subprocess
+import sys
+from functools import partial
+
+import anyio
+
+from whet.runners.executors.command import command
+from whet.types import Endpoint
+
+llm = Endpoint(base_url="http://127.0.0.1:9/rollout/r/attempt/r.1/v1", api_key="k", model="m")
+anyio.run(partial(command([sys.executable, "-c", sys.argv[1]]), None, llm))
+"""
+
+
+def test_it_ends_with_its_children_when_its_runner_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = CHILD.format(file=str(file)) + "child.wait()"
+    runner = subprocess.Popen([sys.executable, "-c", KILLED, code])
+    wait_for(file)
+    runner.kill()
+    runner.wait()
+    assert has_ended(int(file.read_text()))
 
 
 async def test_a_child_that_outlives_it_is_ended_with_it(llm: Endpoint, tmp_path: Path) -> None:

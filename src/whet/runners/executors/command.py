@@ -22,6 +22,7 @@ from whet.runners.executors.external_agents import (
     get_last_reward,
     parse_reward,
 )
+from whet.runners.executors.process_groups import GroupWatch
 from whet.runners.sandboxes import choose_sandbox
 from whet.runners.sandboxes.sandbox import Sandbox
 from whet.types import Endpoint
@@ -40,6 +41,10 @@ HINTS = {
     "output": "end stdout with a line that is a number or has a JSON object with `reward`",
     "post": "post it to WHET_REWARD_URL with WHET_REWARD_KEY",
 }
+
+
+GROUPS = GroupWatch()
+"""Of all commands of this process."""
 
 
 class CommandAgent:
@@ -184,14 +189,13 @@ async def _run(
     process = None
     try:
         process = await _start(arguments, stdin, environment, output, errors, folder)
-        code = await process.wait()
-        _kill_group(process.pid)  # a child that outlives it would hold the streams open
+        with GROUPS.watch(process.pid):  # a child that outlives it would hold the streams open
+            code = await process.wait()
         await asyncio.wait(reading, timeout=DRAIN_TIMEOUT_S)
         return _CommandResult(code, output.text, errors.text)
     finally:
         with anyio.CancelScope(shield=True):
             if process is not None:
-                _kill_group(process.pid)
                 await process.wait()
             for each in reading:
                 each.cancel()
@@ -224,11 +228,6 @@ async def _start(
         finally:
             output.write_end.close()
             errors.write_end.close()
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _parse_last_line(output: str) -> float | None:

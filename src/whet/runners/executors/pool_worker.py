@@ -108,9 +108,16 @@ async def _run(
 
 
 async def _read(requests: TextIO) -> AsyncGenerator[dict[str, Any]]:
-    while line := await to_thread.run_sync(requests.readline):
-        yield json.loads(line)
-    os.killpg(0, signal.SIGKILL)  # the runner is gone
+    while True:
+        yield json.loads(await to_thread.run_sync(_read_line, requests))
+
+
+def _read_line(requests: TextIO) -> str:
+    """Read a line; without one the runner is gone, and the loop may be blocked by an agent."""
+    line = requests.readline()
+    if not line:
+        os.killpg(0, signal.SIGKILL)
+    return line
 
 
 def _take_over_stdin() -> TextIO:
