@@ -35,7 +35,10 @@ def http(body: object, status: str = "200 OK") -> bytes:
 
 @asynccontextmanager
 async def serve(answer: Answer, port: int = 0) -> AsyncGenerator[str]:
+    writers: list[asyncio.StreamWriter] = []
+
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"POST /chat HTTP/1.1\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -47,6 +50,8 @@ async def serve(answer: Answer, port: int = 0) -> AsyncGenerator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
+        for writer in writers:  # one that is never answered stays open
+            writer.close()
 
 
 async def test_the_request_has_the_sample_the_model_and_the_urls() -> None:
