@@ -135,7 +135,7 @@ clean: ## remove the environment and caches; runs in .whet stay
 	rm -rf .venv .vllm .verl .cookbook .coding-agents .agl .environments .sdks build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-BENCH ?= bench/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py
+BENCH ?= bench/learning/demo_seeds.py bench/merge.py bench/gateway.py bench/store.py
 
 # uv installs in seconds what takes pip a minute. It chooses the build of torch for this machine: PyPI's is the one for NVIDIA
 # GPUs, ten times the size of the one for CPUs. It gets pip's folders of wheels, reads no other settings of pip, and where it fails or is

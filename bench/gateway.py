@@ -65,7 +65,7 @@ PREFIX = "bench: "
 PROMPT_COST = "prompt cost"
 """Line to which the gateway answers with the CPU time of a prompt, in milliseconds."""
 FOLDER = Path(__file__).parent
-AGL_LAUNCHER = FOLDER / "agl_proxy.py"
+AGL_LAUNCHER = FOLDER / "agl" / "proxy.py"
 CALL = re.compile(rb"chatcmpl-[0-9a-f]{24}")
 SLOW_MS = 8.0
 """Delay of each token, so that each is sent in its own event."""

@@ -63,7 +63,7 @@ async def ours(rollouts: int, at_once: int, *, is_async: bool) -> dict[str, floa
 
 
 def theirs(python: str, how: str, rollouts: int) -> dict[str, float]:
-    program = Path(__file__).with_name("agl_runner.py")
+    program = Path(__file__).parent / "agl" / "runner.py"
     done = subprocess.run(
         [python, program, how, str(rollouts)],
         stdout=subprocess.PIPE,

@@ -254,7 +254,7 @@ def agent_lightning(
     library: str, how: str, python: str, count: int, workers: int, whole: bool
 ) -> Numbers:
     work = (how, str(count), str(workers), "whole" if whole else "cycles", library)
-    command = [python, str(Path(__file__).with_name("agl_store.py")), *work]
+    command = [python, str(Path(__file__).parent / "agl" / "store.py"), *work]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.strip().splitlines()[-1])
 

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.slow
             ),
             "calls recorded",
         ),
-        (("path.py", "--rollouts", "32", "--steps", "1", "--agent", "shared_client"), "idle"),
+        (("gpu/path.py", "--rollouts", "32", "--steps", "1", "--agent", "shared_client"), "idle"),
         (("store.py", "--cycles", "20", "--rounds", "1", "--no-postgres"), "cycles_per_s"),
         (("runners.py", "--rollouts", "100"), "rollouts/s  0 failed"),
-        (("overfitting.py",), "stopped: no evaluation since step"),
+        (("learning/overfitting.py",), "stopped: no evaluation since step"),
     ],
     ids=["merge", "gateway", "path", "store", "runners", "overfitting"],
 )

@@ -1,6 +1,6 @@
 """Sampled tokens per second that the local trainer learns from, against a padded step.
 
-    python bench/gpu_train.py [--groups 32] [--prompt 300] [--answer 64] [--model 1.5b]
+    python bench/gpu/train.py [--groups 32] [--prompt 300] [--answer 64] [--model 1.5b]
 
 Groups of 16 rows with one prompt, sampled by the local engine. The padded step is what one writes
 with transformers: all rows padded to one length, log-probabilities of the answers, the same loss,
@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import gpu_common as gpu
+import common as gpu
 import torch
 from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
 """Stores with Agent Lightning's methods at the work of `bench/store.py`: its own, or whet.agl's.
 
-    python bench/agl_store.py memory|http CYCLES WORKERS whole|cycles [agentlightning]
-    python bench/agl_store.py memory|sqlite|http CYCLES WORKERS whole|cycles whet.agl
+    python bench/agl/store.py memory|http CYCLES WORKERS whole|cycles [agentlightning]
+    python bench/agl/store.py memory|sqlite|http CYCLES WORKERS whole|cycles whet.agl
 
 Agent Lightning has an environment of its own, and nothing of whet is imported there. Prints one
 JSON object.

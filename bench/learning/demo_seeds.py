@@ -1,6 +1,6 @@
 """The demo with three seeds: does the gain hold, and how long does it take?
 
-    python bench/demo_seeds.py [arithmetic|hello] [--seeds 0 1 2]
+    python bench/learning/demo_seeds.py [arithmetic|hello] [--seeds 0 1 2]
 
 Prints before and after for each seed; exits 1 if a seed misses what the demo promises.
 """

@@ -1,6 +1,6 @@
 """Overfitting: is the best checkpoint kept, and does early stopping end the run?
 
-    python bench/overfitting.py [--lr 2e-3] [--steps 12] [--patience 3] [--seed 0]
+    python bench/learning/overfitting.py [--lr 2e-3] [--steps 12] [--patience 3] [--seed 0]
 
 The tiny model imitates its own right answers to one task, to repeat an identity such as `Tom417x`:
 it learns to repeat any, then to say that one whatever is asked. Prints the reward of each step on

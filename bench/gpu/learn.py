@@ -1,6 +1,6 @@
 """A real model learns a real tool: SmolLM2-135M and the calculator of the demo, on one GPU.
 
-    python bench/gpu_learn.py [--dialogues 384] [--until 0.12] [--steps 40] [--out results]
+    python bench/gpu/learn.py [--dialogues 384] [--until 0.12] [--steps 40] [--out results]
 
 Three rows: the model as it is, after a short supervised warm-up on generated dialogues, and after
 RL with GRPO on top of it. The warm-up goes over the dialogues until its loss is low enough that
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-import gpu_common as gpu
+import common as gpu
 
 import whet
 from whet.config import AdamStep, LocalTrainerConfig, LossConfig

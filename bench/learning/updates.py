@@ -1,6 +1,7 @@
 """Rollouts that the demo needs to reach a reward, by updates a step.
 
-    python bench/updates.py [--target 0.8] [--steps 24] [--seeds 0 1] [--variants 1 2 4 2x2]
+    python bench/learning/updates.py [--target 0.8] [--steps 24] [--seeds 0 1]
+        [--variants 1 2 4 2x2]
 
 A variant is `loop.mini_batches`, or `mini_batches x epochs`. Every variant has the demo's model,
 tasks, learning rate and rollouts a step; the reward is the mean of the last three steps, sampled.

@@ -1,4 +1,4 @@
-"""Agents of `path.py` and `gpu_rollouts.py`, in a module that runner processes can import."""
+"""Agents of `path.py` and `rollouts.py`, in a module that runner processes can import."""
 
 import os
 

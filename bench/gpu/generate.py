@@ -1,6 +1,6 @@
 """Sampled tokens per second of the local engine, against transformers' `model.generate`.
 
-    python bench/gpu_generate.py [--batch 256 1024] [--tokens 128]
+    python bench/gpu/generate.py [--batch 256 1024] [--tokens 128]
 
 The same model, prompts and number of sampled tokens, in bf16, in turns in one process. Prompts come
 in groups of 16 equal ones. Every request is one asyncio task, as the gateway would ask. Exits 1 if
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import gpu_common as gpu
+import common as gpu
 import torch
 from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
 """Failure rewards: does a model learn not to break its agent?
 
-    python bench/failure_rewards.py [--steps 16] [--seed 0]
+    python bench/learning/failure_rewards.py [--steps 16] [--seed 0]
 
 The agent parses what the tiny model answers and raises where it is not an identity such as
 `Tom417x`. Trains twice, without and with `failure_reward.agent`, each rollout tried once; prints

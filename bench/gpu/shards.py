@@ -1,6 +1,6 @@
 """A sharded model (FSDP2) against a whole one: the same steps, their time and memory.
 
-    python bench/gpu_shards.py [--model 135m] [--gpus 1] [--weights full,lora]
+    python bench/gpu/shards.py [--model 135m] [--gpus 1] [--weights full,lora]
 
 Three steps on the same rows by the trainer of one process and by shards on `--gpus` GPUs, over NCCL
 (gloo on a CPU). With one GPU the shard is the whole, and NCCL has one rank: what is checked is the
@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gpu_common as gpu
+import common as gpu
 import torch
 from torch import Tensor
 from torch import distributed as dist

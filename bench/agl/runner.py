@@ -1,6 +1,6 @@
 """Agent Lightning's runner on the agent of `bench/runners.py`, in an environment of its own.
 
-    python bench/agl_runner.py shm|cs ROLLOUTS
+    python bench/agl/runner.py shm|cs ROLLOUTS
 
 `cs` is its default, processes around a store over HTTP; `shm` threads around one in memory.
 Imports nothing of whet. Prints one JSON object.

@@ -1,6 +1,6 @@
 """`whet tinker-server` on a GPU, asked by the real `tinker` client.
 
-    python bench/gpu_tinker.py [--model smollm2] [--parts agree,speed,learn] [--steps 40]
+    python bench/gpu/tinker_server.py [--model smollm2] [--parts agree,speed,learn] [--steps 40]
 
 agree: a server on the CPU trains adapters and saves them; servers on the GPU in fp32 and bf16 go on
     from its checkpoint. The same requests then give log-probabilities, losses and gradients, which
@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import gpu_common as gpu
+import common as gpu
 import numpy as np
 import tinker
 from numpy.typing import NDArray

@@ -1,6 +1,6 @@
 """Rollouts a second from prompt to trained weights, against TRL's GRPOTrainer.
 
-    python bench/gpu_rollouts.py [--prompts 32] [--answer 64] [--steps 3]
+    python bench/gpu/rollouts.py [--prompts 32] [--answer 64] [--steps 3]
 
 The same model in bf16 with fp32 master weights, prompts, group size of 16, answer length, reward
 and learning rate; full weights. A step samples every prompt 16 times and updates once. TRL
@@ -18,7 +18,7 @@ import tempfile
 import time
 from statistics import fmean
 
-import gpu_common as gpu
+import common as gpu
 import torch
 from datasets import Dataset
 from path_agents import digit_share, single_turn
