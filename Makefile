@@ -28,7 +28,7 @@ test-slow: $(READY) ## run the slow suites, two files at a time: crashes, exampl
 
 test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else a CPU build is installed
 	@test -n "$$WHET_VLLM" || $(MAKE) --no-print-directory .vllm/.installed
-	WHET_VLLM=$${WHET_VLLM:-$(CURDIR)/.vllm/bin/vllm} $(BIN)/python -m pytest tests/vllm_serving -m slow -s $(ARGS)
+	WHET_VLLM=$${WHET_VLLM:-$(CURDIR)/.vllm/bin/vllm} $(BIN)/python -m pytest tests/integrations/vllm_serving -m slow -s $(ARGS)
 
 # torchvision and the like are builds for GPUs, which break the CPU build; and its own command asks
 # for a version under the name vllm, which says what it is built for.
@@ -42,7 +42,7 @@ test-vllm: $(READY) ## run the suite of vLLM; WHET_VLLM names its program, else 
 
 test-cookbook: $(READY) ## run recipes of tinker-cookbook against the Tinker server; WHET_COOKBOOK names their Python
 	@test -n "$$WHET_COOKBOOK" || $(MAKE) --no-print-directory .cookbook/.installed
-	WHET_COOKBOOK=$${WHET_COOKBOOK:-$(CURDIR)/.cookbook/bin/python} $(BIN)/python -m pytest tests/cookbook -m slow $(ARGS)
+	WHET_COOKBOOK=$${WHET_COOKBOOK:-$(CURDIR)/.cookbook/bin/python} $(BIN)/python -m pytest tests/integrations/cookbook -m slow $(ARGS)
 
 .cookbook/.installed:
 	$(PYTHON) -m venv .cookbook
@@ -51,7 +51,7 @@ test-cookbook: $(READY) ## run recipes of tinker-cookbook against the Tinker ser
 
 test-agents: $(READY) ## run coding agents against the gateway; WHET_CODING_AGENTS names the folder of their programs
 	@test -n "$$WHET_CODING_AGENTS" || $(MAKE) --no-print-directory .coding-agents/.installed
-	WHET_CODING_AGENTS=$${WHET_CODING_AGENTS:-$(CURDIR)/.coding-agents} $(BIN)/python -m pytest tests/coding_agents -m slow $(ARGS)
+	WHET_CODING_AGENTS=$${WHET_CODING_AGENTS:-$(CURDIR)/.coding-agents} $(BIN)/python -m pytest tests/integrations/coding_agents -m slow $(ARGS)
 
 # npm runs no install scripts by itself; these two put the program for this machine in its place.
 .coding-agents/.installed:
@@ -65,15 +65,15 @@ test-agents: $(READY) ## run coding agents against the gateway; WHET_CODING_AGEN
 
 test-agl: $(READY) ## compare whet.agl with Agent Lightning 0.3.0; WHET_AGL names its Python, else it is installed
 	@test -n "$$WHET_AGL" || $(MAKE) --no-print-directory .agl/.installed
-	WHET_AGL=$${WHET_AGL:-$(CURDIR)/.agl/bin/python} $(BIN)/python -m pytest tests/agl -m 'slow or not slow' $(ARGS)
+	WHET_AGL=$${WHET_AGL:-$(CURDIR)/.agl/bin/python} $(BIN)/python -m pytest tests/integrations/agl -m 'slow or not slow' $(ARGS)
 
 .agl/.installed:
 	$(PYTHON) -m venv .agl
-	.agl/bin/pip install --quiet -r tests/agl/requirements.txt
+	.agl/bin/pip install --quiet -r tests/integrations/agl/requirements.txt
 	@touch $@
 
 test-ray: $(READY) ## run the suite of runners on Ray: a cluster of two local nodes
-	WHET_RAY=1 $(BIN)/python -m pytest tests/ray_runners -m slow $(ARGS)
+	WHET_RAY=1 $(BIN)/python -m pytest tests/integrations/ray_runners -m slow $(ARGS)
 
 dashboard: dashboard/node_modules/.installed ## build the dashboard into the package; needs Node.js 20.19 or newer
 	cd dashboard && npm run --silent build
@@ -93,7 +93,7 @@ test-browser: $(READY) dashboard/node_modules/.installed ## run the tests of the
 
 test-environments: $(READY) ## run environments of other packages; WHET_ENVIRONMENTS names the folder of theirs
 	@test -n "$$WHET_ENVIRONMENTS" || $(MAKE) --no-print-directory .environments/.installed
-	WHET_ENVIRONMENTS=$${WHET_ENVIRONMENTS:-$(CURDIR)/.environments} $(BIN)/python -m pytest tests/environments -m slow $(ARGS)
+	WHET_ENVIRONMENTS=$${WHET_ENVIRONMENTS:-$(CURDIR)/.environments} $(BIN)/python -m pytest tests/integrations/environments -m slow $(ARGS)
 
 .environments/.installed:
 	for each in reasoning-gym=0.1.25 verifiers=0.4.0 inspect-ai=0.3.285 openenv=0.10.0; do \
@@ -104,14 +104,14 @@ test-environments: $(READY) ## run environments of other packages; WHET_ENVIRONM
 
 test-verl: ## run the suite of verl on a CPU; WHET_VERL names the Python of its environment, else it is installed
 	@test -n "$$WHET_VERL" || $(MAKE) --no-print-directory .verl/.installed
-	$${WHET_VERL:-.verl/bin/python} -m pytest tests/verl_training -m slow $(ARGS)
+	$${WHET_VERL:-.verl/bin/python} -m pytest tests/integrations/verl_training -m slow $(ARGS)
 
 # verl's own requirements name builds for GPUs.
 .verl/.installed:
 	$(PYTHON) -m venv .verl
 	.verl/bin/pip install --quiet torch==2.13.0
 	.verl/bin/pip install --quiet --no-deps verl==0.9.1
-	.verl/bin/pip install --quiet -r tests/verl_training/requirements.txt -e '.[gateway]'
+	.verl/bin/pip install --quiet -r tests/integrations/verl_training/requirements.txt -e '.[gateway]'
 	@touch $@
 
 check: $(READY) ## lint, format, spelling and types

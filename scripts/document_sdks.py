@@ -1,4 +1,4 @@
-"""Write the table and the recipes of `docs/guides/sdks.md` from the data in `tests/sdks`."""
+"""Write the table and the recipes of `docs/guides/sdks.md` from `tests/integrations/sdks`."""
 
 import json
 import re
@@ -11,12 +11,12 @@ GENERATED = re.compile(r"(<!-- sdks: begin -->\n).*(<!-- sdks: end -->\n)", re.D
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from sdks.recipes import RECIPES, Recipe  # noqa: E402 - found by the line above
+from integrations.sdks.recipes import RECIPES, Recipe  # noqa: E402 - found by the line above
 
 
 def build_page() -> str:
     """Return the page with its generated part up to date."""
-    found = json.loads((ROOT / "tests" / "sdks" / "matrix.json").read_text())
+    found = json.loads((ROOT / "tests" / "integrations" / "sdks" / "matrix.json").read_text())
     columns = list(next(iter(found.values())))
     table = [
         f"| SDK | tested with | {' | '.join(columns)} |",

@@ -89,8 +89,8 @@ def free_port() -> int:
 def test_a_service_is_killed_and_restarted_in_the_middle_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "sdks"))
-    from sdks.environments import python_of
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "integrations" / "sdks"))
+    from integrations.sdks.environments import python_of
 
     python = python_of("openai-agents")
     port = free_port()

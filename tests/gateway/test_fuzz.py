@@ -20,7 +20,7 @@ from whet.gateway.app import DIALECTS
 from whet.gateway.graph import Graph
 from whet.gateway.parsers.formats import PARSERS
 
-RECORDINGS = Path(__file__).parent.parent / "recordings"
+RECORDINGS = Path(__file__).parents[1] / "support" / "recordings"
 CASES = 2_000
 MANY_CASES = 110_000
 

@@ -28,7 +28,7 @@ from whet.gateway.templates.renderer import Renderer
 from whet.store.sqlite import SQLiteStore
 from whet.types import Call, Fork, Outcome, Rollout
 
-RECORDINGS = Path(__file__).parent.parent / "recordings"
+RECORDINGS = Path(__file__).parents[1] / "support" / "recordings"
 TABLE = Path(__file__).parent.parent.parent / "docs" / "internals" / "exactness.md"
 MODEL = "policy"
 SECRET = b"replay"

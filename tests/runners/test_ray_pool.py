@@ -1,4 +1,4 @@
-"""The actor that keeps a runner alive, here without Ray; tests/ray_runners has a cluster."""
+"""The actor that keeps a runner alive, without Ray; integrations/ray_runners has a cluster."""
 
 import threading
 from pathlib import Path

@@ -12,7 +12,7 @@ from whet.app.inspection.span_links import SpanLink, link_spans
 from whet.runners.tracers.openai_agents import convert_span
 from whet.types import AttemptId, Call, CallId, Generation, Sampling, Span, SpanEvent
 
-RECORDED = Path(__file__).parents[2] / "recordings" / "spans"
+RECORDED = Path(__file__).parents[2] / "support" / "recordings" / "spans"
 numbers = count(1)
 
 
