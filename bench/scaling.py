@@ -47,7 +47,7 @@ def http_store(folder: Path) -> Generator[str]:
 def postgres_store(folder: Path) -> Generator[str]:
     """PostgreSQL, which runners talk to themselves; as durable as by default."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from support.postgres_server import postgres_server  # noqa: PLC0415 - in the tests
+    from support.servers.postgres_server import postgres_server  # noqa: PLC0415 - in the tests
 
     with postgres_server("fsync=on", "max_connections=400") as url:
         yield url

@@ -195,7 +195,7 @@ async def on_sqlite(count: int, workers: int, whole: bool) -> Numbers:
 
 async def on_postgres(count: int, workers: int, whole: bool) -> Numbers:
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
-    from support.postgres_server import postgres_server  # noqa: PLC0415 - in the tests
+    from support.servers.postgres_server import postgres_server  # noqa: PLC0415 - in the tests
     from whet.store.postgres import PostgresStore  # noqa: PLC0415 - needs the extra
 
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from hypothesis import settings
 from support.clock import Clock
 
 if TYPE_CHECKING:
-    from support.tinker_serving import Server
+    from support.servers.tinker_serving import Server
 
 # A busy machine is slow, not wrong. Each run draws other examples, so few of them add up.
 settings.register_profile("whet", deadline=None, max_examples=50)
@@ -57,7 +57,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder made once; nobody writes to it."""
-    from support.tiny_llama import make_model
+    from support.models.tiny_llama import make_model
 
     return make_model(tmp_path_factory.mktemp("models") / "tiny-llama")
 
@@ -65,7 +65,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def postgres_url() -> Generator[str]:
     """A PostgreSQL server for the whole session; each test has a schema of its own."""
-    from support.postgres_server import postgres_server
+    from support.servers.postgres_server import postgres_server
 
     with postgres_server() as url:
         yield url
@@ -82,7 +82,7 @@ def tinker(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Gener
     import os
     import shutil
 
-    from support.tinker_serving import KEY, Server
+    from support.servers.tinker_serving import KEY, Server
     from whet.models.catalog import TINY
 
     folder = tmp_path_factory.mktemp("tinker")

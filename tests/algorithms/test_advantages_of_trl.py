@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import whet
-from support.steps import advantages
+from support.store.steps import advantages
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from whet.algorithms.rloo import RLOO

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.algorithms.distillation import Distillation
 from whet.config import AlgorithmConfig
 from whet.errors import ConfigError

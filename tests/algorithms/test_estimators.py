@@ -2,8 +2,8 @@
 
 import pytest
 
-from support.steps import advantages, past_of, step_of
-from support.trajectories import Conversation, generation, single
+from support.store.steps import advantages, past_of, step_of
+from support.store.trajectories import Conversation, generation, single
 from whet.algorithms.best_of_n import BestOfN
 from whet.algorithms.greedy import GreedyOutputs
 from whet.algorithms.grpo import GRPO

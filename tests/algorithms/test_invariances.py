@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.steps import advantages
+from support.store.steps import advantages
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from whet.algorithms.rloo import RLOO

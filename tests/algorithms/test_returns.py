@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.trajectories import Conversation, generation, single
+from support.store.trajectories import Conversation, generation, single
 from whet.algorithms import explain_unread_reward
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.returns import TurnKey, compute_returns

@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support.processes import start
+from support.runs.processes import start
 from whet.app.cli.main import main
 from whet.store.sqlite import SQLiteStore
 

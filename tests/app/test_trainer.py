@@ -15,7 +15,7 @@ from rich.text import Text
 from starlette.responses import JSONResponse
 
 import whet
-from support.judge_server import serve_judge
+from support.servers.judge_server import serve_judge
 from whet.app.cli.main import main
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt
 from whet.app.run_folder import RunFolder

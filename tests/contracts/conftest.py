@@ -7,7 +7,7 @@ import pytest
 from anyio import to_thread
 
 from support.clock import Clock
-from support.postgres_server import own_schema
+from support.servers.postgres_server import own_schema
 from whet.protocols import Store
 from whet.store.http.client import HTTPStore
 from whet.store.http.server import StoreServer

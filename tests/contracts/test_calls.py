@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.records import MINUTE, WON, claim, failed, full_call, rollout, span
+from support.store.records import MINUTE, WON, claim, failed, full_call, rollout, span
 from whet.errors import LeaseLost, NotFound
 from whet.protocols import Store
 from whet.types import (

@@ -11,9 +11,9 @@ import anyio
 import pytest
 from starlette.applications import Starlette
 
-from support.inference_server import ServerState, serve, sglang_app, vllm_app
-from support.tinker_serving import MARKS, Server, open_tinker
-from support.tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
+from support.models.tiny_llama import CONTEXT, VOCABULARY, Answer, ask, decode, load, prompt_of
+from support.servers.inference_server import ServerState, serve, sglang_app, vllm_app
+from support.servers.tinker_serving import MARKS, Server, open_tinker
 from whet.config import LocalEngineConfig
 from whet.engines.fake import FakeEngine
 from whet.engines.local.engine import LocalEngine

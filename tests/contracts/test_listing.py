@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from support.clock import Clock
-from support.records import MINUTE, WON, claim, failed, full_call, rollout, span
+from support.store.records import MINUTE, WON, claim, failed, full_call, rollout, span
 from whet.errors import LeaseLost, StoreError
 from whet.protocols import Store
 from whet.types import (

@@ -8,7 +8,16 @@ from anyio.abc import TaskStatus
 from anyio.lowlevel import checkpoint
 
 from support.clock import Clock
-from support.records import MINUTE, SOON, WON, claim, failed, full_call, nothing_to_claim, rollout
+from support.store.records import (
+    MINUTE,
+    SOON,
+    WON,
+    claim,
+    failed,
+    full_call,
+    nothing_to_claim,
+    rollout,
+)
 from whet.errors import LeaseLost, NotFound
 from whet.protocols import Store
 from whet.types import (

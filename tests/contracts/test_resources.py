@@ -7,7 +7,7 @@ import pytest
 from pydantic import JsonValue
 
 from support.clock import Clock
-from support.records import WON, claim, failed, rollout
+from support.store.records import WON, claim, failed, rollout
 from whet.errors import NotFound, StoreError
 from whet.protocols import Store
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from support.clock import Clock
-from support.records import (
+from support.store.records import (
     WON,
     claim,
     failed,

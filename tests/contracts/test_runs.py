@@ -3,7 +3,7 @@
 import anyio
 import pytest
 
-from support.records import MINUTE, WON, claim, full_call, rollout, span, step
+from support.store.records import MINUTE, WON, claim, full_call, rollout, span, step
 from whet.errors import NotFound, StoreError
 from whet.protocols import Store
 

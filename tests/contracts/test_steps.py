@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from support.records import (
+from support.store.records import (
     ADVANTAGES,
     claim,
     finish_all,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.tinker_serving import MARKS, open_tinker
-from support.tiny_llama import load, row_of
+from support.models.tiny_llama import load, row_of
+from support.servers.tinker_serving import MARKS, open_tinker
 from whet.config import AdamStep, LossConfig
 from whet.errors import TrainerError
 from whet.protocols import TrainingBackend

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from support.tiny_llama import ask
+from support.models.tiny_llama import ask
 from whet.engines.fake import FakeEngine
 
 pytestmark = pytest.mark.anyio

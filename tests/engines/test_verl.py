@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.tiny_llama import CONTEXT, VOCABULARY, ask, decode, prompt_of
+from support.models.tiny_llama import CONTEXT, VOCABULARY, ask, decode, prompt_of
 from whet.engines.fake import FakeEngine
 from whet.engines.verl import VerlEngine
 from whet.errors import EngineError, PromptTooLong, RequestError

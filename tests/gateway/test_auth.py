@@ -4,7 +4,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from support.scripted_gateway import Gateway, Json, NewGateway, attempt_path, other_key
+from support.gateway.scripted_gateway import Gateway, Json, NewGateway, attempt_path, other_key
 from whet.gateway.app import MAX_UNAUTHORIZED
 from whet.io.attempt_url import is_attempt_id
 from whet.types import Outcome

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.scripted_gateway import CHAT_TOOL, Gateway, Json, NewGateway
+from support.gateway.scripted_gateway import CHAT_TOOL, Gateway, Json, NewGateway
 from whet.gateway.templates.renderer import Renderer
 from whet.training.rows import build_rows
 from whet.types import Credit, Fork, Outcome

@@ -2,8 +2,8 @@
 
 import pytest
 
-from support.asgi_client import BODY, PATH
-from support.scripted_gateway import Gateway
+from support.gateway.asgi_client import BODY, PATH
+from support.gateway.scripted_gateway import Gateway
 from whet.errors import StoreError
 
 pytestmark = pytest.mark.anyio

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.agents import FORMATS, TOOL_SETS, Item, Result, Style, System, User
-from support.recording_engine import Answer, RecordingEngine, prove
-from support.wire import Json, WireTurn, read_events, read_reply
+from support.gateway.conversations import FORMATS, TOOL_SETS, Item, Result, Style, System, User
+from support.gateway.wire import Json, WireTurn, read_events, read_reply
+from support.models.recording_engine import Answer, RecordingEngine, prove
 from whet.config import GatewayConfig
 from whet.gateway import auth
 from whet.gateway.app import build_app

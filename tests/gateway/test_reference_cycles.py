@@ -4,7 +4,14 @@ import gc
 
 import pytest
 
-from support.scripted_gateway import CALLING, CHAT_TOOL, CLAUDE_TOOL, FLAT_TOOL, Json, NewGateway
+from support.gateway.scripted_gateway import (
+    CALLING,
+    CHAT_TOOL,
+    CLAUDE_TOOL,
+    FLAT_TOOL,
+    Json,
+    NewGateway,
+)
 
 pytestmark = pytest.mark.anyio
 

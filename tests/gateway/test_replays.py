@@ -17,8 +17,8 @@ import anyio
 import httpx
 import pytest
 
-from support.recording_engine import Answer, RecordingEngine, prove
-from support.wire import Json, WireToolCall, WireTurn, read_events, read_reply
+from support.gateway.wire import Json, WireToolCall, WireTurn, read_events, read_reply
+from support.models.recording_engine import Answer, RecordingEngine, prove
 from whet.config import GatewayConfig
 from whet.errors import EngineError
 from whet.gateway import auth

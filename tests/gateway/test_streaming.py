@@ -6,8 +6,8 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 
-from support.asgi_client import BODY, PATH, Client, until
-from support.scripted_gateway import Gateway, Json, NewGateway, read_events
+from support.gateway.asgi_client import BODY, PATH, Client, until
+from support.gateway.scripted_gateway import Gateway, Json, NewGateway, read_events
 from whet.gateway import streaming
 
 pytestmark = pytest.mark.anyio

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from support.scripted_gateway import Gateway, Json, attempt_path, other_key
+from support.gateway.scripted_gateway import Gateway, Json, attempt_path, other_key
 from whet.types import Outcome, Reward, Target
 
 pytestmark = pytest.mark.anyio

@@ -4,7 +4,7 @@ import pytest
 from pydantic import JsonValue
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from support.judge_server import serve_judge
+from support.servers.judge_server import serve_judge
 from whet.errors import AgentFailed
 from whet.io.chat_completion import Completion, complete
 from whet.io.http_client import HttpClient, TransportError

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import JsonValue
 
-from support.trajectories import Conversation
+from support.store.trajectories import Conversation
 from whet.errors import ConfigError
 from whet.io.genai_spans import (
     PROMPT_IDS,

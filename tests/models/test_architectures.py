@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from support.tiny_llama import load, row_of
+from support.models.tiny_llama import load, row_of
 from whet.app.composition.trainers import check_served
 from whet.config import AdamStep, LossConfig, resolve
 from whet.engines.local.forward import CudaGraphForward, agrees_with_model, check_sampling

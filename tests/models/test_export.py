@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.tiny_llama import load, nudge, prompt_of
+from support.models.tiny_llama import load, nudge, prompt_of
 from whet.config import LocalTrainerConfig
 from whet.errors import EngineError
 from whet.models.export import write_adapter, write_full

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.hub_server import HubServer, serve_hub
+from support.servers.hub_server import HubServer, serve_hub
 from whet.models.catalog import TINY
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.tiny_llama import VOCABULARY, load, nudge, prompt_of
+from support.models.tiny_llama import VOCABULARY, load, nudge, prompt_of
 from whet.errors import ConfigError, TrainerError
 from whet.models.huggingface import LocalPolicy
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
-from support.tiny_llama import load
+from support.models.tiny_llama import load
 from whet.models.huggingface import LocalPolicy
 from whet.models.layers import find_rotary_forward, replace_rotary
 

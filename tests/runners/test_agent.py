@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 import whet
-from support.run_agents import get_failure, get_reward, run
+from support.agents.run_agents import get_failure, get_reward, run
 from whet.errors import ConfigError
 from whet.runners.agent import check_agent
 from whet.store.sqlite import SQLiteStore

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.records import claim, failed, full_call, rollout
+from support.store.records import claim, failed, full_call, rollout
 from whet.config import FailureRewardConfig
 from whet.runners.collector import QueueCollector
 from whet.store.sqlite import SQLiteStore

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 import whet
-from support.cross_thread import until
-from support.run_agents import FixedEndpoint
+from support.agents.cross_thread import until
+from support.agents.run_agents import FixedEndpoint
 from whet.config import GatewayConfig, RunnerConfig
 from whet.gateway import auth
 from whet.gateway.app import build_app

@@ -8,8 +8,8 @@ import anyio
 import pytest
 from pydantic import JsonValue
 
-from support.run_agents import FixedEndpoint
-from support.trajectories import Conversation, generation
+from support.agents.run_agents import FixedEndpoint
+from support.store.trajectories import Conversation, generation
 from whet.config import RunnerConfig
 from whet.io.genai_spans import REFUSED_CALL
 from whet.runners.diagnostics import (

@@ -3,7 +3,7 @@
 import pytest
 
 import whet
-from support.run_agents import get_failure, run
+from support.agents.run_agents import get_failure, run
 from whet.errors import ConfigError
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt, AttemptId, Outcome

@@ -10,9 +10,9 @@ import anyio.lowlevel
 import pytest
 
 import whet
-from support.cross_thread import Count, Flag
-from support.records import call
-from support.run_agents import FixedEndpoint, endpoint, get_failure, run
+from support.agents.cross_thread import Count, Flag
+from support.agents.run_agents import FixedEndpoint, endpoint, get_failure, run
+from support.store.records import call
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.io.genai_spans import build_refusal

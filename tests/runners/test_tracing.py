@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import whet
-from support.run_agents import get_failure, get_reward, run
+from support.agents.run_agents import get_failure, get_reward, run
 from whet.errors import ConfigError
 from whet.runners.agent import Agent
 from whet.store.sqlite import SQLiteStore

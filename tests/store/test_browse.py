@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from support.postgres_server import own_schema
-from support.records import claim, failed, full_call
+from support.servers.postgres_server import own_schema
+from support.store.records import claim, failed, full_call
 from whet.errors import NotFound
 from whet.store.postgres import PostgresStore
 from whet.store.queries import browse, rollout_pages

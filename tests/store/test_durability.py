@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from support.records import call, claim, rollouts
-from support.small_disk import find_small_disk
+from support.store.records import call, claim, rollouts
+from support.store.small_disk import find_small_disk
 from whet.errors import StoreError
 from whet.store.sqlite import PAGE_BYTES, SQLiteStore
 from whet.types import Attempt, AttemptId, Outcome
@@ -62,7 +62,7 @@ def check_filled(filled: Filled) -> None:
 def test_a_full_disk_loses_nothing_and_once_there_is_room_the_process_goes_on(
     tmp_path: Path,
 ) -> None:
-    program = [sys.executable, "-m", "support.full_disk", str(tmp_path)]
+    program = [sys.executable, "-m", "support.store.full_disk", str(tmp_path)]
     disk = find_small_disk(tmp_path)
     if disk is None:  # a container that may mount nothing: files that may not grow instead
         program.append(str(2**21))
@@ -70,7 +70,9 @@ def test_a_full_disk_loses_nothing_and_once_there_is_room_the_process_goes_on(
 
 
 def test_a_file_that_may_not_grow_loses_nothing_either(tmp_path: Path) -> None:
-    check_filled(fill_disk([sys.executable, "-m", "support.full_disk", str(tmp_path), str(2**21)]))
+    check_filled(
+        fill_disk([sys.executable, "-m", "support.store.full_disk", str(tmp_path), str(2**21)])
+    )
 
 
 # ------------------------------------------------------------------ no right to write
@@ -197,7 +199,7 @@ async def test_a_truncated_log_gives_all_that_was_committed_before_the_cut(
 
 WORK_FOREVER = """
 import sys, anyio
-from support.records import call
+from support.store.records import call
 from whet.store.sqlite import SQLiteStore
 from whet.types import Outcome, Rollout
 

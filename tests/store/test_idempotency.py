@@ -9,8 +9,8 @@ import pytest
 from anyio import to_thread
 
 from support.clock import Clock
-from support.postgres_server import own_schema
-from support.records import step
+from support.servers.postgres_server import own_schema
+from support.store.records import step
 from whet.errors import LeaseLost, StoreError
 from whet.store.database import Db, WorkItem
 from whet.store.postgres import PostgresStore

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from anyio import to_thread
 
-from support.postgres_server import own_schema
+from support.servers.postgres_server import own_schema
 from whet.errors import StoreError
 from whet.store import DEFAULT_RUN, open_store
 from whet.store.database import Db, WorkItem

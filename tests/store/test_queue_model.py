@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from support.postgres_server import own_schema
+from support.servers.postgres_server import own_schema
 from whet.errors import LeaseLost
 from whet.protocols import Store
 from whet.store.http.client import HTTPStore

@@ -15,7 +15,7 @@ from anyio import to_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.records import call, claim, rollouts
+from support.store.records import call, claim, rollouts
 from whet.errors import LeaseLost, StoreClosed, StoreError
 from whet.store import DEFAULT_RUN
 from whet.store.database import Db, WorkItem

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.config import LossConfig
 from whet.trainers.logprobs import PolicyScores
 from whet.trainers.loss import compute_ratios, compute_total_loss

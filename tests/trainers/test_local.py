@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from support.tiny_llama import (
+from support.models.tiny_llama import (
     HandMade,
     ask,
     decode,
@@ -31,7 +31,7 @@ from support.tiny_llama import (
     prompt_of,
     row_of,
 )
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.algorithms.grpo import GRPO
 from whet.config import AdamConfig, AdamStep, AlgorithmConfig, LocalEngineConfig, LossConfig
 from whet.engines.local.engine import LocalEngine

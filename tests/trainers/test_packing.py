@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.tiny_llama import row_of
+from support.models.tiny_llama import row_of
 from whet.trainers.packing import PrefixTree, pack
 from whet.types import Row
 

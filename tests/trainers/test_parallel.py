@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from support.tiny_llama import VOCABULARY, load, row_of
+from support.models.tiny_llama import VOCABULARY, load, row_of
 from whet.app.composition.trainers import open_trainer
 from whet.config import AdamStep, LossConfig, resolve
 from whet.errors import ConfigError, NonFiniteUpdate, TrainerError

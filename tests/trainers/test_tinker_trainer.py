@@ -8,8 +8,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from support.tinker_serving import MARKS, Server, open_tinker, tinker_config
-from support.tiny_llama import row_of
+from support.models.tiny_llama import row_of
+from support.servers.tinker_serving import MARKS, Server, open_tinker, tinker_config
 from whet.app.composition.trainers import open_trainer
 from whet.config import AdamStep, LossConfig
 from whet.errors import EngineError

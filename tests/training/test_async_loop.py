@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.failing_log import FailingLog
-from support.trajectories import Conversation, generation
+from support.store.failing_log import FailingLog
+from support.store.trajectories import Conversation, generation
 from whet.algorithms import build_algorithm
 from whet.config import AdamStep, LossConfig, RunConfig, resolve
 from whet.errors import StoreError, TrainerError

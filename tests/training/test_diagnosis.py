@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.config import AlgorithmConfig, RunConfig
 from whet.training.diagnosis import (
     EXPLANATIONS,

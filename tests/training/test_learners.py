@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.algorithms import build_algorithm
 from whet.config import LocalTrainerConfig, RunConfig, resolve
 from whet.errors import ConfigError

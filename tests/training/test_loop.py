@@ -10,8 +10,8 @@ import anyio
 import pytest
 from pydantic import JsonValue
 
-from support.failing_log import FailingLog
-from support.trajectories import Conversation, generation
+from support.store.failing_log import FailingLog
+from support.store.trajectories import Conversation, generation
 from whet.algorithms.grpo import GRPO
 from whet.config import AdamStep, AlgorithmConfig, LoopConfig, LossConfig, RunConfig, resolve
 from whet.errors import ConfigError, NonFiniteUpdate, StoreError, TrainerError

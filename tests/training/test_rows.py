@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.trajectories import Conversation, generation, single
+from support.store.trajectories import Conversation, generation, single
 from whet.config import LossConfig
 from whet.training.rows import build_rows, normalize
 from whet.types import Credit, GenerationId, Sampling, Trajectory

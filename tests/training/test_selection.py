@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.config import SelectionConfig
 from whet.training.selection import explain_exclusions, select
 from whet.types import (

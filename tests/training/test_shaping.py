@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.algorithms import BY_NAME
 from whet.algorithms.grpo import GRPO
 from whet.algorithms.reinforce import Reinforce

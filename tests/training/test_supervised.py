@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from support.tiny_llama import load, make_model
+from support.models.tiny_llama import load, make_model
 from whet.config import AdamStep, LocalTrainerConfig, RunConfig, SupervisedConfig
 from whet.engines.scorer import LocalScorer
 from whet.store.sqlite import SQLiteStore

@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support.real_templates import template_of, trl_templates
+from support.models.real_templates import template_of, trl_templates
 from whet.app.cli.doctor import check_template, run_doctor
 from whet.app.cli.main import build_parser
 from whet.app.run_folder import RunFolder

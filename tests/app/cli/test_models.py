@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from support.tiny_llama import load, make_model, nudge, prompt_of
+from support.models.tiny_llama import load, make_model, nudge, prompt_of
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.config import LocalTrainerConfig, RunConfig, resolve

@@ -14,8 +14,8 @@ import anyio
 import httpx
 import pytest
 
-from support.processes import Command, start
-from support.tinker_serving import KEY, Server
+from support.runs.processes import Command, start
+from support.servers.tinker_serving import KEY, Server
 from whet.store.sqlite import SQLiteStore
 from whet.types import Status
 

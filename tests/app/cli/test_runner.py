@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from support.processes import start
+from support.runs.processes import start
 from whet.app.cli.main import main
 from whet.io.server import AppServer
 from whet.store import DEFAULT_RUN

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import whet
-from support.processes import start
+from support.runs.processes import start
 from whet.app.cli.main import main
 from whet.app.composition.standalone import serve_alone
 from whet.app.evaluation.model_sources import read_models

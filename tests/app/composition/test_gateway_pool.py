@@ -15,7 +15,7 @@ import anyio
 import httpx
 import pytest
 
-from support.processes import find_gateways
+from support.runs.processes import find_gateways
 from whet.app.composition.gateway_pool import GatewaySettings, open_gateway_pool
 from whet.app.composition.gateway_server import ADDRESS_FILE, count_gateways
 from whet.config import resolve

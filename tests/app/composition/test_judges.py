@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 import whet
-from support.judge_server import rank_by, serve_judge
+from support.servers.judge_server import rank_by, serve_judge
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import whet
-from support.trajectories import single
+from support.store.trajectories import single
 from whet.app.composition.trainers import (
     check_credit,
     load_loss,

@@ -22,7 +22,7 @@ PROGRAM = """#!{python}
 import os, sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
-from support.inference_server import ServerState, serve, vllm_app
+from support.servers.inference_server import ServerState, serve, vllm_app
 port = sys.argv[sys.argv.index("--port") + 1]
 server = serve(vllm_app, ServerState(str, 300, 512), int(port))
 Path({folder!r}, "gpu-" + os.environ["CUDA_VISIBLE_DEVICES"]).write_text(server.url)

@@ -8,7 +8,7 @@ import anyio
 import pytest
 import torch
 
-from support.records import step
+from support.store.records import step
 from whet.app.composition.distributed import explain_unread
 from whet.app.composition.samplers import LocalWeights
 from whet.app.composition.weight_sync import (

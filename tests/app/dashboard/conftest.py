@@ -8,7 +8,7 @@ import anyio
 import httpx
 import pytest
 
-from support.recorded_run import make_folder, record_run
+from support.runs.recorded_run import make_folder, record_run
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
 from whet.app.run_folder import RunFolder

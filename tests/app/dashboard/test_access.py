@@ -6,7 +6,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from support.served_store import TOKEN
+from support.store.served_store import TOKEN
 from whet.app.dashboard.access import BrowserSessions, Guard
 from whet.app.dashboard.serving import Dashboard, StorePages
 from whet.app.run_folder import RunFolder

@@ -15,9 +15,9 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 import whet
+from support.agents.forking_agent import solve, tasks
 from support.chromium import CHROMIUM, FLAGS
-from support.forking_agent import solve, tasks
-from support.recorded_run import PAYLOAD, make_folder, record_run
+from support.runs.recorded_run import PAYLOAD, make_folder, record_run
 from whet.app.cli.main import main
 from whet.app.dashboard.app import FILES, STATIC
 from whet.app.dashboard.run_catalog import FolderCatalog

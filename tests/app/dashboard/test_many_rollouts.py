@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from support.chromium import CHROMIUM, FLAGS
-from support.many_rollouts import NEEDLE, record_many
-from support.recorded_run import make_folder
+from support.runs.recorded_run import make_folder
+from support.store.many_rollouts import NEEDLE, record_many
 from whet.app.dashboard.run_catalog import FolderCatalog
 from whet.app.dashboard.serving import Dashboard
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from pydantic import JsonValue
 
-from support.recorded_run import PAYLOAD, QUESTION, make_folder, record_run, record_step
-from support.records import MINUTE, call
+from support.runs.recorded_run import PAYLOAD, QUESTION, make_folder, record_run, record_step
+from support.store.records import MINUTE, call
 from whet.app.cli.main import main
 from whet.app.dashboard.pages.attempt_page import AttemptPages
 from whet.app.dashboard.pages.scores import read_evaluations

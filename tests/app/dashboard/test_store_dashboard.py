@@ -7,7 +7,7 @@ from shutil import copyfile
 import httpx
 import pytest
 
-from support.processes import start
+from support.runs.processes import start
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 

@@ -9,8 +9,8 @@ import anyio
 import pytest
 from rich.console import Console
 
-from support.recorded_run import make_folder, record_run
-from support.records import MINUTE, call
+from support.runs.recorded_run import make_folder, record_run
+from support.store.records import MINUTE, call
 from whet.app.cli.main import main
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt
 from whet.app.run_folder import RunFolder

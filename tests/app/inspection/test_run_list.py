@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import whet
-from support.recorded_run import record_run
+from support.runs.recorded_run import record_run
 from whet.app.cli.main import main
 from whet.app.inspection.run_list import EVALUATION_KIND, find_newest, list_runs
 from whet.app.run_folder import RunFolder

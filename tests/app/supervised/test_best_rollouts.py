@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.records import MINUTE, call, rollouts
+from support.store.records import MINUTE, call, rollouts
 from whet.app.supervised.best_rollouts import read_best
 from whet.config import SelectionConfig
 from whet.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from support.real_templates import template_of, trl_templates
+from support.models.real_templates import template_of, trl_templates
 from whet.app.supervised.dialogues import imitate, load_dialogues, load_pairs, prefer
 from whet.errors import ConfigError
 from whet.gateway.templates.chat_template import ChatTemplate

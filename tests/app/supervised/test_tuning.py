@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 
 import whet
-from support.commands import environment
+from support.runs.commands import environment
 from whet.app.cli.main import main
 from whet.app.run_folder import RunFolder
 from whet.app.supervised.tuning import FineTuning

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tinker
 
-from support import conformance
-from support.tinker_serving import Server
+from support.servers import conformance
+from support.servers.tinker_serving import Server
 from whet.models.catalog import resolve_model
 
 

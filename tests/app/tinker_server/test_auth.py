@@ -7,7 +7,7 @@ import anyio
 import pytest
 from starlette.requests import HTTPConnection, Request
 
-from support.tinker_serving import KEY
+from support.servers.tinker_serving import KEY
 from whet.app.tinker_server.app import HEALTH, build_server
 from whet.app.tinker_server.storage import Storage
 from whet.store.sqlite import SQLiteStore

@@ -12,7 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
-from support.tinker_serving import MARKS, make_datum
+from support.servers.tinker_serving import MARKS, make_datum
 
 pytestmark = MARKS
 

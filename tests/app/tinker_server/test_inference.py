@@ -11,7 +11,7 @@ import tinker
 from openai.types.chat import ChatCompletion
 from tinker import types
 
-from support.tinker_serving import KEY, MARKS, Server, make_datum
+from support.servers.tinker_serving import KEY, MARKS, Server, make_datum
 
 pytestmark = MARKS
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tinker
 
-from support.conformance import shows
-from support.tinker_serving import MARKS
+from support.servers.conformance import shows
+from support.servers.tinker_serving import MARKS
 
 pytestmark = MARKS
 

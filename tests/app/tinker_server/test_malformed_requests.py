@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from support.tinker_serving import KEY, MARKS, Server
+from support.servers.tinker_serving import KEY, MARKS, Server
 
 pytestmark = MARKS
 

@@ -6,8 +6,8 @@ import pytest
 import tinker
 from tinker import types
 
-from support.conformance import CLIENTS, PAGE, lines, methods, refuses, table
-from support.tinker_serving import KEY, MARKS, Server
+from support.servers.conformance import CLIENTS, PAGE, lines, methods, refuses, table
+from support.servers.tinker_serving import KEY, MARKS, Server
 from whet.app.cli.tinker_server import FOLDER
 from whet.app.tinker_server.storage import Storage
 
@@ -19,7 +19,7 @@ def datum(tokens: list[int], **inputs: Any) -> types.Datum:
 
 
 def test_the_page_has_the_table_of_these_tests() -> None:
-    # PYTHONPATH=tests python -c "from support.conformance import table; print(table())"
+    # PYTHONPATH=tests python -c "from support.servers.conformance import table; print(table())"
     assert table() in PAGE.read_text()
 
 

@@ -9,8 +9,8 @@ import pytest
 import tinker
 from tinker import types
 
-from support.conformance import shows
-from support.tinker_serving import KEY, MARKS, Server, make_datum
+from support.servers.conformance import shows
+from support.servers.tinker_serving import KEY, MARKS, Server, make_datum
 
 pytestmark = MARKS
 

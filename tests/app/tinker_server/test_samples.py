@@ -14,9 +14,9 @@ import pytest
 import tinker
 from tinker import types
 
-from support.conformance import shows
-from support.reference import Reference
-from support.tinker_serving import KEY, MARKS, Server, make_datum
+from support.models.reference import Reference
+from support.servers.conformance import shows
+from support.servers.tinker_serving import KEY, MARKS, Server, make_datum
 
 pytestmark = MARKS
 

@@ -8,7 +8,7 @@ import tinker
 from safetensors.torch import load_file, save_file
 from tinker import types
 
-from support.tinker_serving import MARKS, Server
+from support.servers.tinker_serving import MARKS, Server
 from whet.models.catalog import resolve_model
 
 pytestmark = MARKS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.tinker_serving import KEY, MARKS, Server
+from support.servers.tinker_serving import KEY, MARKS, Server
 
 pytestmark = MARKS
 

@@ -16,9 +16,9 @@ import tinker
 import torch
 from tinker import types
 
-from support.conformance import shows
-from support.reference import Reference
-from support.tinker_serving import MARKS, Server
+from support.models.reference import Reference
+from support.servers.conformance import shows
+from support.servers.tinker_serving import MARKS, Server
 
 pytestmark = MARKS
 

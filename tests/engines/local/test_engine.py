@@ -15,7 +15,7 @@ from anyio import CapacityLimiter, to_thread
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from support.tiny_llama import (
+from support.models.tiny_llama import (
     VOCABULARY,
     Answer,
     HandMade,

@@ -11,8 +11,8 @@ import anyio
 import pytest
 from starlette.applications import Starlette
 
-from support.inference_server import ServerState, serve, sglang_app, vllm_app
-from support.tiny_llama import CONTEXT, VOCABULARY, ask, decode, prompt_of
+from support.models.tiny_llama import CONTEXT, VOCABULARY, ask, decode, prompt_of
+from support.servers.inference_server import ServerState, serve, sglang_app, vllm_app
 from whet.engines.remote import engine, vllm
 from whet.engines.remote.connect import connect_servers
 from whet.engines.remote.engine import RemoteEngine

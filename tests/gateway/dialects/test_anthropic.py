@@ -4,7 +4,14 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from support.scripted_gateway import CALLING, CLAUDE_TOOL, TWO_CALLS, Gateway, Json, NewGateway
+from support.gateway.scripted_gateway import (
+    CALLING,
+    CLAUDE_TOOL,
+    TWO_CALLS,
+    Gateway,
+    Json,
+    NewGateway,
+)
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from support.scripted_gateway import (
+from support.gateway.scripted_gateway import (
     CALLING,
     CHAT_TOOL,
     CLAUDE_TOOL,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.scripted_gateway import (
+from support.gateway.scripted_gateway import (
     ARGUMENTS,
     CALLING,
     CHAT_TOOL,

@@ -14,7 +14,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from pydantic import BaseModel
 
-from support.scripted_gateway import CLAUDE_TOOL, MODEL, SECRET, TINY
+from support.gateway.scripted_gateway import CLAUDE_TOOL, MODEL, SECRET, TINY
 from whet.config import GatewayConfig, LocalEngineConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, EXAMPLE, SYSTEM
 from whet.engines.local.engine import LocalEngine

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from support.scripted_gateway import (
+from support.gateway.scripted_gateway import (
     CALLING,
     CHAT_TOOL,
     CLAUDE_TOOL,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.scripted_gateway import SECRET, Gateway, Json, NewGateway
+from support.gateway.scripted_gateway import SECRET, Gateway, Json, NewGateway
 from whet.gateway.app import build_app
 from whet.gateway.pipeline import CallPipeline
 from whet.types import Fork

@@ -6,7 +6,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from support.scripted_gateway import (
+from support.gateway.scripted_gateway import (
     ARGUMENTS,
     CALLING,
     CHAT_TOOL,

@@ -7,7 +7,7 @@ import time
 import pytest
 from pydantic import JsonValue
 
-from support.real_templates import trl_templates
+from support.models.real_templates import trl_templates
 from whet.gateway.parsers.formats import PARSERS, ReasoningFormat, choose_parser, choose_reasoning
 from whet.gateway.parsers.parser import ToolParser
 from whet.gateway.templates.detokenize import InlineMessageParser

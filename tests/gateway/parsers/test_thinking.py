@@ -4,7 +4,7 @@ import pytest
 from anthropic.types import Message
 from openai.types.responses import Response
 
-from support.scripted_gateway import (
+from support.gateway.scripted_gateway import (
     CALLING,
     CHAT_TOOL,
     CLAUDE_TOOL,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.real_templates import template_of
+from support.models.real_templates import template_of
 from whet.errors import ConfigError, RequestError
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate

@@ -9,8 +9,8 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel, ConfigDict, Field
 
-from support.real_templates import template_of, trl_templates
-from support.scripted_gateway import CALLING, CHAT_TOOL, MODEL, TINY, Gateway, NewGateway
+from support.gateway.scripted_gateway import CALLING, CHAT_TOOL, MODEL, TINY, Gateway, NewGateway
+from support.models.real_templates import template_of, trl_templates
 from whet.config import LocalEngineConfig, LocalTrainerConfig
 from whet.engines.local.engine import LocalEngine
 from whet.engines.local.grammar import Grammars

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from support.real_templates import real_renderer, template_of, trl_templates
+from support.models.real_templates import real_renderer, template_of, trl_templates
 from whet.gateway.templates.chat_template import find_byte_ids
 from whet.gateway.templates.detokenize import (
     Delta,

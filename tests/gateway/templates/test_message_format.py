@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.real_templates import template_of, trl_templates
+from support.models.real_templates import template_of, trl_templates
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.templates.suffix import TOOL
 

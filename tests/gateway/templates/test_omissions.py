@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from support.real_templates import template_of, trl_templates
-from support.scripted_gateway import CHAT_TOOL, Gateway, Json, NewGateway
+from support.gateway.scripted_gateway import CHAT_TOOL, Gateway, Json, NewGateway
+from support.models.real_templates import template_of, trl_templates
 from whet.gateway.messages import Message, ToolCall, find_omissions
 from whet.gateway.templates.renderer import Renderer
 from whet.types import Omission

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.real_templates import continue_turn, template_of, trl_templates, turn_of
+from support.models.real_templates import continue_turn, template_of, trl_templates, turn_of
 from whet.errors import RequestError
 from whet.gateway.messages import Message, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate

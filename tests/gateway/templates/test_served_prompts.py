@@ -8,9 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from support.prompt_fuzz import PromptFuzz, make_fuzz
-from support.real_templates import all_templates, template_of, trl_templates
-from support.scripted_gateway import CALLING, CHAT_TOOL, Gateway, Json, NewGateway
+from support.gateway.prompt_fuzz import PromptFuzz, make_fuzz
+from support.gateway.scripted_gateway import CALLING, CHAT_TOOL, Gateway, Json, NewGateway
+from support.models.real_templates import all_templates, template_of, trl_templates
 from whet.gateway.templates.renderer import Renderer
 from whet.types import Call, Fork
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
-from support.real_templates import continue_turn, real_renderer, template_of, trl_templates
+from support.models.real_templates import continue_turn, real_renderer, template_of, trl_templates
 from whet.errors import RequestError
 from whet.gateway.messages import Message, Role, ToolCall
 from whet.gateway.templates.chat_template import ChatTemplate

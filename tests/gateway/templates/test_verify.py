@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from support.real_templates import (
+from support.models.real_templates import (
     EOS,
     continue_turn,
     real_renderer,

@@ -17,8 +17,8 @@ import pytest
 from anyio import to_thread
 
 from integrations.coding_agents.agents import AGENTS, FIXED, CodingAgent, write_workspace
-from support.real_templates import template_of, trl_templates
-from support.scripted_gateway import MODEL, SECRET
+from support.gateway.scripted_gateway import MODEL, SECRET
+from support.models.real_templates import template_of, trl_templates
 from whet.config import GatewayConfig
 from whet.gateway import auth
 from whet.gateway.app import build_app

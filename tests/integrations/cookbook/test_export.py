@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.tinker_serving import KEY, MARKS, Server
+from support.servers.tinker_serving import KEY, MARKS, Server
 from whet.app.cli.main import main
 from whet.models.catalog import resolve_model
 

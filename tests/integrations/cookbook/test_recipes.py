@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import EXAMPLES
-from support.tinker_serving import KEY, MARKS, Server
+from support.runs.commands import EXAMPLES
+from support.servers.tinker_serving import KEY, MARKS, Server
 from whet.models.catalog import resolve_model
 
 PYTHON = os.environ.get("WHET_COOKBOOK", "")

@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 import whet
-from support.commands import EXAMPLES, ROOT
+from support.runs.commands import EXAMPLES, ROOT
 from whet.app.run_folder import RunFolder
 from whet.models.catalog import resolve_model
 from whet.runners.environments.hosted_agent import load_environment

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from support.processes import Command, start
+from support.runs.processes import Command, start
 from whet.io.process import find_free_port
 from whet.protocols import Store
 from whet.store.sqlite import SQLiteStore

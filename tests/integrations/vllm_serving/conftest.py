@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.real_vllm import ON_A_CPU, PROGRAM, TOOLS, Launch
+from support.servers.real_vllm import ON_A_CPU, PROGRAM, TOOLS, Launch
 from whet.config import LocalTrainerConfig, VLLMConfig
 from whet.engines.remote.launch import VLLMProcess, build_required_flags
 from whet.models.catalog import TINY

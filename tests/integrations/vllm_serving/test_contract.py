@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from contracts.test_engine import *  # noqa: F403
-from support.real_vllm import NEEDS_VLLM, Launch
-from support.tiny_llama import CONTEXT, VOCABULARY, decode, make_model
+from support.models.tiny_llama import CONTEXT, VOCABULARY, decode, make_model
+from support.servers.real_vllm import NEEDS_VLLM, Launch
 from whet.engines.remote.connect import connect_servers
 from whet.engines.remote.launch import VLLMProcess
 from whet.protocols import Engine

@@ -16,8 +16,8 @@ import anyio
 import pytest
 from openai import AsyncOpenAI
 
-from support.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
-from support.tiny_llama import nudge, plain_logprobs
+from support.models.tiny_llama import nudge, plain_logprobs
+from support.servers.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
 from whet.app.composition.gateway_server import Gateway
 from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import CALCULATOR, SYSTEM, problems, use_tool

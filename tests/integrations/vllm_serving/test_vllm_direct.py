@@ -13,7 +13,7 @@ from anyio import to_thread
 from integrations.sdks.agent_run import RUN, TOKEN, Runner, start_runner
 from integrations.sdks.environments import python_of
 from integrations.sdks.recipes import ROOT
-from support.real_vllm import NEEDS_VLLM
+from support.servers.real_vllm import NEEDS_VLLM
 from whet.engines.remote.engine import wait_until_healthy
 from whet.engines.remote.launch import VLLMProcess
 from whet.io.http_client import HttpClient

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from support.opposite_policies import check_learned, train_through_a_kill
-from support.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
+from support.runs.opposite_policies import check_learned, train_through_a_kill
+from support.servers.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
 
 pytestmark = [pytest.mark.slow, NEEDS_VLLM]
 

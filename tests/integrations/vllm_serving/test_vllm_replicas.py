@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 import whet
-from support.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
+from support.servers.real_vllm import NEEDS_VLLM, ON_A_CPU, PROGRAM
 from whet.app.run_folder import RunFolder
 from whet.io.files import MEMORY
 from whet.store.sqlite import SQLiteStore

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from openai import AsyncOpenAI
 
-from support.real_vllm import NEEDS_VLLM, Launch
+from support.servers.real_vllm import NEEDS_VLLM, Launch
 from whet.app.composition.gateway_server import Gateway
 from whet.config import GatewayConfig, LocalTrainerConfig
 from whet.demos.problems import problems

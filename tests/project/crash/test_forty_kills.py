@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import JsonValue
 
-from support.four_processes import RUN, Killer, four_processes
+from support.runs.four_processes import RUN, Killer, four_processes
 from whet.algorithms import build_algorithm
 from whet.app.inputs import plan_rollouts
 from whet.app.run_folder import RunFolder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.small_disk import find_small_disk
+from support.store.small_disk import find_small_disk
 
 pytestmark = pytest.mark.slow
 

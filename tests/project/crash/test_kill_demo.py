@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support.run_audit import audit
+from support.runs.run_audit import audit
 from whet.app.cli.demo import DEMOS
 from whet.app.run_folder import RunFolder
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support.opposite_policies import (
+from support.runs.opposite_policies import (
     TRAINED,
     check_learned,
     check_records,
     replay,
     train_through_a_kill,
 )
-from support.tinker_serving import KEY, MARKS, Server
+from support.servers.tinker_serving import KEY, MARKS, Server
 from whet.app.run_folder import RunFolder
 
 pytestmark = MARKS

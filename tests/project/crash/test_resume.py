@@ -10,8 +10,8 @@ import httpx
 import pytest
 from pydantic import JsonValue
 
-from support.processes import find_gateways
-from support.run_audit import audit
+from support.runs.processes import find_gateways
+from support.runs.run_audit import audit
 from whet.app.cli.display import Display
 from whet.app.experiment import Result
 from whet.app.run_folder import RunFolder

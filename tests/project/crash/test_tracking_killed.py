@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.readers import read_wandb
+from support.runs.readers import read_wandb
 
 pytestmark = pytest.mark.slow
 

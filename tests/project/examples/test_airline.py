@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import whet
-from support.commands import EXAMPLES, environment, report, run
+from support.runs.commands import EXAMPLES, environment, report, run
 from whet.app.run_folder import RunFolder
 from whet.types import Trajectory
 

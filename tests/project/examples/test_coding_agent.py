@@ -12,8 +12,8 @@ import anyio
 import pytest
 
 import whet
-from support.commands import EXAMPLES, environment
-from support.prepared_model import PreparedModel
+from support.runs.commands import EXAMPLES, environment
+from support.servers.prepared_model import PreparedModel
 from whet.errors import ConfigError
 from whet.runners.sandboxes import choose_sandbox
 

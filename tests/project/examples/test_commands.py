@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.commands import EXAMPLES, ROOT
+from support.runs.commands import EXAMPLES, ROOT
 from whet.app.cli.flags import AFTER, check_after, split_after
 from whet.app.cli.main import build_parser
 

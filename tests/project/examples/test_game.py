@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.commands import EXAMPLES
+from support.runs.commands import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES / "twenty_questions"))
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from support.commands import EXAMPLES, environment, report
+from support.runs.commands import EXAMPLES, environment, report
 
 FOLDER = EXAMPLES / "gsm8k"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.commands import at_work, free_store, report, run
-from support.tinker_serving import KEY, Server
+from support.runs.commands import at_work, free_store, report, run
+from support.servers.tinker_serving import KEY, Server
 from whet.demos.hello import identities
 
 GOAL = 0.95

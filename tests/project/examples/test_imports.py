@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import whet
-from support.commands import EXAMPLES
+from support.runs.commands import EXAMPLES
 
 FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir() and path.name[0] not in "._")
 PROGRAMS = sorted(EXAMPLES.rglob("*.py"))

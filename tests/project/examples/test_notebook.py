@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 import whet
-from support.commands import EXAMPLES
+from support.runs.commands import EXAMPLES
 
 NOTEBOOK = EXAMPLES / "quickstart.ipynb"
 

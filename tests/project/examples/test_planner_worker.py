@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import report, run
+from support.runs.commands import report, run
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from integrations.sdks.environments import python_of
-from support.commands import EXAMPLES, at_work, environment, free_store, report, run
+from support.runs.commands import EXAMPLES, at_work, environment, free_store, report, run
 from whet.app.evaluation.model_sources import LocalModel, read_models
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import whet
-from support.run_agents import get_failure
+from support.agents.run_agents import get_failure
 from whet.errors import AgentFailed, BadReward, ConfigError
 from whet.runners.executors.http_service import Service
 from whet.store.sqlite import SQLiteStore

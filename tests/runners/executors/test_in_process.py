@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 import whet
-from support.run_agents import FixedEndpoint, endpoint, get_failure, run
+from support.agents.run_agents import FixedEndpoint, endpoint, get_failure, run
 from whet.config import RunnerConfig
 from whet.runners.agent import Agent
 from whet.runners.runner import Runner

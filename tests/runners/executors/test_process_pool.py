@@ -8,9 +8,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support import pool_agents
-from support.cross_thread import until
-from support.run_agents import FixedEndpoint, endpoint, run
+from support.agents import pool_agents
+from support.agents.cross_thread import until
+from support.agents.run_agents import FixedEndpoint, endpoint, run
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.runners.attempt import count_processes
@@ -210,4 +210,4 @@ def test_an_agent_of_a_file_is_found_by_the_file(tmp_path: Path) -> None:
     file.write_text("def solve(task, llm):\n    return 1.0\n")
     agent = load_function(f"{file}:solve")
     assert get_spec(agent) == f"{file}:solve"
-    assert get_spec(pool_agents.solver) == "support.pool_agents:solver"
+    assert get_spec(pool_agents.solver) == "support.agents.pool_agents:solver"

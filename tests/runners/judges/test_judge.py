@@ -10,8 +10,8 @@ import pytest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import whet
-from support.judge_server import rank_by, serve_judge
-from support.run_agents import get_failure, run
+from support.agents.run_agents import get_failure, run
+from support.servers.judge_server import rank_by, serve_judge
 from whet.errors import ConfigError, JudgeFailed
 from whet.runners.context import AttemptContext, active_attempt
 from whet.runners.judges.judge import Judge, Rubric

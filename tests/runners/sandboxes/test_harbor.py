@@ -7,7 +7,7 @@ import anyio
 import pytest
 from pydantic import JsonValue
 
-from support.prepared_model import PreparedModel
+from support.servers.prepared_model import PreparedModel
 from whet.errors import AgentFailed, ConfigError
 from whet.runners.environments.environment import EnvironmentName, open_environment
 from whet.runners.sandboxes import choose_sandbox

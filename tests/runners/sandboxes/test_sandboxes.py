@@ -26,7 +26,7 @@ from whet.runners.sandboxes.local import build_limits
 from whet.runners.sandboxes.sandbox import SandboxLimits
 from whet.types import Endpoint
 
-BAD = Path(__file__).parent.parent.parent / "support" / "bad_commands.py"
+BAD = Path(__file__).parents[2] / "support" / "agents" / "bad_commands.py"
 
 
 def works(name: str) -> bool:

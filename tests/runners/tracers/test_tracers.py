@@ -14,8 +14,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.trace import SpanKind, StatusCode
 
-from support import traced_agents
-from support.run_agents import run
+from support.agents import traced_agents
+from support.agents.run_agents import run
 from whet.config import RunnerConfig
 from whet.errors import ConfigError
 from whet.io.otlp import Encoding, parse_export

@@ -16,7 +16,7 @@ import pytest
 from anyio import to_thread
 from anyio.from_thread import start_blocking_portal
 
-from support.served_store import TOKEN, ServerProcess, serve, server_process
+from support.store.served_store import TOKEN, ServerProcess, serve, server_process
 from whet.errors import ConfigError, LeaseLost, NotFound, StoreClosed, StoreError
 from whet.protocols import Store
 from whet.store import open_store

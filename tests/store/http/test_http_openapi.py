@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from schemathesis.transport.serialization import Binary
 
-from support.served_store import TOKEN
+from support.store.served_store import TOKEN
 from whet.store.http.openapi import build_document
 from whet.store.http.rpc import ARCHIVE, METHODS, RemoteMethod
 from whet.store.http.server import StoreServer

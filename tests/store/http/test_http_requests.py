@@ -16,7 +16,7 @@ import pytest
 from anyio import to_thread
 
 from support.clock import Clock
-from support.served_store import TOKEN, serve
+from support.store.served_store import TOKEN, serve
 from whet.errors import ConfigError
 from whet.store.http.bodies import Limits
 from whet.store.http.server import StoreServer

@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from pydantic import ValidationError
 
-from support.served_store import TOKEN
+from support.store.served_store import TOKEN
 from whet.errors import RequestError
 from whet.gateway import auth
 from whet.io.otlp import ATTEMPT, Encoding, parse_export

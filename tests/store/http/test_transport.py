@@ -7,7 +7,7 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from support.served_store import TOKEN, serve
+from support.store.served_store import TOKEN, serve
 from whet.errors import StoreError
 from whet.store import DEFAULT_RUN
 from whet.store.http.rpc import METHODS

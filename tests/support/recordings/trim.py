@@ -17,7 +17,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from support.wire import Json, read_reply  # noqa: E402
+from support.gateway.wire import Json, read_reply  # noqa: E402
 
 KEPT = ("anthropic-version", "anthropic-beta", "x-stainless-retry-count", "accept")
 KEYS = ("authorization", "x-api-key")

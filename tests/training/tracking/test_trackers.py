@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from support.readers import Written, read_jsonl, read_mlflow, read_tensorboard, read_wandb
+from support.runs.readers import Written, read_jsonl, read_mlflow, read_tensorboard, read_wandb
 from whet.config import TrackingConfig
 from whet.errors import ConfigError
 from whet.protocols import Tracker

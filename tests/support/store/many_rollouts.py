@@ -3,7 +3,7 @@
 import sqlite3
 from contextlib import closing
 
-from support.recorded_run import record_run
+from support.runs.recorded_run import record_run
 from whet.app.run_folder import RunFolder
 
 NEEDLE = "a needle in the hay"

@@ -1,6 +1,7 @@
 """Random dialogues through the gateway, each prompt compared with `apply_chat_template`.
 
-    PYTHONPATH=tests python -m support.prompt_fuzz --continuations 100000 [--seed 1] [NAME ...]
+    PYTHONPATH=tests python -m support.gateway.prompt_fuzz --continuations 100000 [--seed 1]
+        [NAME ...]
 
 The prompt of a call must be what the template writes for its conversation, up to sampled turns. The
 dialogues have histories from the client, late system messages, truncated turns, several results in
@@ -26,7 +27,7 @@ from typing import Any, cast
 import anyio
 from pydantic import JsonValue
 
-from support.real_templates import all_templates, template_of
+from support.models.real_templates import all_templates, template_of
 from whet.engines.fake import FakeEngine
 from whet.errors import RequestError
 from whet.gateway.graph import Graph, Turn

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from support.trajectories import Conversation, generation
+from support.store.trajectories import Conversation, generation
 from whet.protocols import Algorithm
 from whet.types import Credit, StepRecord, Trajectory
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 RUN = "killed"
-SUPPORT = Path(__file__).parent
+AGENTS = Path(__file__).parents[1] / "agents"
 
 PATIENCE_S = 1500
 """A busy machine is slow, not stuck."""
@@ -39,7 +39,7 @@ class Process:
         with self._log.open("ab") as log:
             self._begins = log.tell()
             return subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=self._env, cwd=SUPPORT
+                self._command, stdout=log, stderr=log, env=self._env, cwd=AGENTS
             )
 
     def kill(self, pause_s: float) -> None:

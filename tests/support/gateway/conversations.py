@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from support.wire import Json, WireToolCall, WireTurn
+from support.gateway.wire import Json, WireToolCall, WireTurn
 
 ODD_TOOL: Json = {
     "name": "get_weather",

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from support.processes import Command
+from support.runs.processes import Command
 from whet.algorithms import build_algorithm
 from whet.app.run_folder import RunFolder
 from whet.models.catalog import resolve_model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from support.records import MINUTE
+from support.store.records import MINUTE
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
 from whet.store.sqlite import SQLiteStore

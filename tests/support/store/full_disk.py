@@ -12,7 +12,7 @@ from pathlib import Path
 
 import anyio
 
-from support.records import call, claim, rollouts
+from support.store.records import call, claim, rollouts
 from whet.errors import StoreError
 from whet.store.sqlite import SQLiteStore
 from whet.types import Attempt

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import tinker
 
-SUITE = Path(__file__).parents[1] / "app" / "tinker_server"
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "tinker.md"
+SUITE = Path(__file__).parents[2] / "app" / "tinker_server"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "tinker.md"
 MODULES = tuple(
     f"app.tinker_server.test_{name}"
     for name in ("training", "samples", "listing", "restart", "refusals")

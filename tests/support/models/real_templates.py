@@ -49,7 +49,7 @@ EOS = {
     "mistral": "</s>",
 }
 """As in the tokenizer_config.json of each family."""
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import anyio
 from starlette.types import Message
 
-from support.scripted_gateway import Gateway, Json
+from support.gateway.scripted_gateway import Gateway, Json
 
 PATH = "/v1/chat/completions"
 BODY: Json = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
