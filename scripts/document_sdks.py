@@ -1,4 +1,4 @@
-"""Write the table and the recipes of `docs/guides/sdks.md` from `tests/integrations/sdks`."""
+"""Write the table and recipes of `docs/guides/agents/sdks.md` from `tests/integrations/sdks`."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "guides" / "sdks.md"
+PAGE = ROOT / "docs" / "guides" / "agents" / "sdks.md"
 GENERATED = re.compile(r"(<!-- sdks: begin -->\n).*(<!-- sdks: end -->\n)", re.DOTALL)
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -39,7 +39,7 @@ def _section(recipe: Recipe) -> str:
     return (
         f"### {recipe.name}\n\n```python\n{recipe.changed}```\n{note}\n"
         f"Complete agent: [examples/sdks/{recipe.example}.py]"
-        f"(../../examples/sdks/{recipe.example}.py)\n"
+        f"(../../../examples/sdks/{recipe.example}.py)\n"
     )
 
 

@@ -167,7 +167,7 @@ def test_every_path_and_error_of_the_gateway_is_documented() -> None:
 
 
 def test_every_operation_of_the_store_is_documented() -> None:
-    page = (DOCS / "guides" / "store.md").read_text()
+    page = (DOCS / "guides" / "scaling" / "store.md").read_text()
     run = "/v1/runs/{run}"
     paths = {method.path for method in METHODS.values()} - {run}  # the page has it in words
     for path in paths:
@@ -236,7 +236,7 @@ def test_the_programs_of_the_quickstart_run_as_printed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_blocks_on_agents_as_code_are_one_program_that_runs(tmp_path: Path) -> None:
-    page = (DOCS / "guides" / "your-agent.md").read_text()
+    page = (DOCS / "guides" / "agents" / "your-agent.md").read_text()
     agent, hooks, training = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     large = 'model="smollm2", steps=30'
     assert large in training
@@ -264,7 +264,7 @@ def test_the_program_of_the_first_screen_runs_as_printed(tmp_path: Path) -> None
 
 
 def test_the_page_on_algorithms_shows_the_example_and_names_every_algorithm() -> None:
-    page = (DOCS / "guides" / "algorithms.md").read_text()
+    page = (DOCS / "guides" / "training" / "algorithms.md").read_text()
     [shown] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert shown in (ROOT / "examples" / "custom_algorithm" / "train.py").read_text()
     assert all(f"| `{name}` |" in page for name in READ_BY)

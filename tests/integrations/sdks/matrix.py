@@ -1,4 +1,4 @@
-"""The results of the suite for each SDK: the table of `docs/guides/sdks.md`."""
+"""The results of the suite for each SDK: the table of `docs/guides/agents/sdks.md`."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from whet.types import Call, Trajectory
 
 COLUMNS = ("attributed", "merged", "streamed", "tools", "trained")
 FILE = Path(__file__).parent / "matrix.json"
-"""The table of `docs/guides/sdks.md`; `python scripts/document_sdks.py` writes the page from it."""
+"""The table of `docs/guides/agents/sdks.md`; `scripts/document_sdks.py` writes the page from it."""
 
 Cells = Mapping[str, str]
 

@@ -1,4 +1,4 @@
-"""`docs/guides/sdks.md` shows the lines that the suite runs, and what the suite found."""
+"""`docs/guides/agents/sdks.md` shows the lines that the suite runs, and what the suite found."""
 
 import json
 
@@ -9,7 +9,7 @@ from support.scripts import load_script
 
 def test_the_page_is_as_the_script_writes_it() -> None:
     # `python scripts/document_sdks.py` writes it anew.
-    written = (ROOT / "docs" / "guides" / "sdks.md").read_text()
+    written = (ROOT / "docs" / "guides" / "agents" / "sdks.md").read_text()
     assert written == load_script("document_sdks").build_page()
 
 

@@ -15,7 +15,7 @@ import pytest
 import tinker
 
 SUITE = Path(__file__).parents[2] / "app" / "tinker_server"
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "tinker.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "backends" / "tinker.md"
 MODULES = tuple(
     f"app.tinker_server.test_{name}"
     for name in ("training", "samples", "listing", "restart", "refusals")
@@ -120,7 +120,7 @@ def methods() -> list[str]:
 
 
 def table() -> str:
-    """The table of docs/guides/tinker.md."""
+    """The table of docs/guides/backends/tinker.md."""
     head = "| method | here | shown by |\n|---|---|---|\n"
     return head + "".join(
         f"| `{line.method}` | {'yes' if line.works else 'refused'}"
