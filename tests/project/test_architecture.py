@@ -87,6 +87,10 @@ FENCES: dict[str, set[str]] = {
 BANNED = {"unittest", "pickle", "marshal", "shelve", "requests"}
 BANNED_CALLS = {"eval", "exec", "print", "breakpoint", "__import__"}
 MAX_FILE, MAX_FUNCTION, MAX_ENTRIES = 500, 60, 16
+SMALL_FOLDERS = ("src/whet", "tests", "bench", "scripts", "docs/guides")
+"""Folders that, like all below them, have at most `MAX_ENTRIES`."""
+OF_NO_PART = {"contracts", "integrations", "project", "support"}
+"""Folders of the tests that mirror no folder of the sources."""
 
 
 class Import(NamedTuple):
@@ -204,9 +208,17 @@ def test_a_file_fits_in_500_lines() -> None:
 
 
 def test_a_folder_has_at_most_16_entries() -> None:
-    for folder in [SRC, *(path for path in SRC.rglob("*") if path.is_dir())]:
-        entries = [e.name for e in folder.iterdir() if not e.name.startswith(("__", "py.typed"))]
-        assert len(entries) <= MAX_ENTRIES, f"{named(folder)}: {sorted(entries)}"
+    for top in SMALL_FOLDERS:
+        for folder in [ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())]:
+            names = sorted(entry.name for entry in folder.iterdir())
+            entries = [name for name in names if not name.startswith(("__", "py.typed"))]
+            assert len(entries) <= MAX_ENTRIES, f"{folder.relative_to(ROOT)}: {entries}"
+
+
+def test_the_folders_of_the_tests_are_those_of_the_sources() -> None:
+    tests = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*.py")}
+    mirrors = {folder for folder in tests if not OF_NO_PART & {*folder.parts[:1]}}
+    assert {str(folder) for folder in mirrors if not (SRC / folder).is_dir()} == set()
 
 
 def test_a_function_fits_on_a_screen() -> None:
