@@ -54,6 +54,19 @@ async def serve(answer: Answer, port: int = 0) -> AsyncGenerator[str]:
             writer.close()
 
 
+@asynccontextmanager
+async def serve_no_answer(port: int = 0) -> AsyncGenerator[str]:
+    over = anyio.Event()
+
+    async def wait(body: dict[str, Any]) -> bytes:
+        await over.wait()
+        return b""
+
+    async with serve(wait, port) as url:
+        yield url
+        over.set()
+
+
 async def test_the_request_has_the_sample_the_model_and_the_urls() -> None:
     requests: list[dict[str, Any]] = []
 
@@ -181,22 +194,40 @@ async def test_a_service_that_is_not_there_yet_is_waited_for_and_that_is_reporte
 
 
 async def test_a_timeout_names_the_service_that_is_away_or_does_not_answer(tmp_path: Path) -> None:
-    async def never(body: dict[str, Any]) -> bytes:
-        await anyio.sleep_forever()
-        return b""
-
     async with SQLiteStore(tmp_path / "store.db") as store:
-        async with serve(never) as url:
-            reason = await get_failure(Service(url), store, timeout_s=0.2)
+        async with serve_no_answer() as url:
+            reason = await get_failure(Service(url), store, timeout_s=1)
         assert reason == (
-            f"timeout: the attempt ran longer than 0.2 s: the service '{url}/chat' has not answered"
+            f"timeout: the attempt ran longer than 1 s: the service '{url}/chat' has not answered"
         )
     async with SQLiteStore(tmp_path / "other.db") as store:
-        reason = await get_failure(Service(url), store, timeout_s=0.2)
+        reason = await get_failure(Service(url), store, timeout_s=1)
         expected = (
-            f"timeout: the attempt ran longer than 0.2 s: cannot connect to the service '{url}"
+            f"timeout: the attempt ran longer than 1 s: cannot connect to the service '{url}"
         )
         assert reason.startswith(expected)
+
+
+async def test_a_timeout_of_a_service_that_came_late_is_that_of_its_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve_no_answer() as url:
+        port = int(url.rpartition(":")[2])
+    reasons: list[str] = []
+
+    async def run() -> None:
+        async with SQLiteStore(tmp_path / "store.db") as store:
+            reasons.append(await get_failure(Service(url), store, timeout_s=2))
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            while not caplog.messages:  # noqa: ASYNC110 - a log line is no event
+                await anyio.sleep(0.05)
+            async with serve_no_answer(port):
+                while not reasons:  # noqa: ASYNC110 - as above
+                    await anyio.sleep(0.05)
+    assert reasons[0].endswith(f"ran longer than 2 s: the service '{url}/chat' has not answered")
 
 
 async def test_requests_are_limited_to_its_concurrency() -> None:

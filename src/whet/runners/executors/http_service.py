@@ -133,9 +133,9 @@ class Service:
         if not self.url:
             raise ConfigError("a Service needs a URL, or a method `chat` of its own")
         deadline = anyio.current_time() + self.patience_s
-        _set_timeout_reason(f"the service {self._shown_url!r} has not answered")
         async with HttpClient() as http:
             while True:
+                _set_timeout_reason(f"the service {self._shown_url!r} has not answered")
                 try:
                     reply = await http.request(
                         "POST", self.url, json=body, max_bytes=MAX_ANSWER_BYTES
