@@ -202,9 +202,7 @@ async def test_a_timeout_names_the_service_that_is_away_or_does_not_answer(tmp_p
         )
     async with SQLiteStore(tmp_path / "other.db") as store:
         reason = await get_failure(Service(url), store, timeout_s=1)
-        expected = (
-            f"timeout: the attempt ran longer than 1 s: cannot connect to the service '{url}"
-        )
+        expected = f"timeout: the attempt ran longer than 1 s: cannot connect to the service '{url}"
         assert reason.startswith(expected)
 
 

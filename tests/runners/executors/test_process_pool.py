@@ -1,5 +1,6 @@
 """Agents in processes of their own."""
 
+import asyncio
 import os
 import re
 import threading
@@ -137,6 +138,27 @@ async def test_a_cancel_kills_the_process(
             await store.cancel(["a"])
             await until(lambda: not is_alive(pid))
             tg.cancel_scope.cancel()
+
+
+async def test_a_canceled_runner_lets_an_attempt_that_cleans_up_in_its_process_end(
+    store: SQLiteStore, tmp_path: Path
+) -> None:
+    runner = Runner(
+        pool_agents.clean_up,
+        RunnerConfig(processes=1, concurrency=2),
+        store=store,
+        endpoints=FixedEndpoint(endpoint),
+    )
+    await store.enqueue([Rollout(id="a", group="a", task=str(tmp_path))])
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tg:
+            tg.start_soon(runner.run)
+            await until((tmp_path / "begun").exists)
+            await store.cancel(["a"])
+            await until((tmp_path / "canceled").exists)
+            tg.cancel_scope.cancel()
+            asyncio.get_running_loop().call_later(0.3, (tmp_path / "go").touch)
+    assert (tmp_path / "clean").exists()
 
 
 async def test_an_attempt_has_the_environment_of_its_process_to_itself(store: SQLiteStore) -> None:

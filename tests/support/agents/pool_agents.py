@@ -62,6 +62,20 @@ ACTIONS: dict[str, Callable[[dict[str, str], Endpoint], object]] = {
 }
 
 
+async def clean_up(task: str, llm: Endpoint) -> float:
+    """Wait to be canceled, then clean up until the folder `task` has the file `go`."""
+    folder = Path(task)
+    try:
+        (folder / "begun").touch()
+        await asyncio.Event().wait()
+    finally:
+        (folder / "canceled").touch()
+        while not (folder / "go").exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
+        (folder / "clean").touch()
+    return 1.0
+
+
 _loops: list[asyncio.AbstractEventLoop] = []
 _all_started = asyncio.Event()
 
