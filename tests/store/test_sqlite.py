@@ -352,6 +352,19 @@ async def test_a_lease_that_expired_in_a_transaction_that_was_redone_is_counted_
         assert store.expired_leases == 1
 
 
+async def test_a_lease_that_expired_while_its_worker_was_suspended_is_counted(
+    tmp_path: Path,
+) -> None:
+    now = [1000.0]
+    async with SQLiteStore(tmp_path / "store.db", clock=lambda: now[0]) as store:
+        await store.enqueue(rollouts("a"))
+        attempt = await claim(store)
+        now[0] += 24 * 60 * MINUTE
+        with pytest.raises(LeaseLost):
+            await store.heartbeat(attempt.id, lease_s=MINUTE)
+        assert store.expired_leases == 1
+
+
 async def test_one_read_answers_all_who_wait_for_it(tmp_path: Path) -> None:
     database, batches = SQLiteDatabase(tmp_path / "store.db", time.time), list[list[int]]()
     first_began, may_go_on = threading.Event(), threading.Event()

@@ -270,8 +270,7 @@ class Queue:
     def _start(self, db: Db, run: int, rollout: Claimable) -> Attempt:
         if rollout.status == Status.RUNNING:
             for lost in self._select_running(db, "rollout.seq = ?", rollout.seq):
-                self._end_attempts(db, [(lost, _build_lost_outcome(lost))])
-                self.expired.add(lost.seq)
+                self._end_attempts(db, [(lost, self._count_expired(lost))])
         parsed, number = parse_rollout(rollout.body), rollout.attempts + 1
         return Attempt(
             id=AttemptId(f"{parsed.id}.{number}"),
@@ -321,8 +320,8 @@ class Queue:
         is_expired, excess = running.lease_until <= now, now - running.started - limit
         if excess > (0 if is_expired else lease_s):
             # A worker without a lease was suspended, as a laptop is: its agent may not be slow.
-            lost, timeout = _build_lost_outcome(running), _build_timeout_outcome(limit)
-            self._finish(db, [(running, lost if is_expired else timeout)])
+            outcome = self._count_expired(running) if is_expired else _build_timeout_outcome(limit)
+            self._finish(db, [(running, outcome)])
             return False
         until = now + lease_s
         db.execute(HEARTBEAT, (until, until, running.rollout_seq))
@@ -387,15 +386,20 @@ class Queue:
         """
         now = self.clock()
         for lost in self._select_running(db, EXPIRED_FOR_GOOD, now):
-            outcome = _build_lost_outcome(lost)
+            outcome = self._count_expired(lost)
             self._end_attempts(db, [(lost, outcome)])
             self._end_rollout(db, lost.run, lost.rollout_seq, lost.rollout, outcome)
-            self.expired.add(lost.seq)
         if self.next_expiry <= now:
             self._mark_claimable(db, now)
         (expiry,) = db.execute(NEXT_EXPIRY, (now,)).fetchone()
         self.next_expiry = float("inf") if expiry is None else expiry
         return None if expiry is None else expiry - now
+
+    def _count_expired(self, lost: RunningAttempt) -> Outcome:
+        """Count an attempt whose lease expired, and return its outcome."""
+        self.expired.add(lost.seq)
+        message = f"the lease of worker {lost.worker!r} expired"
+        return _build_failed_outcome(FailureKind.WORKER_LOST, message)
 
     def _mark_claimable(self, db: Db, now: float) -> None:
         rows = db.execute(
@@ -484,12 +488,6 @@ def _compute_precedence(rollout: Claimable) -> tuple[int, int]:
 
 def _serialize_failure(outcome: Outcome) -> str | None:
     return to_json(outcome.failure) if outcome.failure else None
-
-
-def _build_lost_outcome(running: RunningAttempt) -> Outcome:
-    return _build_failed_outcome(
-        FailureKind.WORKER_LOST, f"the lease of worker {running.worker!r} expired"
-    )
 
 
 def _build_timeout_outcome(limit: float) -> Outcome:
