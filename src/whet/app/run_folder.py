@@ -165,7 +165,7 @@ class RunFolder:
         if (found := folder.read_kind()) != kind:
             raise ConfigError(
                 f"the run {folder.path.name!r} is of the kind {found!r}, expected {kind!r}: "
-                "continue it with the command that began it"
+                "continue it with the command that began it, or choose another name"
             )
         return folder
 

@@ -177,7 +177,7 @@ def prepare_run(
         values = resolve_starts(values, config, progress)
         config = resolve(values)
     folder = _find_resumed_folder(
-        config, kind, resume=resume, continues=continues or store is not None
+        config, kind, resume=resume, continues=continues, in_store=store is not None
     )
     if folder is not None:
         config = folder.read_resumed_config(values)
@@ -356,11 +356,13 @@ async def run_training(
 
 
 def _find_resumed_folder(
-    config: RunConfig, kind: str, *, resume: bool, continues: bool
+    config: RunConfig, kind: str, *, resume: bool, continues: bool, in_store: bool
 ) -> RunFolder | None:
     if resume:
         return RunFolder.to_resume(config, kind)
-    if continues and config.name:
-        named = RunFolder(config.dir / "runs" / config.name)
-        return named if named.config_file.exists() else None
-    return None
+    named = RunFolder(config.dir / "runs" / config.name) if config.name else None
+    if named is None or not named.config_file.exists():
+        return None
+    if in_store:  # its run is there, and commands of several kinds may use it
+        return named
+    return RunFolder.to_resume(config, kind) if continues else None

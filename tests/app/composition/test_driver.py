@@ -11,6 +11,8 @@ import pytest
 import whet
 from whet.app.cli.main import main
 from whet.app.composition.driver import Driver
+from whet.app.run_folder import RunFolder
+from whet.config import RunConfig
 from whet.errors import ConfigError, DriverFailed
 from whet.types import Endpoint
 
@@ -98,6 +100,17 @@ def test_it_gets_its_parameters_and_agents_get_the_resources_of_their_rollout(
         "model": str(model),
     }
     assert prompts.run(repeat, ["a", "b"], **arguments) == [1.0, 1.0]
+
+
+def test_a_run_of_another_kind_is_not_continued(model: Path, tmp_path: Path) -> None:
+    @whet.algorithm
+    async def nothing(store: Any) -> None: ...
+
+    folder = RunFolder.create(RunConfig(model=str(model), dir=tmp_path, name="mine"), "train")
+    settings: dict[str, Any] = {"dir": str(tmp_path), "model": str(model), "name": "mine"}
+    with pytest.raises(ConfigError, match="'mine' is of the kind 'train', expected 'algorithm'"):
+        nothing.run(repeat, quiet=True, **settings)
+    assert not folder.store.exists()
 
 
 def test_an_error_of_the_function_is_raised_once_with_its_line_and_cause(
