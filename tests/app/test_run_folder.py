@@ -123,6 +123,16 @@ def test_a_run_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
         RunFolder.to_resume(config(tmp_path), "eval")
 
 
+def test_a_run_that_lost_its_store_is_not_resumed_and_gets_no_empty_one(tmp_path: Path) -> None:
+    folder = RunFolder.create(config(tmp_path), "sft")
+    assert RunFolder.to_resume(config(tmp_path), "sft").path == folder.path  # killed at its start
+    folder.write_report({"steps": 4})
+    with pytest.raises(ConfigError, match="had 4 steps, its store has 0: restore the store"):
+        RunFolder.to_resume(config(tmp_path), "sft")
+    assert not folder.store.exists()
+    assert RunFolder.to_resume(config(tmp_path), "sft", in_store=True).path == folder.path
+
+
 def test_a_resumed_run_may_take_another_port_or_device(tmp_path: Path) -> None:
     folder = RunFolder.create(config(tmp_path, gateway={"port": 8000}), "demo")
     folder.resume({"gateway": {"port": "8001"}, "engine": {"device": "cpu"}})

@@ -145,11 +145,11 @@ class RunFolder:
         )
 
     @classmethod
-    def to_resume(cls, config: RunConfig, kind: str) -> "RunFolder":
-        """The run of a kind that a config names, or the newest.
+    def to_resume(cls, config: RunConfig, kind: str, *, in_store: bool = False) -> "RunFolder":
+        """The run of a kind that a config names, or the newest. `in_store`: its store is elsewhere.
 
         Raises:
-            ConfigError: there is none, or it is of another kind.
+            ConfigError: there is none, it is of another kind, or it has lost its store.
             StoreError: another version of whet wrote it.
         """
         folder = (
@@ -161,6 +161,8 @@ class RunFolder:
             raise cls._explain_missing(folder.path.name, config.dir)
         if folder.store.exists():
             check_file(folder.store)
+        elif not in_store:
+            folder.check_store(steps=0)  # before the run makes an empty one
         folder.read_config()
         if (found := folder.read_kind()) != kind:
             raise ConfigError(

@@ -359,7 +359,7 @@ def _find_resumed_folder(
     config: RunConfig, kind: str, *, resume: bool, continues: bool, in_store: bool
 ) -> RunFolder | None:
     if resume:
-        return RunFolder.to_resume(config, kind)
+        return RunFolder.to_resume(config, kind, in_store=in_store)
     named = RunFolder(config.dir / "runs" / config.name) if config.name else None
     if named is None or not named.config_file.exists():
         return None
