@@ -24,3 +24,8 @@ def escape_control_characters(text: str) -> str:
         "␛" if char == "\x1b" else " " if unicodedata.category(char) == "Cc" else char
         for char in text
     )
+
+
+def escape_lines(text: str) -> str:
+    """Escape each line of a text, which keeps its line ends."""
+    return "\n".join(map(escape_control_characters, text.split("\n")))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import re
 import sys
 from dataclasses import replace
@@ -18,9 +19,12 @@ from whet.app.cli.display import (
     escape_output,
     format_resume,
     print_next,
+    print_note,
     report_stopped,
 )
+from whet.app.cli.main import StderrHandler
 from whet.app.cli.report import build_picture, draw_picture, print_report
+from whet.app.composition.distributed import print_line
 from whet.app.evaluation.comparison import compare
 from whet.app.evaluation.statistics import Scores
 from whet.app.experiment import Result
@@ -347,3 +351,17 @@ def test_output_is_escaped_unless_it_is_closed(monkeypatch: pytest.MonkeyPatch) 
     assert written.getvalue() == b"a\\udcff\\xe9"
     out.close()
     escape_output()
+
+
+def test_no_line_of_a_run_or_a_log_lets_an_agent_control_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "rollout a failed: \x1b]0;title\x07 \x1b[31m"
+    print_line(text)
+    print_note(Console(), text)
+    StderrHandler().emit(
+        logging.LogRecord("whet", logging.WARNING, "", 0, f"{text}\nTraceback", None, None)
+    )
+    shown = capsys.readouterr()
+    assert shown.out == 2 * "rollout a failed: ␛]0;title  ␛[31m\n"
+    assert shown.err.splitlines() == ["rollout a failed: ␛]0;title  ␛[31m", "Traceback"]

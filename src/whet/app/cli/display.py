@@ -15,7 +15,7 @@ from rich.table import Table
 
 from whet.app.run_folder import RunFolder
 from whet.config import RunConfig
-from whet.io.text import format_count
+from whet.io.text import escape_control_characters, format_count
 from whet.training.stopping import find_best_step, read_headline
 from whet.types import StepRecord
 
@@ -50,6 +50,14 @@ def escape_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def print_note(console: Console, text: str) -> None:
+    """Print one line, which may quote an agent."""
+    # A terminal shows warnings, which are long, broken between words; other lines stay whole.
+    is_broken = console.is_terminal and text.startswith("warning")
+    text = escape_control_characters(text)
+    console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=not is_broken)
+
+
 class Display:
     """Progress of a run: one line a step, and below in a terminal a bar, in a notebook a curve."""
 
@@ -82,11 +90,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Show one line."""
-        # A terminal shows warnings, which are long, broken between words; other lines stay whole.
-        is_broken = self._console.is_terminal and text.startswith("warning")
-        self._console.print(
-            text, markup=False, emoji=False, highlight=False, soft_wrap=not is_broken
-        )
+        print_note(self._console, text)
 
     def show_phase(self, name: str, rollouts: int) -> None:
         """Show a phase of the run, which has this many rollouts."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO
 from whet.app.cli.flags import AFTER, CommandParser, check_after, split_after
 from whet.errors import WhetError
 from whet.io.process import treat_sigterm_as_interrupt
-from whet.io.text import escape_control_characters
+from whet.io.text import escape_control_characters, escape_lines
 
 
 class CommandInfo(NamedTuple):
@@ -157,7 +157,7 @@ class StderrHandler(logging.Handler):
     """Writes to the current `sys.stderr`: a progress bar replaces it to stay below the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        level, _, rest = self.format(record).partition(":")
+        level, _, rest = escape_lines(self.format(record)).partition(":")
         sys.stderr.write(wrap_line(f"{level.lower()}:{rest}", sys.stderr) + "\n")
 
 

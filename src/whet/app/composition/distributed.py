@@ -19,7 +19,7 @@ import anyio
 from anyio import create_task_group
 
 from whet.errors import ConfigError, StoreError
-from whet.io.text import hide_passwords
+from whet.io.text import escape_control_characters, hide_passwords
 from whet.protocols import Resources, Store
 from whet.store import DEFAULT_RUN, is_postgres, open_store
 from whet.store.http import token
@@ -75,8 +75,8 @@ def raise_file_limit() -> None:
 
 
 def print_line(text: str) -> None:
-    """Print one line to stdout and flush it."""
-    sys.stdout.write(text + "\n")
+    """Print one line, which may quote an agent, to stdout and flush it."""
+    sys.stdout.write(escape_control_characters(text) + "\n")
     sys.stdout.flush()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
-from whet.app.cli.display import open_console
+from whet.app.cli.display import open_console, print_note
 from whet.app.composition.distributed import (
     STORE_VARIABLE,
     StoreAddress,
@@ -148,7 +148,7 @@ async def _run(
 ) -> Any:
     from whet.app.composition.run import open_run  # noqa: PLC0415 - imports torch
 
-    progress = partial(console.print, highlight=False)
+    progress = partial(print_note, console)
 
     def on_outcome(attempt: Attempt, outcome: Outcome) -> None:
         if outcome.failure is not None:

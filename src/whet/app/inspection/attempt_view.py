@@ -10,7 +10,7 @@ from rich.tree import Tree
 
 from whet.app.inspection.span_links import SpanLink, link_spans
 from whet.io.genai_spans import find_refusals
-from whet.io.text import escape_control_characters, format_count
+from whet.io.text import escape_lines, format_count
 from whet.protocols import Store
 from whet.runners.diagnostics import CLIENT_ERROR, CLIENT_HINT
 from whet.types import (
@@ -173,8 +173,7 @@ def draw_attempt(view: AttemptView, advantages: Advantages = NO_ADVANTAGES) -> T
 def _escape(tree: Tree) -> None:
     """Replace what would control the terminal: the texts are of models, agents and tools."""
     assert isinstance(tree.label, Text)
-    lines = tree.label.plain.split("\n")
-    tree.label.plain = "\n".join(map(escape_control_characters, lines))  # as long as before
+    tree.label.plain = escape_lines(tree.label.plain)  # as long as before
     for child in tree.children:
         _escape(child)
 

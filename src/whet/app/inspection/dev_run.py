@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import JsonValue
 from rich.console import Console
 
+from whet.app.cli.display import print_note
 from whet.app.composition.run import open_run
 from whet.app.inputs import NO_INPUTS, AgentInputs, Tasks, load_tasks, plan_rollouts
 from whet.app.inspection.attempt_view import AttemptView, draw_attempt, read_attempt
@@ -78,7 +79,7 @@ async def _run(
     agent_inputs: AgentInputs,
     console: Console,
 ) -> DevRun:
-    progress = partial(console.print, highlight=False)
+    progress = partial(print_note, console)
     async with open_run(folder, agent=agent, agent_inputs=agent_inputs, progress=progress) as run:
         rollouts = _plan_rollouts(tasks, folder)
         await run.collector.begin(rollouts)
