@@ -21,7 +21,7 @@ from statistics import fmean
 import common as gpu
 import torch
 from datasets import Dataset
-from path_agents import digit_share, single_turn
+from single_turn import digit_share, single_turn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer

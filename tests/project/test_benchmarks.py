@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
             ),
             "calls recorded",
         ),
-        (("gpu/path.py", "--rollouts", "32", "--steps", "1", "--agent", "shared_client"), "idle"),
+        (("path.py", "--rollouts", "32", "--steps", "1", "--agent", "shared_client"), "idle"),
         (("store.py", "--cycles", "20", "--rounds", "1", "--no-postgres"), "cycles_per_s"),
         (("runners.py", "--rollouts", "100"), "rollouts/s  0 failed"),
         (("learning/overfitting.py",), "stopped: no evaluation since step"),

@@ -1,7 +1,7 @@
 """The whole path of a run, from agents to published weights, and where its time goes.
 
-    python bench/gpu/path.py [--agent shared_client own_client] [--processes 0 4] [--rollouts 128]
-    python bench/gpu/path.py --device cuda --model 135m --rollouts 512 --steps 10
+    python bench/path.py [--agent shared_client own_client] [--processes 0 4] [--rollouts 128]
+    python bench/path.py --device cuda --model 135m --rollouts 512 --steps 10
 
 Agents make two calls of 64 tokens each with the OpenAI client, built as users build it. On a CPU
 the engine is simulated: it takes as long as an H200 takes for SmolLM2-135M at that batch, and
@@ -182,7 +182,7 @@ def report(agent, processes: int, gateways: int, result, snapshots: list[Snapsho
 
 def measure_engine(folder: Path, rollouts: int, device: str) -> float:
     """Tokens a second that the engine samples by itself: both calls of every rollout at once."""
-    import common as gpu  # noqa: PLC0415 - only if needed
+    from gpu import common as gpu  # noqa: PLC0415 - only if needed
 
     async def sample() -> float:
         local = gpu.load(folder, device, count_kv_tokens(rollouts))
@@ -236,7 +236,7 @@ def main() -> None:
         composition.open_local_sampler = simulated_sampler
         args.engine_rate = 1 / (STEP_S / args.rollouts + 1 / PEAK_TOKENS)
     else:
-        import common as gpu  # noqa: PLC0415 - only if needed
+        from gpu import common as gpu  # noqa: PLC0415 - only if needed
 
         gpu.head("the whole path")
         args.model = gpu.model_folder(args.model)
