@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.io.text import hide_passwords
+from whet.io.text import escape_lines, hide_passwords
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,7 @@ from whet.io.text import hide_passwords
 )
 def test_passwords_are_hidden_wherever_a_url_stands(text: str, shown: str) -> None:
     assert hide_passwords(text) == shown
+
+
+def test_text_of_several_lines_cannot_control_the_terminal_but_keeps_its_layout() -> None:
+    assert escape_lines("if x:\n\t\x1b[2Jy\r\x07\n") == "if x:\n\t␛[2Jy  \n"

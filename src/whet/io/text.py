@@ -27,5 +27,6 @@ def escape_control_characters(text: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """Escape each line of a text, which keeps its line ends."""
-    return "\n".join(map(escape_control_characters, text.split("\n")))
+    """Escape a text of several lines, which keeps its line ends and tabs."""
+    parts = re.split("([\n\t])", text)
+    return "".join(each if each in "\n\t" else escape_control_characters(each) for each in parts)

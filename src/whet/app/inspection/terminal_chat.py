@@ -13,6 +13,7 @@ from whet.app.cli.flags import CommandParser
 from whet.config import RunConfig, resolve
 from whet.errors import EngineError, requires_extra
 from whet.io.http_client import HttpClient
+from whet.io.text import escape_lines
 from whet.io.threads import run_async
 from whet.types import Endpoint
 
@@ -66,7 +67,7 @@ async def _run_chat(args: argparse.Namespace, config: RunConfig) -> None:
             async for text in stream_answer(
                 served.own_endpoint, messages, args.temperature, args.max_tokens
             ):
-                sys.stdout.write(text)
+                sys.stdout.write(escape_lines(text) if sys.stdout.isatty() else text)
                 sys.stdout.flush()
                 answer += text
             sys.stdout.write("\n")
