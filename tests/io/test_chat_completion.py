@@ -29,6 +29,8 @@ async def test_the_text_comes_with_the_counts_of_tokens() -> None:
         (PlainTextResponse("out of\norder", 500), "status 500: out of order"),
         (JSONResponse({"error": {"message": "unknown model"}}, 404), "status 404: unknown model"),
         (JSONResponse({"detail": "no"}, 403), 'status 403: {"detail":"no"}'),
+        (JSONResponse({"error": {"message": None}}, 500), 'status 500: {"error":{"message":null}}'),
+        (PlainTextResponse("[" * 100_000), "the response is not a chat completion"),
         (PlainTextResponse("<html>"), "the response is not a chat completion"),
         (JSONResponse([1]), "the response is not a chat completion"),
         (JSONResponse({"choices": []}), "the response is not a chat completion"),

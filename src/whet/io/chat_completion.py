@@ -49,7 +49,7 @@ def _read_error(response: Response) -> str:
     """The message of an error as OpenAI's API sends it, else the body, in one line."""
     text = response.body.decode(errors="replace")
     with suppress(ValueError, KeyError, TypeError):
-        text = str(response.json()["error"]["message"])
+        text = str(response.json()["error"]["message"] or text)
     return " ".join(text.split())[:SHOWN_CHARS]
 
 

@@ -47,8 +47,11 @@ class Response(NamedTuple):
     body: bytes
 
     def json(self) -> Any:  # Any: as json.loads
-        """Parse the body. Raises ValueError."""
-        return json.loads(self.body)
+        """Parse the body. Raises ValueError, also for JSON that is nested too deeply."""
+        try:
+            return json.loads(self.body)
+        except RecursionError as error:
+            raise ValueError("the JSON is nested too deeply") from error
 
 
 class HttpClient:
