@@ -7,13 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pydantic import ValidationError
 from safetensors import numpy as safetensors
 
 import whet
-from whet.app.experiment import open_trackers
 from whet.app.run_folder import RunFolder
-from whet.config import RunConfig, TrackingConfig, VLLMConfig
 from whet.errors import ConfigError
 
 TASKS = ["say one", "say two"]
@@ -168,21 +165,3 @@ def test_the_kl_penalty_holds_to_what_a_run_starts_from(
     before, after = (step.metrics["reference_kl"] for step in started.steps)
     assert before == pytest.approx(0.0, abs=1e-6)  # nothing is updated yet
     assert after > 1e-5
-
-
-@pytest.mark.anyio
-async def test_a_password_in_the_config_reaches_no_tracker(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "runs" / "mine")
-    folder.path.mkdir(parents=True)
-    url = "http://ann:secret@127.0.0.1:8000/v1"
-    folder.save_config(RunConfig(engine=VLLMConfig(urls=(url,))))
-    async with open_trackers(folder, print):
-        pass
-    [line] = (folder.path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["config"]["engine"]["urls"] == ["http://...@127.0.0.1:8000/v1"]
-
-
-def test_an_address_with_a_password_is_not_saved_in_the_config() -> None:
-    with pytest.raises(ValidationError, match="set the variable MLFLOW_TRACKING_URI"):
-        TrackingConfig(mlflow_uri="http://ann:secret@127.0.0.1:5000")
-    TrackingConfig(mlflow_uri="postgresql://ann@127.0.0.1/mlflow")

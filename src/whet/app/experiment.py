@@ -2,7 +2,6 @@
 
 import base64
 import html
-import json
 import logging
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from whet.app.inputs import (
 )
 from whet.app.run_folder import RunFolder, check_steps
 from whet.config import EvaluationConfig
-from whet.io.text import format_count, hide_passwords
+from whet.io.text import format_count
 from whet.protocols import Tracker
 from whet.training import async_loop as overlapped
 from whet.training import loop as on_policy
@@ -335,8 +334,7 @@ async def open_trackers(folder: RunFolder, warn: Callable[[str], None]) -> Async
         ConfigError: a tracker cannot be started.
     """
     config = folder.read_config()
-    shown = json.loads(hide_passwords(config.model_dump_json()))  # trackers may be services
-    run = TrackedRun(folder.path.name, folder.path, shown)
+    run = TrackedRun(folder.path.name, folder.path, config.model_dump(mode="json"))
 
     def build() -> dict[str, Tracker]:
         return {name: build_tracker(name, config.tracking, run) for name in config.tracking.names}

@@ -49,7 +49,7 @@ from whet.runners.hooks import Hooks
 from whet.runners.judges.judge import Judge
 from whet.runners.loading import get_spec
 from whet.store import DEFAULT_RUN
-from whet.training.tracking import check_installed
+from whet.training.tracking import check_trackers
 from whet.types import Attempt, Outcome
 
 KIND = "train"
@@ -227,7 +227,7 @@ def check_run(
         inherits = own.algorithm == config.algorithm and algorithm is not None
         if is_custom(own.algorithm.name) and not inherits:
             load_algorithm(own.algorithm.name)
-    check_installed(config.tracking)
+    check_trackers(config.tracking)
 
 
 def run_and_report(

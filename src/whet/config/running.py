@@ -1,7 +1,6 @@
 """Config sections of processes: engine, runners, gateway, dashboard and trackers."""
 
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -147,12 +146,3 @@ class TrackingConfig(Section):
     """`offline` needs no account; W&B's own setting if absent."""
     mlflow_uri: str | None = None
     """MLflow's server or database; `MLFLOW_TRACKING_URI`, else `<dir>/mlflow.db`, if absent."""
-
-    @model_validator(mode="after")
-    def _check_password(self) -> Self:
-        if self.mlflow_uri and urlsplit(self.mlflow_uri).password is not None:
-            raise ValueError(
-                "the run's folder would keep the password in mlflow_uri: set the variable "
-                "MLFLOW_TRACKING_URI instead"
-            )
-        return self

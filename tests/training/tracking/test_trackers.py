@@ -162,3 +162,17 @@ def test_a_password_in_the_address_of_mlflow_is_in_no_message(
     with pytest.raises(ConfigError, match="MLflow cannot start") as raised:
         build_tracker("mlflow", TrackingConfig(), run)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_password_in_the_config_reaches_no_tracker_that_others_may_read(
+    tmp_path: Path, run: TrackedRun, name: str
+) -> None:
+    url = "http://ann:Pa55word@127.0.0.1:8000"
+    run = TrackedRun("mine", run.folder, {"engine": {"urls": [url]}})
+    build(name, run).close()
+    written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert b"127.0.0.1:8000" in written
+    assert b"Pa55word" not in written

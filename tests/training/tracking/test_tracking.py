@@ -10,7 +10,7 @@ import pytest
 from whet.config import TrackingConfig
 from whet.errors import ConfigError, MissingExtra
 from whet.protocols import Tracker
-from whet.training.tracking import Tracking, build_tracker, check_installed
+from whet.training.tracking import Tracking, build_tracker, check_trackers
 from whet.training.tracking.run import TrackedRun
 from whet.types import Metrics
 
@@ -88,9 +88,15 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
     )
-    check_installed(TrackingConfig(names=("jsonl", "tensorboard", "mlflow")))
+    check_trackers(TrackingConfig(names=("jsonl", "tensorboard", "mlflow")))
     with pytest.raises(MissingExtra, match=r"pip install .*\[tracking\]'"):
-        check_installed(TrackingConfig(names=("jsonl", "wandb")))
+        check_trackers(TrackingConfig(names=("jsonl", "wandb")))
+
+
+def test_an_address_with_a_password_is_refused_before_it_is_saved() -> None:
+    check_trackers(TrackingConfig(mlflow_uri="postgresql://ann@127.0.0.1/mlflow"))
+    with pytest.raises(ConfigError, match="set the variable MLFLOW_TRACKING_URI"):
+        check_trackers(TrackingConfig(mlflow_uri="http://ann:secret@127.0.0.1:5000"))
 
 
 def test_wandb_without_an_account_says_what_to_do(

@@ -41,7 +41,7 @@ from whet.training.supervised import (
     fit,
     score_pairs,
 )
-from whet.training.tracking import Tracking, check_installed
+from whet.training.tracking import Tracking, check_trackers
 from whet.types import Metrics, StepRecord, digest_tokens
 
 TuningKind = Literal["sft", "dpo"]
@@ -195,7 +195,7 @@ def tune(
     check_config(resolve(values), kind)
     folder = RunFolder.to_resume(resolve(values), kind) if resume else None
     config = folder.read_resumed_config(values) if folder else resolve(values)
-    check_installed(config.tracking)
+    check_trackers(config.tracking)
     model = resolve_model(config.model, progress=console.print)
     if source.from_run is not None:
         _check_vocabulary(source.from_run, config, model)

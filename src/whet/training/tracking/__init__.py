@@ -10,9 +10,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
 
 from whet.config import TrackingConfig
-from whet.errors import MissingExtra, WhetError, boundary
+from whet.errors import ConfigError, MissingExtra, WhetError, boundary
 from whet.io.files import JsonLines
 from whet.io.text import hide_passwords
 from whet.protocols import Tracker
@@ -37,8 +38,18 @@ class TrackerFailed(WhetError):
     """A tracker raised: reported once, and the run continues."""
 
 
-def check_installed(config: TrackingConfig) -> None:
-    """Raise MissingExtra if a configured tracker cannot be imported."""
+def check_trackers(config: TrackingConfig) -> None:
+    """Check the configured trackers before a run is made.
+
+    Raises:
+        MissingExtra: one cannot be imported.
+        ConfigError: the run's folder would keep a password.
+    """
+    if config.mlflow_uri and urlsplit(config.mlflow_uri).password is not None:
+        raise ConfigError(
+            "the run's folder would keep the password in tracking.mlflow_uri: set the variable "
+            "MLFLOW_TRACKING_URI instead"
+        )
     for name in config.names:
         for package in PACKAGES[name]:
             if importlib.util.find_spec(package) is None:

@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from whet.config import list_leaves
 from whet.io.files import atomic_file
+from whet.io.text import hide_passwords
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,13 @@ class TrackedRun:
     folder: Path
     config: Mapping[str, JsonValue]
 
+    def public_config(self) -> dict[str, JsonValue]:
+        """The config without passwords in its URLs, for trackers that others may read."""
+        return json.loads(hide_passwords(json.dumps(self.config)))
+
     def settings(self) -> dict[str, JsonValue]:
-        """The config as flat keys, such as `adam.lr`."""
-        return dict(list_leaves(self.config))
+        """The public config as flat keys, such as `adam.lr`."""
+        return dict(list_leaves(self.public_config()))
 
 
 class TrackerState:

@@ -29,7 +29,7 @@ class TensorBoardTracker(Tracker):
         self.last_step = max(map(_find_last_step, folder.glob("events.out.tfevents.*")), default=0)
         self._writer = EventFileWriter(str(folder))
         if not self.last_step:
-            self._write(0, _build_text("config", json.dumps(run.config, indent=2)))
+            self._write(0, _build_text("config", json.dumps(run.public_config(), indent=2)))
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._write(step, *(_build_scalar(name, value) for name, value in metrics.items()))

@@ -3,12 +3,16 @@
 import os
 import secrets
 import shutil
+import sys
 from pathlib import Path
 
+if "wandb" not in sys.modules:
+    # That of another process, which may still hold a run whose process was killed.
+    os.environ.pop("WANDB_SERVICE", None)
 import wandb
 
 from whet.config import TrackingConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, boundary
 from whet.protocols import Tracker
 from whet.training.tracking.run import TrackedRun, TrackerState
 from whet.types import Metrics
@@ -34,23 +38,21 @@ class WandbTracker(Tracker):
         self.last_step = int(known.get("last_step", 0))
         if killed := known.get("writing"):
             shutil.rmtree(run.folder / "wandb" / killed, ignore_errors=True)
-        try:
+        with boundary(
+            ConfigError,
+            "W&B cannot start (without an account: set tracking.wandb_mode to 'offline')",
+        ):
             self._run = wandb.init(
                 project=config.project,
                 name=run.name,
                 id=self._id,
                 dir=run.folder,
                 mode=config.wandb_mode,
-                config=dict(run.config),
+                config=run.public_config(),
                 resume="allow",
                 reinit="create_new",
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except (wandb.Error, OSError) as error:
-            raise ConfigError(
-                f"W&B cannot start: {error} (without an account: set tracking.wandb_mode to "
-                "'offline')"
-            ) from error
         self._remember(writing=Path(self._run.dir).parent.name if self._run.offline else None)
 
     def step(self, step: int, metrics: Metrics) -> None:
