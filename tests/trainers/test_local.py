@@ -755,6 +755,16 @@ async def test_a_checkpoint_with_a_flipped_bit_is_refused_before_anything_change
     assert_same(values(policy), before)
 
 
+async def test_a_checkpoint_without_checksums_is_refused_with_what_to_do(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    trainer = LocalTrainer(load(tiny_folder), threads=1)
+    await trainer.save(tmp_path / "one")
+    (tmp_path / "one" / "state.json").write_text('{"version": 0}')
+    with pytest.raises(TrainerError, match="an older version of whet wrote it, train again"):
+        await trainer.restore(tmp_path / "one")
+
+
 async def test_half_an_optimizer_is_refused_before_anything_changes(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

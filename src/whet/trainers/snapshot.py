@@ -88,10 +88,16 @@ def check_checkpoint(folder: Path) -> int:
     """
     with boundary(TrainerError, f"cannot read the checkpoint {str(folder)!r}"):
         state = json.loads((folder / STATE).read_text())
+        if "crc32" not in state:
+            raise TrainerError(
+                f"the checkpoint {str(folder)!r} has no checksums: an older version of whet wrote "
+                "it, train again"
+            )
         for name, checksum in state["crc32"].items():
             if compute_checksum(folder / name) != checksum:
                 raise TrainerError(
-                    f"the checkpoint {str(folder)!r} is damaged: {name!r} is not as it was written"
+                    f"the checkpoint {str(folder)!r} is damaged: {name!r} is not as it was "
+                    "written, use another checkpoint"
                 )
         return int(state["version"])
 

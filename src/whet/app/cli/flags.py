@@ -195,7 +195,7 @@ def add_agent_flags(parser: CommandParser) -> None:
     group.add_argument(
         "--env-python",
         metavar="PYTHON",
-        help="Python with the environment's package, whet[runner]",
+        help="Python that has its package and whet[runner]",
     )
     group.add_argument(
         "--reward",

@@ -58,7 +58,7 @@ def add_arguments(parser: CommandParser) -> None:
     group.add_argument(
         "name", nargs="?", metavar="RUN", help="a run, by name or folder (default: the newest)"
     )
-    group.add_argument("--model", metavar="NAME", help="of this model of an evaluation")
+    group.add_argument("--model", metavar="NAME", help="only those of this model of an evaluation")
     only = group.add_mutually_exclusive_group()
     only.add_argument("--failed", action="store_true", help="only those that failed")
     only.add_argument("--status", metavar="STATUS", help="queued, running, succeeded or failed")

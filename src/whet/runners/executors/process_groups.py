@@ -30,8 +30,8 @@ class GroupWatch:
     @contextmanager
     def watch(self, group: int) -> Generator[None]:
         """Kill a group if this process dies in the block, and at the end of it."""
-        self._send(f"+{group}\n")
         try:
+            self._send(f"+{group}\n")
             yield
         finally:
             kill_group(group)
